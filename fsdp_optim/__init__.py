@@ -1,0 +1,57 @@
+"""Optimizer state that outlives its sharding: gather it from any FSDP, resume it on any number of ranks.
+
+See `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict`, and docs/concepts.md for the one idea.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdp_optim.api import (
+    for_fairscale,
+    gather_full_optim_state_dict,
+    get_shard_from_optim_state_dict,
+    iter_full_optim_state,
+    load_optim_state_dict,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
+)
+from fsdp_optim.errors import (
+    FsdpOptimError,
+    LayoutError,
+    RankError,
+    RankTimeoutError,
+    StateError,
+    WrapperError,
+)
+
+if TYPE_CHECKING:
+    from fsdp_optim.drop_in import FullyShardedDataParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FsdpOptimError",
+    "FullyShardedDataParallel",
+    "LayoutError",
+    "RankError",
+    "RankTimeoutError",
+    "StateError",
+    "WrapperError",
+    "for_fairscale",
+    "gather_full_optim_state_dict",
+    "get_shard_from_optim_state_dict",
+    "iter_full_optim_state",
+    "load_optim_state_dict",
+    "rekey_optim_state_dict",
+    "scatter_full_optim_state_dict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """`FullyShardedDataParallel` imports fairscale, so it is only loaded by those who ask for it."""
+    if name == "FullyShardedDataParallel":
+        from fsdp_optim.drop_in import FullyShardedDataParallel
+
+        return FullyShardedDataParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

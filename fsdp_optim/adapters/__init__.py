@@ -1,0 +1,95 @@
+"""One file per wrapper, each turning a model into Handles. `read_model` puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters import fairscale, replicated
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.view import Handle, ModelView, NamedHandle
+
+__all__ = ["NameOf", "fairscale_order", "model_ranks", "read_model"]
+
+NameOf = Callable[[str, int], str]
+"""(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the whole job."""
+
+
+def model_ranks(model: nn.Module) -> tuple[int, ...]:
+    """The global ranks that share a model: all ranks of all its wrappers; this rank alone for a plain module."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    tree = ModuleTree(model, _is_wrapper_child)
+    groups = (*fairscale.groups(tree), *replicated.groups(tree))
+    return tuple(sorted({me, *(rank for group in groups for rank in group)}))
+
+
+def read_model(model: nn.Module, ranks: Sequence[int] | None = None, name_of: NameOf | None = None) -> ModelView:
+    """What this rank sees of a wrapped model. Makes no collective call and changes nothing.
+
+    Args:
+        ranks: the global ranks that share the model (None: `model_ranks`).
+        name_of: gives parameters other names, where ranks use one name for different ones.
+    """
+    tree = ModuleTree(model, _is_wrapper_child)
+    me = dist.get_rank() if dist.is_initialized() else 0
+    everyone = tuple(sorted(ranks)) if ranks is not None else model_ranks(model)
+    sharded = list(fairscale.handles(tree))
+    rest = replicated.handles(tree, {id(handle.param) for handle in sharded}, everyone)
+    naming = _Naming(tree, name_of)
+    named = [naming.name(handle) for handle in (*sharded, *rest)]
+    live = {id(param): position for position, param in enumerate(model.parameters())}
+    named.sort(key=lambda n: live.get(id(n.handle.param), len(live)))
+    return ModelView(tuple(named), naming.order, everyone, me, naming.aliases)
+
+
+def fairscale_order(model: nn.Module, view: ModelView) -> tuple[str, ...] | None:
+    """FQNs as fairscale's own full dict counts them: unit after unit. None for a model without its units."""
+    found = [view.handle_of(param) for param in fairscale.param_order(model)]
+    return tuple(fqn for named in found if named is not None for fqn in named.fqns) or None
+
+
+def _is_wrapper_child(module: nn.Module, name: str) -> bool:
+    return fairscale.is_wrapper_child(module, name) or replicated.is_wrapper_child(module, name)
+
+
+class _Naming:
+    """Names of the original parameters, and their order in the unwrapped model."""
+
+    def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
+        self._tree, self._name_of = tree, name_of
+        self._keys: dict[str, tuple[int, int]] = {}
+        self.aliases: dict[str, str] = {}
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """As the unwrapped model's parameters(): by module, then by place in the module."""
+        return tuple(sorted(self._keys, key=self._keys.__getitem__))
+
+    def name(self, handle: Handle) -> NamedHandle:
+        fqns = []
+        for position, original in enumerate(handle.originals):
+            module, attribute = original.module, original.attribute
+            fqn = self._rename(handle, self._tree.fqn(module, attribute))
+            if fqn in self._keys:
+                raise WrapperError(f"{fqn}: two parameters of the model have this name")
+            registered = list(module._parameters)
+            place = registered.index(attribute) if attribute in registered else position
+            self._keys[fqn] = (self._tree.index(module), place)
+            self._add_aliases(handle, module, attribute, fqn)
+            fqns.append(fqn)
+        for position, module, attribute in handle.aliases:
+            self.aliases[self._rename(handle, self._tree.fqn(module, attribute))] = fqns[position]
+            self._add_aliases(handle, module, attribute, fqns[position])
+        return NamedHandle(handle, tuple(fqns))
+
+    def _add_aliases(self, handle: Handle, module: nn.Module, attribute: str, fqn: str) -> None:
+        for other in self._tree.other_fqns(module, attribute):
+            self.aliases[self._rename(handle, other)] = fqn
+
+    def _rename(self, handle: Handle, fqn: str) -> str:
+        if self._name_of is None:
+            return fqn
+        return self._name_of(fqn, min(handle.originals[0].placement.ranks))

@@ -1,0 +1,118 @@
+"""fairscale's FullyShardedDataParallel: flat parameters (`flatten_parameters=True`) and single ones (`False`).
+
+Read from the installed source of fairscale 0.4.13. Only this file touches fairscale's private names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import FlatChunks
+from fsdp_optim.view import Handle, Original
+
+if TYPE_CHECKING:
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+    from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
+
+_MODULE = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
+_WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+
+
+def is_wrapper_child(module: nn.Module, name: str) -> bool:
+    """Whether `name` is where fairscale's wrappers keep the module that they wrap."""
+    return name in _WRAPPER_CHILDREN
+
+
+def handles(tree: ModuleTree) -> Iterator[Handle]:
+    """The live parameters of every fairscale FSDP unit in the model; nothing when fairscale is not loaded."""
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return
+    for unit in units(tree.root):
+        owned = {id(param) for param in unit.non_shared_params()}  # a shared one belongs to the unit that made it
+        for index, param in enumerate(unit.params):
+            if id(param) in owned:
+                yield _handle(tree, unit, param, index)
+
+
+def groups(tree: ModuleTree) -> Iterator[tuple[int, ...]]:
+    """The global ranks of every unit's process group."""
+    for unit in units(tree.root):
+        yield tuple(dist.get_process_group_ranks(unit.process_group))
+
+
+def units(model: nn.Module) -> tuple[FullyShardedDataParallel, ...]:
+    """fairscale's FSDP units in the order in which fairscale numbers them, those without parameters too."""
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return ()
+    return tuple(m for m in model.modules() if isinstance(m, module.FullyShardedDataParallel))
+
+
+def param_order(model: nn.Module) -> tuple[torch.Tensor, ...]:
+    """The live parameters in the order in which fairscale's own full dict counts them: unit after unit."""
+    return tuple(p for unit in units(model) for p in unit.non_shared_params())
+
+
+def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Parameter, index: int) -> Handle:
+    orig_size, is_sharded = getattr(param, "_orig_size", None), getattr(param, "_is_sharded", None)
+    if orig_size is None or is_sharded is None:
+        raise WrapperError(
+            f"parameter {index} of the unit {tree.path(unit)!r} is not one that fairscale has sharded: "
+            "was it replaced after wrapping?"
+        )
+    ranks = tuple(dist.get_process_group_ranks(unit.process_group)) if unit.world_size > 1 else (dist.get_rank(),)
+    numel = orig_size.numel()
+    # As fairscale's _get_shard cuts: flatten().chunk(world_size), later chunks short or empty, all padded to the first.
+    chunk_numel = -(-numel // len(ranks)) if is_sharded else numel
+    num_padded = tuple(chunk_numel - min(max(numel - i * chunk_numel, 0), chunk_numel) for i in range(len(ranks)))
+    recorded = unit.numel_padded_per_param[index]
+    if recorded != num_padded[unit.rank if is_sharded else 0]:
+        raise WrapperError(
+            f"rank {dist.get_rank()}: fairscale padded parameter {index} of the unit {tree.path(unit)!r} by "
+            f"{recorded} elements, {num_padded[unit.rank]} were expected for {numel} elements on {len(ranks)} ranks"
+        )
+    if index < unit._num_flatten_params:
+        originals, aliases = _flat_originals(param, chunk_numel, ranks)
+    else:
+        sites = tree.sites_of(param)
+        if not sites:
+            raise WrapperError(f"parameter {index} of the unit {tree.path(unit)!r} is not in the model any more")
+        placement = FlatChunks(tuple(orig_size), 0, chunk_numel, (ranks,))
+        originals = (Original(*sites[0], placement),)
+        aliases = tuple((0, module, attribute) for module, attribute in sites[1:])
+    return Handle(
+        param=param,
+        originals=originals,
+        local_shape=(chunk_numel,) if is_sharded else tuple(orig_size),
+        num_padded=num_padded,
+        collected=not unit.no_broadcast_optim_state,
+        aliases=aliases,
+    )
+
+
+def _flat_originals(
+    flat: FlatParameter, chunk_numel: int, ranks: tuple[int, ...]
+) -> tuple[tuple[Original, ...], tuple[tuple[int, nn.Module, str], ...]]:
+    originals: list[Original] = []
+    positions: dict[tuple[nn.Module, str], int] = {}
+    start = 0
+    for (_, module, attribute), shape, numel in zip(
+        flat._param_infos, flat._param_shapes, flat._param_numels, strict=True
+    ):
+        positions[(module, attribute)] = len(originals)
+        originals.append(Original(module, attribute, FlatChunks(tuple(shape), start, chunk_numel, (ranks,))))
+        start += numel
+    aliases = tuple(
+        (positions[(shared_module, shared_attribute)], module, attribute)
+        for _, _, module, attribute, shared_module, shared_attribute in flat._shared_param_infos
+    )
+    return tuple(originals), aliases

@@ -1,0 +1,71 @@
+"""DistributedDataParallel and plain modules: every rank that has the parameter has all of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.layout import Whole
+from fsdp_optim.view import Handle, Original
+
+_DDP_MODULE = "torch.nn.parallel.distributed"
+
+
+def is_wrapper_child(module: nn.Module, name: str) -> bool:
+    """Whether `name` is where DistributedDataParallel or DataParallel keeps the module that it wraps."""
+    return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
+
+
+def _ranks(ddp: nn.Module) -> tuple[int, ...]:
+    group = ddp.process_group
+    return tuple(sorted(dist.get_process_group_ranks(group)))  # type: ignore[arg-type]
+
+
+def groups(tree: ModuleTree) -> Iterator[tuple[int, ...]]:
+    """The global ranks of every DistributedDataParallel in the model."""
+    for module in tree.modules:
+        if isinstance(module, _ddp_class()):
+            yield _ranks(module)
+
+
+def handles(tree: ModuleTree, claimed: set[int], others: tuple[int, ...]) -> Iterator[Handle]:
+    """Every parameter that no other adapter has claimed (`claimed`: their ids).
+
+    Under DistributedDataParallel it lives on that wrapper's ranks, which the wrapper keeps equal. Elsewhere it lives on
+    `others`, the ranks that share the rest of the model, and nobody promises that the copies are equal.
+    """
+    ddp_ranks: dict[int, tuple[int, ...]] = {}
+    for module in tree.modules:
+        if isinstance(module, _ddp_class()):
+            ddp_ranks.update((id(param), _ranks(module)) for param in module.parameters())
+    for param, sites in tree.params():
+        if id(param) not in claimed:
+            ranks = ddp_ranks.get(id(param))
+            yield _handle(param, sites, ranks or others, synchronized=ranks is not None)
+
+
+def _handle(
+    param: torch.Tensor, sites: list[tuple[nn.Module, str]], ranks: tuple[int, ...], synchronized: bool
+) -> Handle:
+    shape = tuple(param.shape)
+    return Handle(
+        param=param,
+        originals=(Original(*sites[0], Whole(shape, ranks)),),
+        local_shape=shape,
+        synchronized=synchronized,
+        aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
+    )
+
+
+def _ddp_class() -> type[nn.Module]:
+    module = sys.modules.get(_DDP_MODULE)
+    return module.DistributedDataParallel if module is not None else _Never
+
+
+class _Never(nn.Module):
+    """No model has one."""

@@ -1,0 +1,84 @@
+"""The module tree of a wrapped model, with the names and the order that the unwrapped model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_optim.errors import WrapperError
+
+IsWrapperChild = Callable[[nn.Module, str], bool]
+"""(module, name of a child) -> whether the child is what the module wraps, so that the name is no part of an FQN."""
+
+# torch.compile and activation checkpointing put the model one level deeper, under these names.
+_TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True)
+class _Site:
+    index: int
+    path: str
+
+
+class ModuleTree:
+    """Modules in the order of `model.modules()`, each with its clean path: wrappers leave no trace in names."""
+
+    def __init__(self, root: nn.Module, is_wrapper_child: IsWrapperChild) -> None:
+        self.root = root
+        self._is_wrapper_child = is_wrapper_child
+        self._sites: dict[nn.Module, _Site] = {}
+        self._other_paths: list[tuple[str, nn.Module]] = []
+        self._visit(root, "")
+        self._sites_of_params: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+        for module in self._sites:
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    self._sites_of_params.setdefault(param, []).append((module, attribute))
+
+    def _visit(self, module: nn.Module, path: str) -> None:
+        if module in self._sites:  # one module in two places: its parameters are tied
+            self._other_paths.append((path, module))
+        else:
+            self._sites[module] = _Site(len(self._sites), path)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            transparent = name in _TRANSPARENT_CHILDREN or self._is_wrapper_child(module, name)
+            self._visit(child, path if transparent else join(path, name))
+
+    @property
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self._sites)
+
+    def path(self, module: nn.Module) -> str:
+        return self._sites[module].path
+
+    def fqn(self, module: nn.Module, attribute: str) -> str:
+        site = self._sites.get(module)
+        if site is None:
+            raise WrapperError(
+                f"parameter {attribute!r} of a {type(module).__name__} is in a flat parameter, but its module is not "
+                "in the model any more: was a submodule replaced after wrapping?"
+            )
+        return join(site.path, attribute)
+
+    def other_fqns(self, module: nn.Module, attribute: str) -> Iterator[str]:
+        """The names of a parameter by other paths to the same module."""
+        return (join(path, attribute) for path, other in self._other_paths if other is module)
+
+    def index(self, module: nn.Module) -> int:
+        return self._sites[module].index
+
+    def params(self) -> Iterator[tuple[torch.Tensor, list[tuple[nn.Module, str]]]]:
+        """Every registered parameter once, with every (module, attribute) that refers to it, first place first."""
+        return iter(self._sites_of_params.items())
+
+    def sites_of(self, param: torch.Tensor) -> list[tuple[nn.Module, str]]:
+        return self._sites_of_params.get(param, [])
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

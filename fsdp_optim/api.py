@@ -1,0 +1,166 @@
+"""The public functions. Each reads like its contract; what they do is in `verbs`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters import NameOf
+from fsdp_optim.state.full import FullDict, KeyBy
+from fsdp_optim.state.local import OptimizerLike
+from fsdp_optim.transport.collective import BUCKET_NBYTES
+from fsdp_optim.verbs import gather, load, rekey, scatter, shard
+from fsdp_optim.verbs.call import Collect, Options
+from fsdp_optim.verbs.load import LoadableOptimizer
+
+
+def gather_full_optim_state_dict(
+    model: nn.Module,
+    optim: OptimizerLike,
+    recipient_rank: int | None = 0,
+    key_by: KeyBy = "id",
+    *,
+    collect: Collect = "wrapper",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> FullDict | None:
+    """The optimizer state per original parameter, as if the wrapper were not there. Called by all ranks of the model.
+
+    Nothing is changed: no step, gradient, parameter, group or state. Memory beyond the training's own: on a recipient
+    the full state and `bucket_nbytes`, elsewhere `bucket_nbytes`.
+
+    Args:
+        model: the root that `optim` was built from: fairscale FSDP, DistributedDataParallel, a plain module, or a mix.
+        optim: anything with `state_dict()` and `param_groups`.
+        recipient_rank: the global rank that gets the dict; None: every rank does.
+        key_by: "id" counts as torch.optim does on the unwrapped model; "name" uses clean FQNs.
+        collect: "wrapper" leaves units with fairscale's `no_broadcast_optim_state` as fairscale does: the recipient's own
+            state of them is in the dict, the others' is not, and `uncollected_local_ids` lists them. "all" gathers them.
+        name_of: `(fqn, rank) -> name`, for units whose ranks call different parameters by one name (every rank's own
+            expert is `experts.0`): gives each a name of its own. `rank` is the lowest global rank that holds the parameter.
+        process_group: the ranks that make this call, where the model does not tell (None: all ranks of its wrappers).
+        timeout: seconds to wait for ranks that do not come (None: 600).
+        bucket_nbytes: see above.
+
+    Returns:
+        On recipients a dict whose tensors are on the CPU, each with its own storage, in the dtype of the state; elsewhere
+        None. `plain_optim.load_state_dict(full)` accepts it. Besides `state` and `param_groups` (with `param_names`) it
+        has `param_id_map` (id -> this rank's local id, None without state), `num_padded` (per flat parameter, the
+        padding of each group rank), `uncollected_local_ids`, and the other keys of the optimizer's own dict.
+
+    Raises (the same on all ranks):
+        WrapperError: the model or the optimizer cannot be read, or do not belong together.
+        StateError: ranks do not see one model and one state.
+        RankError: a rank failed, with its reason, or made another call.
+        RankTimeoutError: a rank did not come; it is named.
+    """
+    options = Options(collect, name_of, process_group, timeout)
+    return gather.gather(model, optim, recipient_rank, key_by, options, bucket_nbytes)
+
+
+def iter_full_optim_state(
+    model: nn.Module,
+    optim: OptimizerLike,
+    recipient_rank: int | None = 0,
+    *,
+    collect: Collect = "wrapper",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """As `gather_full_optim_state_dict`, one parameter at a time, so that no rank ever holds the whole state.
+
+    Yields (FQN, state) in the unwrapped model's order on every rank: the state on recipients ({} for a parameter without
+    state), None elsewhere. Every rank of the model has to exhaust the iterator. A recipient holds at most
+    `bucket_nbytes` of parameters (or one that is larger), and as much again while they move.
+    """
+    options = Options(collect, name_of, process_group, timeout)
+    return gather.iterate(model, optim, recipient_rank, options, bucket_nbytes)
+
+
+def get_shard_from_optim_state_dict(
+    model: nn.Module,
+    optim: OptimizerLike,
+    full: Mapping[str, Any],
+    *,
+    name_of: NameOf | None = None,
+) -> dict[str, Any]:
+    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
+
+    Args:
+        model, optim: as for gather; the world size may be any.
+        full: needed on this rank, left unchanged, shares no memory with the result. Accepted: what
+            `gather_full_optim_state_dict` returns, by id or name; fairscale's own; a plain optimizer's on the unwrapped
+            model.
+        name_of: as it was given to gather.
+
+    Returns:
+        The optimizer's own dict: local ids, the saved hyperparameters, state tensors on the parameters' devices in the
+        dtype they were saved in.
+
+    Raises:
+        StateError: the dict is not one of this model and optimizer: names the parameter and both numbers. Nothing was
+            changed.
+    """
+    return shard.shard(model, optim, full, Options(name_of=name_of))
+
+
+def get_shard_without_optimizer(
+    model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None
+) -> dict[str, Any]:
+    """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; behind fairscale's method."""
+    return shard.shard(model, None, full, Options(name_of=name_of))
+
+
+def scatter_full_optim_state_dict(
+    model: nn.Module,
+    optim: OptimizerLike,
+    full: Mapping[str, Any] | None,
+    source_rank: int = 0,
+    *,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> dict[str, Any]:
+    """As `get_shard_from_optim_state_dict`, with `full` needed on global rank `source_rank` only.
+
+    Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`.
+
+    Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
+    """
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout)
+    return scatter.scatter(model, optim, full, source_rank, options, bucket_nbytes)
+
+
+def load_optim_state_dict(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
+    """As `optim.load_state_dict(shard)`, but every value keeps the dtype that it was saved in. No communication.
+
+    As with torch, the optimizer may keep the shard's tensors themselves. torch's own method casts floating state to the
+    parameter's dtype, which loses fp32 moments of a bf16 parameter.
+    """
+    load.load(optim, shard)
+
+
+def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
+    """The same full dict, keyed by "id" or by "name". Shares its tensors with `full`, which is left unchanged.
+
+    `model`: wrapped or not; for fairscale's own dict, wrapped as it was when saved.
+    """
+    return rekey.rekey(full, model, key_by)
+
+
+def for_fairscale(full: Mapping[str, Any]) -> FullDict:
+    """A gathered dict (by id) as fairscale's own `get_shard_from_optim_state_dict` reads it.
+
+    An explicit conversion, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
+    read. Shares its tensors with `full`, which is left unchanged by this and by fairscale's reader.
+    """
+    return rekey.for_fairscale(full)

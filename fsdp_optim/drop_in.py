@@ -1,0 +1,64 @@
+"""fairscale's FullyShardedDataParallel with the two optimizer-state methods of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from fairscale.nn.data_parallel import FullyShardedDataParallel as _FairscaleFSDP
+
+from fsdp_optim import api
+from fsdp_optim.adapters import NameOf
+from fsdp_optim.state.full import FullDict, KeyBy
+from fsdp_optim.state.local import OptimizerLike
+from fsdp_optim.verbs.call import Collect
+
+
+class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types
+    """Drop-in for `fairscale.nn.data_parallel.FullyShardedDataParallel`: same arguments, usable as `wrapper_cls`.
+
+    Only the two methods below differ from fairscale's. Call them on the root, which the optimizer was built from.
+    """
+
+    def gather_full_optim_state_dict(
+        self,
+        optim: OptimizerLike,
+        recipient_rank: int | None = 0,
+        key_by: KeyBy = "id",
+        *,
+        collect: Collect = "wrapper",
+        name_of: NameOf | None = None,
+        timeout: float | timedelta | None = None,
+    ) -> FullDict | None:
+        """The optimizer state per original parameter, as if FSDP were not there. Called by all ranks of the model.
+
+        The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`, where everything is explained.
+        """
+        return api.gather_full_optim_state_dict(
+            self, optim, recipient_rank, key_by, collect=collect, name_of=name_of, timeout=timeout
+        )
+
+    def get_shard_from_optim_state_dict(
+        self,
+        full_optim_state_dict: Mapping[str, Any],
+        optim: OptimizerLike | None = None,
+        *,
+        name_of: NameOf | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a full dict, at any world size, ready for the optimizer. No communication.
+
+        Args:
+            full_optim_state_dict: needed on this rank; left unchanged (fairscale's own method changes it).
+            optim: the optimizer that it is for. Without it, the optimizer is taken to be built like the saved one:
+                group after group, and inside a group as when it was saved where the units are the same, else in the order
+                of this model's `parameters()`.
+            name_of: as it was given to gather.
+
+        Raises:
+            StateError: as `fsdp_optim.get_shard_from_optim_state_dict`; also for a flat parameter whose originals sit in
+                two groups.
+        """
+        if optim is None:
+            return api.get_shard_without_optimizer(self, full_optim_state_dict, name_of=name_of)
+        return api.get_shard_from_optim_state_dict(self, optim, full_optim_state_dict, name_of=name_of)

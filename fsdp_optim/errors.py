@@ -1,0 +1,27 @@
+"""The errors that this library raises. Each is also the builtin error that a caller would expect."""
+
+from __future__ import annotations
+
+
+class FsdpOptimError(Exception):
+    """Parent of every error that this library raises on purpose."""
+
+
+class LayoutError(FsdpOptimError, ValueError):
+    """A Layout is impossible, or two Layouts do not describe the same parameters."""
+
+
+class StateError(FsdpOptimError, ValueError):
+    """An optimizer state does not fit: missing, extra, wrong shape, disagreeing values, another model's."""
+
+
+class WrapperError(FsdpOptimError, TypeError):
+    """A model or an optimizer is of a kind, or in a condition, that cannot be read."""
+
+
+class RankError(FsdpOptimError, RuntimeError):
+    """One or more ranks failed, or the ranks called with different arguments. Raised on all ranks alike."""
+
+
+class RankTimeoutError(FsdpOptimError, TimeoutError):
+    """Some ranks did not arrive, or did not answer, in time. The message names them."""

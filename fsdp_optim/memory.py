@@ -1,0 +1,67 @@
+"""Memory for tensors, and the copies of a plan inside one process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fsdp_optim.plan import Copy
+
+_HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised contiguous tensor with a storage of its own.
+
+    Large ones on the CPU ask the kernel for huge pages: first touch of fresh 4 KiB pages costs more than moving the
+    bytes does.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE_FROM:
+        _advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
+def _advise_huge_pages(address: int, nbytes: int) -> None:
+    advise = _madvise()
+    if advise is not None:
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(start, stop - start, mmap.MADV_HUGEPAGE)  # only advice: whatever it returns, the memory works
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function
+
+
+def copy_in_memory(copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:
+    """Run the copies of one parameter between two local tensors, both 1-D."""
+    for copy in copies:
+        target_block(copy, target).copy_(source_block(copy, source))
+
+
+def source_block(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
+    """The elements of a 1-D local tensor that a copy reads."""
+    return _block(flat, copy.sizes, copy.source_offset, copy.source_strides)
+
+
+def target_block(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
+    """The elements of a 1-D local tensor that a copy writes."""
+    return _block(flat, copy.sizes, copy.target_offset, copy.target_strides)
+
+
+def _block(flat: torch.Tensor, sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> torch.Tensor:
+    if strides == (1,):
+        return flat.narrow(0, offset, sizes[0])
+    return flat.as_strided(sizes, strides, flat.storage_offset() + offset)

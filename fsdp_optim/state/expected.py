@@ -1,0 +1,71 @@
+"""The optimizer that a full dict was made for, on this rank, where the caller has none to show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.state.full import FullState
+from fsdp_optim.state.local import LocalOptim, LocalParam
+from fsdp_optim.view import ModelView, NamedHandle
+
+
+def expected_optimizer(view: ModelView, full: FullState, saved_local_ids: Mapping[str, int | None]) -> LocalOptim:
+    """An optimizer with the full state's groups over the model's live parameters.
+
+    Ids count as torch.optim counts: group after group. Inside a group they follow the saved local ids where the model has
+    the same units as when it was saved, else the order of the wrapped model's parameters().
+
+    Raises StateError for a flat parameter whose originals sit in two groups, or are only partly in the full state.
+    """
+    group_of = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
+    unknown = [fqn for fqn in group_of if fqn not in {f for named in view.handles for f in named.fqns}]
+    if unknown:
+        raise StateError(
+            f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters; the model has "
+            f"{len(view.order)}, the full dict {len(group_of)})"
+        )
+    by_group: list[list[NamedHandle]] = [[] for _ in full.groups]
+    for named in view.handles:
+        index = _group_of(named, group_of)
+        if index is not None:
+            by_group[index].append(named)
+    if _same_units(view, saved_local_ids):
+        for handles in by_group:
+            handles.sort(key=lambda named: saved_local_ids[named.fqns[0]])  # type: ignore[arg-type, return-value]
+    params: list[LocalParam] = []
+    group_ids = []
+    for index, handles in enumerate(by_group):
+        first = len(params)
+        params += [LocalParam(first + place, index, named, None) for place, named in enumerate(handles)]
+        group_ids.append(tuple(range(first, len(params))))
+    return LocalOptim(
+        params=tuple(params),
+        groups=tuple(group for group, _ in full.groups),
+        group_ids=tuple(group_ids),
+        group_param_names=(None,) * len(full.groups),
+        extra={},
+    )
+
+
+def _group_of(named: NamedHandle, group_of: Mapping[str, int]) -> int | None:
+    """The group of a live parameter: that of all its originals."""
+    first = named.fqns[0]
+    for fqn in named.fqns[1:]:
+        if group_of.get(fqn) != group_of.get(first):
+            groups = [f"group {group_of[f]}" if f in group_of else "no group" for f in (first, fqn)]
+            raise StateError(
+                f"{first} is in {groups[0]} of the full dict and {fqn} is in {groups[1]}, and they lie in one flat parameter "
+                "of this model, which can be in one group only: wrap them in different units"
+            )
+    return group_of.get(first)
+
+
+def _same_units(view: ModelView, saved: Mapping[str, int | None]) -> bool:
+    """Whether the saved local ids stand for just the live parameters that the model has."""
+    units: dict[int, set[str]] = {}
+    for fqn, local_id in saved.items():
+        if local_id is None:
+            return False
+        units.setdefault(local_id, set()).add(fqn)
+    return bool(units) and {frozenset(fqns) for fqns in units.values()} == {frozenset(n.fqns) for n in view.handles}

@@ -1,0 +1,277 @@
+"""The full dict: one state per original parameter, as if FSDP were not there. The only file that knows its integer ids."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Shape
+from fsdp_optim.state.local import RESERVED_KEYS, LocalOptim
+from fsdp_optim.state.picture import Param, Picture
+from fsdp_optim.state.values import Kind, is_sharded_name, kind_of, own
+
+KeyBy = Literal["id", "name"]
+FullDict = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FullState:
+    """A full dict of any accepted kind, by FQN. Its values are those of the dict, not copies.
+
+    `state` has no entry for a parameter without state; `groups` has each group's hyperparameters and its FQNs.
+    """
+
+    state: Mapping[str, Mapping[str, Any]]
+    groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
+    extra: Mapping[str, Any]
+    uncollected: frozenset[str] = frozenset()
+
+    def sharded_names(self, shapes: Mapping[str, Shape]) -> frozenset[str]:
+        """Names of values that are shaped like their parameter, for some parameter that has dimensions."""
+        return frozenset(
+            name
+            for fqn, values in self.state.items()
+            if shapes.get(fqn)
+            for name, value in values.items()
+            if kind_of(name, value, shapes[fqn], frozenset()) is Kind.SHARDED
+        )
+
+
+@dataclass(frozen=True)
+class Names:
+    """How to read ids and names of a full dict for a given model and optimizer.
+
+    Attributes:
+        groups: the FQNs of each of the optimizer's groups, in the unwrapped model's order.
+        aliases: other names of tied parameters.
+        fairscale_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, str]
+    fairscale_order: tuple[str, ...] | None = None
+
+    @property
+    def known(self) -> frozenset[str]:
+        return frozenset(fqn for group in self.groups for fqn in group)
+
+
+# ---------------------------------------------------------------------------------------------------- writing
+
+
+def assemble(
+    picture: Picture, tensors: Mapping[tuple[str, str], torch.Tensor], local: LocalOptim, rank: int, key_by: KeyBy
+) -> FullDict:
+    """The full dict of everything gathered on this recipient: `tensors` by (FQN, value name), taken as they are."""
+    ids = picture.ids()
+    params = {fqn: param.as_seen_by(rank) for fqn, param in picture.params.items()}
+    key = {fqn: fqn if key_by == "name" else ids[fqn] for fqn in ids}
+    local_ids = {fqn: p.local_id for p in local.params for fqn in p.named.fqns}
+    live_first = sorted(ids, key=lambda fqn: (local_ids.get(fqn, len(ids)), ids[fqn]))
+    in_group: list[list[str]] = [[] for _ in local.groups]
+    for fqn in ids:
+        in_group[params[fqn].group_index].append(fqn)
+    return {
+        **{name: own(value) for name, value in local.extra.items()},
+        "state": {key[f]: _values(params[f], tensors) for f in ids if params[f].summary is not None},
+        "param_groups": [
+            {
+                **{name: own(value) for name, value in group.items()},
+                "params": [key[fqn] for fqn in fqns],
+                "param_names": list(fqns),
+            }
+            for group, fqns in zip(local.groups, in_group, strict=True)
+        ],
+        # fairscale's reader counts runs of equal values, so the ids are listed by the flat parameter they come from
+        "param_id_map": {key[f]: local_ids.get(f) if params[f].summary is not None else None for f in live_first},
+        "num_padded": _num_padded(picture, local),
+        "uncollected_local_ids": [
+            p.local_id
+            for p in local.params
+            if not p.handle.collected and p.state is not None and _is_variant(picture, p.named.fqns)
+        ],
+    }
+
+
+def _is_variant(picture: Picture, fqns: Sequence[str]) -> bool:
+    return any(fqn in picture.params and picture.params[fqn].variants for fqn in fqns)
+
+
+def _values(param: Param, tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, Any]:
+    summary = param.summary
+    if summary is None:
+        return {}
+    scalars = dict(summary.scalars)
+    return {name: own(scalars[name].value) if name in scalars else tensors[param.fqn, name] for name in summary.names}
+
+
+def _num_padded(picture: Picture, local: LocalOptim) -> list[list[int]]:
+    """The padding of each group rank, per flat parameter: this rank's by local id, then those of other ranks' units."""
+    mine = [p.named.fqns for p in local.params]
+    here = {fqns: list(p.handle.num_padded) for fqns, p in zip(mine, local.params, strict=True)}
+    others = {p.fqns: list(p.num_padded) for p in picture.live if p.fqns not in here}
+    return [*here.values(), *others.values()]
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def normalize(full: Mapping[str, Any], names: Names) -> FullState:
+    """Read a full dict of any accepted kind: ours, fairscale's, a plain optimizer's; keyed by id or by name.
+
+    Raises StateError where the ids cannot be told apart, or the dict is not a full dict.
+    """
+    if not isinstance(full, Mapping):
+        raise StateError(
+            f"a full optimizer state dict is needed here, not {type(full).__name__}: is this rank a recipient?"
+        )
+    missing = [key for key in ("state", "param_groups") if key not in full]
+    if missing:
+        raise StateError(f"this is no optimizer state dict: it has no {' and no '.join(missing)}")
+    groups = full["param_groups"]
+    to_name = _naming(full, groups, names)
+    state = {}
+    for key, values in full["state"].items():
+        if key not in to_name:
+            raise StateError(f"state has an entry {key!r} that is in none of the {len(groups)} param groups")
+        if values:
+            state[to_name[key]] = {name: _singleton(to_name[key], name, value) for name, value in values.items()}
+    local_of = full.get("param_id_map") or {}
+    uncollected = set(full.get("uncollected_local_ids") or ())
+    return FullState(
+        state=state,
+        groups=tuple(
+            (
+                {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                tuple(to_name[key] for key in group["params"]),
+            )
+            for group in groups
+        ),
+        extra={key: value for key, value in full.items() if key not in RESERVED_KEYS},
+        uncollected=frozenset(
+            to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name
+        ),
+    )
+
+
+def keys_to_fqns(
+    full: Mapping[str, Any], groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
+) -> dict[Any, str]:
+    """Each key of a full dict's param groups with its FQN; `groups` is what `normalize` made of them."""
+    return {
+        key: fqn
+        for group, (_, fqns) in zip(full["param_groups"], groups, strict=True)
+        for key, fqn in zip(group["params"], fqns, strict=True)
+    }
+
+
+def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
+    """Every key that the param groups list, with the FQN that it stands for."""
+    keys = [[*group["params"]] for group in groups]
+    if any(isinstance(key, str) for group in keys for key in group):
+        fqns: list[list[str]] = keys
+    elif all(group.get("param_names") is not None for group in groups if group["params"]):
+        fqns = [list(group.get("param_names") or ()) for group in groups]
+    elif "param_id_map" in full:
+        fqns = [_fairscale_names(full["param_id_map"], keys, names)]
+    else:
+        fqns = [list(group) for group in names.groups]
+    if [len(group) for group in fqns] != [len(group) for group in keys]:
+        raise StateError(
+            f"the full dict has {_counts(keys)}, the optimizer's parameters on the unwrapped model are "
+            f"{_counts(names.groups)}: it is another model's, or grouped in another way"
+        )
+    return {
+        key: names.aliases.get(fqn, fqn)
+        for key_group, fqn_group in zip(keys, fqns, strict=True)
+        for key, fqn in zip(key_group, fqn_group, strict=True)
+    }
+
+
+def _fairscale_names(id_map: Mapping[int, Any], keys: list[list[int]], names: Names) -> list[str]:
+    """fairscale counts ids unit after unit, not in the unwrapped model's order; and has one group."""
+    order = names.fairscale_order
+    if order is None:
+        if len(set(id_map.values())) > 1:
+            raise StateError(
+                "this full dict is fairscale's own and counts its ids by FSDP unit, which only a model wrapped in the same "
+                "way can tell: read it there once, with rekey_optim_state_dict(full, wrapped_model, key_by='name')"
+            )
+        order = tuple(fqn for group in names.groups for fqn in group)
+    if len(keys) != 1:
+        raise StateError(f"fairscale's own full dict has one param group, not {len(keys)}")
+    return list(order)
+
+
+def _singleton(fqn: str, name: str, value: Any) -> Any:
+    """fairscale lists a tensor without dimensions once per rank; any other value stays what it is."""
+    if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in value):
+        if any(v.item() != value[0].item() for v in value[1:]):
+            raise StateError(f"{fqn}: {name} differs between the ranks that saved it: {[v.item() for v in value]}")
+        return value[0]
+    return value
+
+
+def _counts(groups: Sequence[Sequence[object]]) -> str:
+    if len(groups) == 1:
+        return f"{len(groups[0])} parameters"
+    return f"{' + '.join(str(len(group)) for group in groups)} parameters in {len(groups)} groups"
+
+
+# ---------------------------------------------------------------------------------------------------- checking
+
+
+def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape]) -> None:
+    """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
+
+    Raises StateError that names the parameter, both numbers and the way out.
+    """
+    saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
+    extra, missing = (
+        [fqn for fqn in saved if fqn not in names.known],
+        [f for g in names.groups for f in g if f not in saved],
+    )
+    if extra:
+        raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
+    if missing:
+        raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
+    if len(full.groups) != len(names.groups):
+        raise StateError(
+            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: build the optimizer "
+            "with the groups that it was saved with"
+        )
+    for index, group in enumerate(names.groups):
+        for fqn in group:
+            if saved[fqn] != index:
+                raise StateError(
+                    f"{fqn}: in param group {saved[fqn]} of the full dict, in group {index} of the optimizer: build the "
+                    "optimizer with the groups that it was saved with"
+                )
+    _check_shapes(full, shapes)
+
+
+def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
+    sharded = full.sharded_names(shapes)
+    for fqn, values in full.state.items():
+        for name, value in values.items():
+            if kind_of(name, value, shapes[fqn], sharded) is Kind.OPAQUE and is_sharded_name(name, sharded):
+                got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise StateError(
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is "
+                    "another model's, was cut short, or its ids are in another order than the unwrapped model's parameters()"
+                )
+
+
+def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -> str:
+    close = difflib.get_close_matches(fqns[0], candidates, n=1)
+    hint = f" (it has {close[0]})" if close else ""
+    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+    return (
+        f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {len(candidates)} parameters there. Is the dict of this model, and "
+        "does the optimizer hold the same parameters as when it was saved?"
+    )

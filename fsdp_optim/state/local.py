@@ -1,0 +1,132 @@
+"""The optimizer on this rank: which live parameter each of its state entries belongs to. Knows local ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.state.values import Kind, Scalar, Summary, dtype_name, kind_of
+from fsdp_optim.view import Handle, ModelView, NamedHandle
+
+RESERVED_KEYS = frozenset({"state", "param_groups", "param_id_map", "num_padded", "uncollected_local_ids"})
+"""Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
+
+
+class OptimizerLike(Protocol):
+    """What this library asks of an optimizer: torch.optim's, fairseq's, Accelerate's, DeepSpeed's wrappers have it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """One parameter as the optimizer has it: its id in the optimizer's own dict, its group, its state (None: absent)."""
+
+    local_id: int
+    group_index: int
+    named: NamedHandle
+    state: Mapping[str, Any] | None
+
+    @property
+    def handle(self) -> Handle:
+        return self.named.handle
+
+    def summary(self, sharded_names: frozenset[str]) -> Summary | None:
+        if self.state is None:
+            return None
+        sharded, scalars, opaque = [], [], []
+        for name, value in self.state.items():
+            match self.kind(name, value, sharded_names):
+                case Kind.SHARDED:
+                    sharded.append((name, dtype_name(value.dtype)))
+                case Kind.SCALAR:
+                    scalars.append((name, Scalar.of(value)))
+                case Kind.OPAQUE:
+                    opaque.append((name, type(value).__name__))
+        return Summary(tuple(sharded), tuple(scalars), tuple(opaque), tuple(self.state))
+
+    def kind(self, name: str, value: object, sharded_names: frozenset[str]) -> Kind:
+        kind = kind_of(name, value, self.handle.local_shape, sharded_names)
+        if kind is Kind.OPAQUE and isinstance(value, torch.Tensor) and self.handle.local(value) is not None:
+            return Kind.SHARDED
+        return kind
+
+
+@dataclass(frozen=True)
+class LocalOptim:
+    """An optimizer on this rank, read without changing it.
+
+    Attributes:
+        params: its parameters in the order of their local ids.
+        groups: each group's hyperparameters, without `params` and `param_names`.
+        extra: the other top-level keys of its dict (`loss_scale`).
+    """
+
+    params: tuple[LocalParam, ...]
+    groups: tuple[Mapping[str, Any], ...]
+    group_ids: tuple[tuple[int, ...], ...]
+    group_param_names: tuple[Sequence[str] | None, ...]
+    extra: Mapping[str, Any]
+
+    @cached_property
+    def sharded_names(self) -> frozenset[str]:
+        return frozenset(
+            name
+            for param in self.params
+            if param.handle.local_shape and param.state is not None
+            for name, value in param.state.items()
+            if param.kind(name, value, frozenset()) is Kind.SHARDED
+        )
+
+
+def read_optimizer(optim: OptimizerLike, view: ModelView) -> LocalOptim:
+    """Match an optimizer's parameters, by identity, with those of the model it was built from.
+
+    Raises WrapperError when the two do not belong together.
+    """
+    saved = optim.state_dict()
+    missing = {"state", "param_groups"} - set(saved)
+    if missing:
+        raise WrapperError(f"state_dict() of {type(optim).__name__} has no {' and no '.join(sorted(missing))}")
+    live, packed = optim.param_groups, saved["param_groups"]
+    if len(live) != len(packed):
+        raise WrapperError(f"{type(optim).__name__} has {len(live)} param groups, its state_dict() has {len(packed)}")
+    params: list[LocalParam] = []
+    for index, (live_group, packed_group) in enumerate(zip(live, packed, strict=True)):
+        if len(live_group["params"]) != len(packed_group["params"]):
+            raise WrapperError(
+                f"group {index} of {type(optim).__name__} has {len(live_group['params'])} parameters, "
+                f"in its state_dict() {len(packed_group['params'])}"
+            )
+        for place, (param, local_id) in enumerate(zip(live_group["params"], packed_group["params"], strict=True)):
+            named = view.handle_of(param)
+            if named is None:
+                raise WrapperError(
+                    f"parameter {place} of group {index} (shape {list(param.shape)}) is not in the model: build the "
+                    "optimizer from the wrapped model's parameters(), and pass that same model"
+                )
+            params.append(LocalParam(local_id, index, named, _state_of(saved["state"], local_id)))
+    params.sort(key=lambda p: p.local_id)
+    unknown = set(saved["state"]) - {p.local_id for p in params}
+    if unknown:
+        raise WrapperError(f"the optimizer's state has ids {sorted(map(str, unknown))} that are in none of its groups")
+    return LocalOptim(
+        params=tuple(params),
+        groups=tuple({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in packed),
+        group_ids=tuple(tuple(group["params"]) for group in packed),
+        group_param_names=tuple(group.get("param_names") for group in packed),
+        extra={key: value for key, value in saved.items() if key not in RESERVED_KEYS},
+    )
+
+
+def _state_of(state: Mapping[int, Mapping[str, Any]], local_id: int) -> Mapping[str, Any] | None:
+    values = state.get(local_id)
+    return values if values else None

@@ -1,0 +1,275 @@
+"""What each rank tells the others about its model and optimizer, and the one picture that all ranks draw from it.
+
+No rank tells more than a few hundred bytes per live parameter, and no elements. Ranks that see the same say the same to
+the letter, so that usually nothing but a digest travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.layout import FlatChunks, Layout, Placement, Whole
+from fsdp_optim.state.values import Summary
+
+
+@dataclass(frozen=True)
+class LiveParam:
+    """One live parameter as its rank tells it. `summary` None: it has no state.
+
+    `fingerprint` stands for the elements of the state on this rank, given where the wrapper does not keep replicas
+    equal, so that replicas can be told from different parameters of the same name.
+    """
+
+    fqns: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    group_index: int
+    num_padded: tuple[int, ...]
+    collected: bool
+    summary: Summary | None
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """All that a rank tells: `call` (what it was asked to do), its parameters in order, its groups' hyperparameters."""
+
+    call: str
+    order: tuple[str, ...] = ()
+    params: tuple[LiveParam, ...] = ()
+    groups: tuple[tuple[tuple[str, str], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Param:
+    """One original parameter in the common picture.
+
+    `variants`: what each group of ranks has of it, where the wrapper says that it must not be collected: then they may
+    differ, and a recipient gets that of its own group. Empty for all other parameters.
+    """
+
+    fqn: str
+    placement: Placement
+    group_index: int
+    summary: Summary | None
+    variants: tuple[tuple[Placement, Summary | None], ...] = ()
+
+    def as_seen_by(self, rank: int) -> Param:
+        """The parameter as it is for one recipient: its own group's, else the first's, where it is not collected."""
+        for placement, summary in sorted(self.variants, key=lambda variant: rank not in variant[0].ranks)[:1]:
+            return replace(self, placement=placement, summary=summary, variants=())
+        return self
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The model and the optimizer state of all ranks together, the same value on all of them."""
+
+    params: Mapping[str, Param] = field(default_factory=dict)  # in the unwrapped model's order
+    live: tuple[LiveParam, ...] = ()
+    num_groups: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        return Layout({fqn: param.placement for fqn, param in self.params.items()})
+
+    def group_fqns(self, group_index: int) -> tuple[str, ...]:
+        return tuple(param.fqn for param in self.params.values() if param.group_index == group_index)
+
+    def ids(self) -> dict[str, int]:
+        """FQN -> id, as torch.optim counts on the unwrapped model: group after group, inside a group in model order."""
+        by_group = sorted(self.params.values(), key=lambda param: param.group_index)  # stable: keeps the model's order
+        return {param.fqn: index for index, param in enumerate(by_group)}
+
+
+Told = Sequence[tuple[RankReport, tuple[int, ...]]]
+"""Distinct reports, each with the ranks that gave it."""
+
+
+def draw(told: Told) -> Picture:
+    """Put the reports of all ranks together. The same on all ranks, errors too.
+
+    Raises StateError when the ranks do not see one model with one state.
+    """
+    _check_calls(told)
+    _check_groups(told)
+    seen: dict[str, list[_Seen]] = {}
+    live: list[LiveParam] = []
+    for report, ranks in told:
+        for param in report.params:
+            live.append(param)
+            for position, fqn in enumerate(param.fqns):
+                seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks))
+    order = _merge_orders([report.order for report, _ in told])
+    return Picture(
+        params={fqn: _merge(seen[fqn]) for fqn in order if fqn in seen},
+        live=tuple(live),
+        num_groups=len(told[0][0].groups),
+    )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One parameter as the ranks `ranks` see it."""
+
+    fqn: str
+    live: LiveParam
+    placement: Placement
+    ranks: tuple[int, ...]
+
+
+def _check_calls(told: Told) -> None:
+    if len({report.call for report, _ in told}) > 1:
+        lines = "; ".join(f"{_ranks(ranks)}: {report.call}" for report, ranks in told)
+        raise RankError(f"the ranks do not make the same call: {lines}")
+
+
+def _check_groups(told: Told) -> None:
+    (first, first_ranks), *others = told
+    for report, ranks in others:
+        if len(report.groups) != len(first.groups):
+            raise StateError(
+                f"{_ranks(first_ranks)} has {len(first.groups)} param groups, {_ranks(ranks)} has {len(report.groups)}"
+            )
+        for index, (mine, theirs) in enumerate(zip(first.groups, report.groups, strict=True)):
+            a, b = dict(mine), dict(theirs)
+            for key in {**a, **b}:
+                if a.get(key) != b.get(key):
+                    raise StateError(
+                        f"param group {index}: {key} is {a.get(key, 'absent')} on {_ranks(first_ranks)} and "
+                        f"{b.get(key, 'absent')} on {_ranks(ranks)}; set it alike on all ranks"
+                    )
+
+
+def _merge_orders(orders: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """All names, each rank's order kept: a name that is new comes right before the next one that is known."""
+    merged = list(orders[0])
+    for order in orders[1:]:
+        known = set(merged)
+        new: list[str] = []
+        for fqn in order:
+            if fqn in known:
+                if new:
+                    at = merged.index(fqn)
+                    merged[at:at] = new
+                    new = []
+            else:
+                new.append(fqn)
+        merged += new
+    return tuple(merged)
+
+
+def _merge(seen: list[_Seen]) -> Param:
+    """What several ranks say about one parameter, as one."""
+    first = seen[0]
+    for other in seen[1:]:
+        if other.placement.shape != first.placement.shape:
+            raise StateError(
+                f"{first.fqn}: shape {list(first.placement.shape)} on {_ranks(first.ranks)}, "
+                f"{list(other.placement.shape)} on {_ranks(other.ranks)}{_NAME_OF}"
+            )
+        if other.live.group_index != first.live.group_index:
+            raise StateError(
+                f"{first.fqn}: in param group {first.live.group_index} on {_ranks(first.ranks)}, in group "
+                f"{other.live.group_index} on {_ranks(other.ranks)}"
+            )
+    if not all(item.live.collected for item in seen):
+        variants = tuple({item.placement: item.live.summary for item in seen}.items())
+        return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
+    placement = _merge_placements(seen)
+    _check_all_holders_speak(first.fqn, placement, seen)
+    return Param(first.fqn, placement, first.live.group_index, _merge_summaries(placement, seen))
+
+
+_NAME_OF = (
+    ". If these are different parameters under one name (experts, say), give name_of=, a function (fqn, rank) -> name "
+    "that tells them apart"
+)
+
+
+def _merge_placements(seen: list[_Seen]) -> Placement:
+    placements = tuple(dict.fromkeys(item.placement for item in seen))
+    _check_replicas_are_equal(seen)
+    if len(placements) == 1:
+        return placements[0]
+    fqn = seen[0].fqn
+    if all(isinstance(p, Whole) for p in placements):
+        return Whole(placements[0].shape, tuple(sorted({rank for p in placements for rank in p.ranks})))
+    flat = [p for p in placements if isinstance(p, FlatChunks)]
+    alike = {replace(p, replicas=((0,) * p.num_shards,)) for p in flat}
+    if len(flat) == len(placements) and len(alike) == 1:
+        groups = [group for p in flat for group in p.replicas]
+        if len({rank for group in groups for rank in group}) == sum(map(len, groups)):
+            return replace(flat[0], replicas=tuple(groups))
+    holders = " and ".join(_ranks(p.ranks) for p in placements)
+    raise StateError(f"{fqn}: held by {holders}, cut differently{_NAME_OF}")
+
+
+def _check_replicas_are_equal(seen: list[_Seen]) -> None:
+    """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
+    prints: dict[int, tuple[str, tuple[int, ...]]] = {}
+    for item in seen:
+        if not item.live.fingerprint:
+            continue
+        for rank in item.ranks:
+            shard = item.placement.shard_of(rank)
+            if shard is None:
+                continue
+            known, ranks = prints.setdefault(shard, (item.live.fingerprint, item.ranks))
+            if known != item.live.fingerprint:
+                raise StateError(
+                    f"{item.fqn}: its state differs between {_ranks(ranks)} and {_ranks(item.ranks)}, which hold the same "
+                    f"part of it, so they are not replicas{_NAME_OF}"
+                )
+
+
+def _check_all_holders_speak(fqn: str, placement: Placement, seen: list[_Seen]) -> None:
+    spoken = {rank for item in seen for rank in item.ranks}
+    silent = [r for r in placement.ranks if r not in spoken and placement.numel_on(r)]
+    if silent:
+        raise StateError(
+            f"{fqn}: {_ranks(tuple(silent))} should hold a part of it, and has no such parameter in its model and "
+            f"optimizer; {_ranks(tuple(sorted(spoken)))} has. Is the model built and wrapped alike on all ranks?"
+        )
+
+
+def _merge_summaries(placement: Placement, seen: list[_Seen]) -> Summary | None:
+    """The common summary; a rank that holds no element of the parameter may have no state for it."""
+    if len(seen) == 1:
+        return seen[0].live.summary
+    holding = [item for item in seen if any(placement.numel_on(rank) for rank in item.ranks)] or seen
+    first = holding[0]
+    for other in holding[1:]:
+        a, b = first.live.summary, other.live.summary
+        if a is None or b is None:
+            if a is not b:
+                has, lacks = (first, other) if b is None else (other, first)
+                raise StateError(
+                    f"{first.fqn}: {_ranks(has.ranks)} has {has.live.summary}, {_ranks(lacks.ranks)} has no state; "
+                    "did all ranks step, or load, the optimizer?"
+                )
+            continue
+        _compare(first, a, other, b)
+    return first.live.summary
+
+
+def _compare(first: _Seen, a: Summary, other: _Seen, b: Summary) -> None:
+    mine = {**dict(a.sharded), **dict(a.scalars), **dict(a.opaque)}
+    theirs = {**dict(b.sharded), **dict(b.scalars), **dict(b.opaque)}
+    for name in {**mine, **theirs}:
+        if name not in mine or name not in theirs or mine[name] != theirs[name]:
+            raise StateError(
+                f"{first.fqn}: {name} is {mine.get(name, 'absent')} on {_ranks(first.ranks)} and "
+                f"{theirs.get(name, 'absent')} on {_ranks(other.ranks)}"
+            )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """`rank 3`, `ranks 0, 1, 2`, `ranks 0..511`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}..{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"

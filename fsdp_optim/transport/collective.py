@@ -1,0 +1,297 @@
+"""Bytes move between ranks: bounded messages, point to point, straight from the shard and straight into place.
+
+Works over any process group and backend. Each rank turns its copies into one stream of messages per peer; both ends of a
+stream cut it alike, from the plan alone. A large run travels as it lies in memory; small and strided blocks are packed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp_optim import memory
+from fsdp_optim.errors import RankError
+from fsdp_optim.plan import Copy
+from fsdp_optim.transport.callers import Callers
+
+BUCKET_NBYTES = 64 << 20
+"""Bytes that a rank may hold beyond what it keeps, while a call moves data."""
+
+_PEERS_AT_ONCE = 16
+_ROUNDS_IN_FLIGHT = 2
+_ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
+_ALIGNMENT = 16  # bytes; so that any dtype can be viewed inside a packed message
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor to move: the copies of one state value of one parameter that this rank takes part in.
+
+    Ranks list the items that they share in the same order. `source` and `target` are this rank's local tensors, 1-D;
+    None where it has no part on that side, and a `target` of None where its elements are to be dropped.
+    """
+
+    copies: Sequence[Copy]
+    dtype: torch.dtype
+    source: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Part of a copy inside one message: a view of the local tensor, `offset` bytes into the message."""
+
+    view: torch.Tensor | None
+    numel: int
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass
+class _Message:
+    blocks: list[Block] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, view: torch.Tensor | None, numel: int, dtype: torch.dtype) -> None:
+        offset = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.blocks.append(Block(view, numel, dtype, offset))
+        self.nbytes = offset + numel * dtype.itemsize
+
+    def in_place(self, wire: torch.device) -> torch.Tensor | None:
+        """The message as it lies in the local tensor, where one contiguous block on the right device is all of it."""
+        if len(self.blocks) != 1 or self.blocks[0].view is None:
+            return None
+        view = self.blocks[0].view
+        return view.view(torch.uint8) if view.dim() == 1 and view.is_contiguous() and view.device == wire else None
+
+
+class Failure:
+    """The first thing that went wrong on this rank while data moved; the exchange goes on, so that no rank waits."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.fatal = False
+
+    def note(self, error: Exception, *, fatal: bool = False) -> None:
+        self.error = self.error or error
+        self.fatal = self.fatal or fatal
+
+
+def exchange(callers: Callers, items: Iterable[Item], failure: Failure, bucket_nbytes: int = BUCKET_NBYTES) -> None:
+    """Move every item. Called by all ranks of `callers`; the ranks must agree afterwards whether all went well.
+
+    Never raises for what one rank alone can see: it is put into `failure`, and this rank goes on sending and receiving,
+    so that its peers finish. Holds at most `bucket_nbytes` beyond the items' own tensors.
+    """
+    width = min(max(len(callers.ranks) - 1, 1), _PEERS_AT_ONCE)
+    limit = max(bucket_nbytes // (_ROUNDS_IN_FLIGHT * width) // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+    streams = _Streams(callers.rank, limit)
+    for item in items:
+        streams.add(item, failure)
+    if len(callers.ranks) == 1:
+        return
+    post = _Post(callers, failure, limit)
+    num, here = len(callers.ranks), callers.position
+    for first in range(1, num, width):
+        shifts = range(first, min(first + width, num))
+        # Everyone meets its peers in the same order, and every pair its messages: the rank that is furthest behind
+        # never waits for one that has not posted yet.
+        receive = [(r, streams.incoming(r)) for r in (callers.ranks[(here - shift) % num] for shift in shifts)]
+        send = [(r, streams.outgoing(r)) for r in (callers.ranks[(here + shift) % num] for shift in shifts)]
+        post.run(send, receive)
+
+
+class _Streams:
+    """This rank's messages to and from every peer."""
+
+    def __init__(self, rank: int, limit: int) -> None:
+        self._rank, self._limit = rank, limit
+        self._to: dict[int, _Stream] = {}
+        self._from: dict[int, _Stream] = {}
+
+    def add(self, item: Item, failure: Failure) -> None:
+        for copy in item.copies:
+            if copy.source_rank == copy.target_rank:
+                if item.source is not None and item.target is not None and failure.error is None:
+                    try:
+                        memory.copy_in_memory((copy,), item.source, item.target)
+                    except Exception as error:
+                        failure.note(error)
+            elif copy.source_rank == self._rank:
+                view = memory.source_block(copy, item.source) if item.source is not None else None
+                self._to.setdefault(copy.target_rank, _Stream(self._limit)).add(copy, item.dtype, view)
+            elif copy.target_rank == self._rank:
+                view = memory.target_block(copy, item.target) if item.target is not None else None
+                self._from.setdefault(copy.source_rank, _Stream(self._limit)).add(copy, item.dtype, view)
+
+    def outgoing(self, rank: int) -> list[_Message]:
+        stream = self._to.pop(rank, None)
+        return stream.messages() if stream is not None else []
+
+    def incoming(self, rank: int) -> list[_Message]:
+        stream = self._from.pop(rank, None)
+        return stream.messages() if stream is not None else []
+
+
+class _Stream:
+    """The messages between this rank and one peer, in one direction."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._alone: list[_Message] = []
+        self._packed: list[_Message] = [_Message()]
+
+    def add(self, copy: Copy, dtype: torch.dtype, view: torch.Tensor | None) -> None:
+        for part, numel in _cut(copy.sizes, view, max(self._limit // dtype.itemsize, 1)):
+            if copy.is_run and numel * dtype.itemsize >= _ALONE_FROM:
+                message = _Message()
+                self._alone.append(message)
+            else:
+                message = self._packed[-1]
+                if message.blocks and message.nbytes + _ALIGNMENT + numel * dtype.itemsize > self._limit:
+                    message = _Message()
+                    self._packed.append(message)
+            message.add(part, numel, dtype)
+
+    def messages(self) -> list[_Message]:
+        return [*(m for m in self._packed if m.blocks), *self._alone]
+
+
+def _cut(sizes: tuple[int, ...], view: torch.Tensor | None, limit: int) -> Iterator[tuple[torch.Tensor | None, int]]:
+    """A block in parts of at most `limit` elements, cut along its first dimension, then the next."""
+    numel = 1
+    for size in sizes:
+        numel *= size
+    if numel <= limit:
+        yield view, numel
+        return
+    row = numel // sizes[0]
+    if row > limit:
+        for index in range(sizes[0]):
+            yield from _cut(sizes[1:], view[index] if view is not None else None, limit)
+        return
+    step = limit // row
+    for first in range(0, sizes[0], step):
+        size = min(step, sizes[0] - first)
+        yield view.narrow(0, first, size) if view is not None else None, size * row
+
+
+@dataclass
+class _InFlight:
+    """One posted message: what to wait for, and what to do then."""
+
+    work: dist.Work
+    peer: int
+    message: _Message
+    buffer: torch.Tensor | None
+    received: bool
+
+
+class _Post:
+    """Posts messages in rounds, at most `_ROUNDS_IN_FLIGHT` at a time, each at most one message to and from each peer."""
+
+    def __init__(self, callers: Callers, failure: Failure, limit: int) -> None:
+        self._callers, self._failure, self._limit = callers, failure, limit
+        self._wire = callers.wire
+        self._free: list[torch.Tensor] = []
+        self._lost: set[int] = set()
+
+    def run(self, send: list[tuple[int, list[_Message]]], receive: list[tuple[int, list[_Message]]]) -> None:
+        num_rounds = max((len(messages) for _, messages in (*send, *receive)), default=0)
+        in_flight: list[list[_InFlight]] = []
+        for index in range(num_rounds):
+            if len(in_flight) == _ROUNDS_IN_FLIGHT:
+                self._finish(in_flight.pop(0))
+            in_flight.append(
+                self._start(
+                    [(peer, messages[index]) for peer, messages in send if index < len(messages)],
+                    [(peer, messages[index]) for peer, messages in receive if index < len(messages)],
+                )
+            )
+        for posted in in_flight:
+            self._finish(posted)
+
+    def _start(self, send: list[tuple[int, _Message]], receive: list[tuple[int, _Message]]) -> list[_InFlight]:
+        operations, details = [], []
+        for peer, message in receive:
+            if peer not in self._lost:
+                tensor, buffer = self._tensor_for(message)
+                operations.append(dist.P2POp(dist.irecv, tensor, peer, self._callers.group))
+                details.append((peer, message, buffer, True))
+        for peer, message in send:
+            if peer not in self._lost:
+                tensor, buffer = self._tensor_for(message)
+                if buffer is not None:
+                    self._pack(message, buffer)
+                operations.append(dist.P2POp(dist.isend, tensor, peer, self._callers.group))
+                details.append((peer, message, buffer, False))
+        if not operations:
+            return []
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            self._connection_lost([peer for peer, *_ in details], error)
+            return []
+        if len(works) != len(details):  # NCCL gives one handle for the whole batch
+            works = [works[0]] * len(details)
+        return [_InFlight(work, *detail) for work, detail in zip(works, details, strict=True)]
+
+    def _finish(self, posted: list[_InFlight]) -> None:
+        for one in posted:
+            try:
+                one.work.wait(timedelta(seconds=self._callers.timeout))
+            except RuntimeError as error:
+                self._connection_lost([one.peer], error)
+                continue  # the buffer may still be written to: do not use it again
+            if one.buffer is not None:
+                if one.received:
+                    self._unpack(one.message, one.buffer)
+                self._free.append(one.buffer)
+
+    def _tensor_for(self, message: _Message) -> tuple[torch.Tensor, torch.Tensor | None]:
+        in_place = message.in_place(self._wire)
+        if in_place is not None:
+            return in_place, None
+        buffer = self._free.pop() if self._free else torch.empty(self._limit, dtype=torch.uint8, device=self._wire)
+        return buffer.narrow(0, 0, message.nbytes), buffer
+
+    def _pack(self, message: _Message, buffer: torch.Tensor) -> None:
+        try:
+            for block in message.blocks:
+                if block.view is not None:
+                    _inside(block, buffer).view(block.view.shape).copy_(block.view)
+        except Exception as error:  # what goes out is garbage then, and no rank will use it
+            self._failure.note(error)
+
+    def _unpack(self, message: _Message, buffer: torch.Tensor) -> None:
+        if self._failure.error is not None:
+            return
+        try:
+            for block in message.blocks:
+                if block.view is not None:
+                    block.view.copy_(_inside(block, buffer).view(block.view.shape))
+        except Exception as error:
+            self._failure.note(error)
+
+    def _connection_lost(self, peers: list[int], error: Exception) -> None:
+        names = ", ".join(f"rank {peer}" for peer in peers)
+        log.error("rank %d lost the connection to %s: %s", self._callers.rank, names, error)
+        self._lost.update(peers)
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        message = f"lost the connection to {names}, or it did not answer within {self._callers.timeout:g} s: {reason}"
+        self._failure.note(RankError(message), fatal=True)
+
+
+def _inside(block: Block, buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.narrow(0, block.offset, block.nbytes).view(block.dtype)

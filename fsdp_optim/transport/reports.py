@@ -1,0 +1,58 @@
+"""Every rank hears every rank's report, over any set of ranks and any backend."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdp_optim.transport.callers import Callers
+
+_LENGTH = 8  # bytes of a report's length
+
+
+def exchange_reports(callers: Callers, content: bytes) -> list[bytes]:
+    """The reports of all ranks, in the order of `callers.ranks`, on all of them.
+
+    The lowest rank collects and sends on: messages grow with the number of ranks, not with its square. Only called
+    when ranks have different things to tell, and by all of them.
+    """
+    leader, *others = callers.ranks
+    if callers.rank != leader:
+        _send(callers, leader, content)
+        return _split(_receive(callers, leader))
+    reports = [content, *(_receive(callers, rank) for rank in others)]
+    everything = b"".join(len(report).to_bytes(_LENGTH, "big") + report for report in reports)
+    for rank in others:
+        _send(callers, rank, everything)
+    return reports
+
+
+def _split(everything: bytes) -> list[bytes]:
+    reports, at = [], 0
+    while at < len(everything):
+        length = int.from_bytes(everything[at : at + _LENGTH], "big")
+        reports.append(everything[at + _LENGTH : at + _LENGTH + length])
+        at += _LENGTH + length
+    return reports
+
+
+def _send(callers: Callers, rank: int, content: bytes) -> None:
+    _run(callers, dist.isend, torch.tensor([len(content)], dtype=torch.int64), rank)
+    if content:
+        _run(callers, dist.isend, torch.frombuffer(bytearray(content), dtype=torch.uint8), rank)
+
+
+def _receive(callers: Callers, rank: int) -> bytes:
+    length = int(_run(callers, dist.irecv, torch.zeros(1, dtype=torch.int64), rank))
+    if not length:
+        return b""
+    return _run(callers, dist.irecv, torch.empty(length, dtype=torch.uint8), rank).numpy().tobytes()
+
+
+def _run(callers: Callers, operation: object, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    tensor = tensor.to(callers.wire)
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, callers.group)])  # type: ignore[arg-type]
+    work.wait(timedelta(seconds=callers.timeout))
+    return tensor.cpu()

@@ -1,0 +1,159 @@
+"""The beginning of every call: read this rank's model and optimizer, meet the other ranks, draw the common picture."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters import NameOf, fairscale_order, model_ranks, read_model
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Shape
+from fsdp_optim.state.full import Names
+from fsdp_optim.state.local import LocalOptim, LocalParam, OptimizerLike, read_optimizer
+from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
+from fsdp_optim.state.values import key_of
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.view import ModelView
+
+Collect = Literal["wrapper", "all"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all collective calls accept besides the model and the optimizer."""
+
+    collect: Collect = "wrapper"
+    name_of: NameOf | None = None
+    process_group: dist.ProcessGroup | None = None
+    timeout: float | timedelta | None = None
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's model and optimizer."""
+
+    view: ModelView
+    optim: LocalOptim
+    model: nn.Module
+
+    @cached_property
+    def by_fqn(self) -> dict[str, LocalParam]:
+        return {fqn: param for param in self.optim.params for fqn in param.named.fqns}
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {fqn: p.shape for param in self.optim.params for fqn, p in param.named.placements.items()}
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The optimizer's original parameters in the unwrapped model's order."""
+        return tuple(fqn for fqn in self.view.order if fqn in self.by_fqn)
+
+    @property
+    def names(self) -> Names:
+        """How full dicts count this model's and optimizer's parameters."""
+        groups = tuple(
+            tuple(fqn for fqn in self.order if self.by_fqn[fqn].group_index == index)
+            for index in range(len(self.optim.groups))
+        )
+        return Names(groups, self.view.aliases, fairscale_order(self.model, self.view))
+
+
+def read_local(model: nn.Module, optim: OptimizerLike, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
+    """Read the model and the optimizer on this rank, without a word to the others."""
+    view = read_model(model, ranks, options.name_of)
+    if options.collect == "all":
+        handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in view.handles)
+        view = replace(view, handles=handles)
+    return Local(view, read_optimizer(optim, view), model)
+
+
+def names_of_model(full: Mapping[str, Any], model: nn.Module, view: ModelView) -> Names:
+    """How to read a full dict with a model but no optimizer: its ids count the model's parameters, or it has names."""
+    groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
+    named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
+    if len(groups) > 1 and not named:
+        raise StateError(
+            f"this full dict has {len(groups)} param groups and no names, and a model does not tell which parameter is in "
+            "which group: use the function get_shard_from_optim_state_dict(model, optim, full), whose optimizer does"
+        )
+    return Names((view.order,), view.aliases, fairscale_order(model, view))
+
+
+def callers_of(model: nn.Module, options: Options) -> Callers:
+    """The ranks that have to make a call about this model."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    if options.process_group is not None:
+        ranks = tuple(dist.get_process_group_ranks(options.process_group))
+    else:
+        ranks = model_ranks(model)
+    return Callers.of(ranks, me, options.process_group, options.timeout)
+
+
+def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: bool) -> tuple[Local, Picture]:
+    """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all."""
+    local, error, report = None, None, RankReport(call)
+    try:
+        local = read()
+        report = _report(local, call, callers, with_state=with_state)
+    except Exception as reason:
+        error = reason
+    digest = hashlib.blake2b(repr(report).encode()).digest()
+    told = agree(callers, pickle.dumps(report), error, digest=digest)
+    if local is None:  # agree() has raised
+        raise RuntimeError("unreachable: a rank without a model cannot agree")
+    return local, draw([(pickle.loads(said.content), said.ranks) for said in told])
+
+
+def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> RankReport:
+    optim = local.optim
+    return RankReport(
+        call=call,
+        order=local.order,
+        params=tuple(_live_param(param, optim, callers, with_state=with_state) for param in optim.params),
+        groups=tuple(
+            tuple((str(key), key_of(value)) for key, value in group.items()) if with_state else ()
+            for group in optim.groups
+        ),
+    )
+
+
+def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_state: bool) -> LiveParam:
+    handle = param.handle
+    summary = param.summary(optim.sharded_names) if with_state else None
+    ranks = handle.originals[0].placement.ranks if handle.originals else ()
+    # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
+    check = with_state and handle.collected and len(callers.ranks) > 1
+    sure = handle.synchronized and set(ranks) == set(callers.ranks)
+    return LiveParam(
+        fqns=param.named.fqns,
+        placements=tuple(original.placement for original in handle.originals),
+        group_index=param.group_index,
+        num_padded=handle.num_padded,
+        collected=handle.collected,
+        summary=summary,
+        fingerprint=_fingerprint(param, optim) if check and not sure else "",
+    )
+
+
+def _fingerprint(param: LocalParam, optim: LocalOptim) -> str:
+    """Stands for the elements of this rank's state of one live parameter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in (param.state or {}).items():
+        digest.update(name.encode())
+        if name in optim.sharded_names:
+            flat = param.handle.local(value)
+            digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().data if flat is not None else b"")
+        else:
+            digest.update(key_of(value).encode())
+    return digest.hexdigest()

@@ -1,0 +1,227 @@
+"""Gather: from the live wrapper to every parameter whole, on one rank or on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim.errors import RankError
+from fsdp_optim.layout import Layout
+from fsdp_optim.memory import empty
+from fsdp_optim.plan import Copy, plan
+from fsdp_optim.state.full import FullDict, KeyBy, assemble
+from fsdp_optim.state.local import LocalParam, OptimizerLike
+from fsdp_optim.state.picture import Param, Picture
+from fsdp_optim.state.values import own
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
+from fsdp_optim.verbs.call import Local, Options, callers_of, meet, read_local
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A gather that all ranks have agreed on, not yet begun."""
+
+    callers: Callers
+    local: Local
+    picture: Picture
+    recipients: tuple[int, ...]
+
+    @property
+    def receives(self) -> bool:
+        return self.callers.rank in self.recipients
+
+
+def begin(model: nn.Module, optim: OptimizerLike, recipient_rank: int | None, call: str, options: Options) -> Gathering:
+    """Meet the other ranks and find out what there is to gather."""
+    callers = callers_of(model, options)
+    if recipient_rank is not None and recipient_rank not in callers.ranks:
+        # A model that lives on ranks 2 and 3 has no rank 0: the same on all of its ranks, so all raise it.
+        def read() -> Local:
+            raise RankError(
+                f"recipient_rank {recipient_rank} is not one of the ranks {list(callers.ranks)} that share this model; give "
+                "one of these, or None for all of them"
+            )
+    else:
+
+        def read() -> Local:
+            return read_local(model, optim, options, callers.ranks)
+
+    local, picture = meet(
+        callers, read, f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r})", with_state=True
+    )
+    return Gathering(callers, local, picture, callers.ranks if recipient_rank is None else (recipient_rank,))
+
+
+def gather(
+    model: nn.Module,
+    optim: OptimizerLike,
+    recipient_rank: int | None,
+    key_by: KeyBy,
+    options: Options,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> FullDict | None:
+    """The full dict on recipients, None elsewhere."""
+    gathering = begin(model, optim, recipient_rank, "gather_full_optim_state_dict", options)
+    failure = Failure()
+    tensors = move(gathering, tuple(gathering.picture.params.values()), failure, bucket_nbytes)
+    agree(gathering.callers, b"gathered", failure.error, fatal=failure.fatal)
+    if not gathering.receives:
+        return None
+    return assemble(gathering.picture, tensors, gathering.local.optim, gathering.callers.rank, key_by)
+
+
+def iterate(
+    model: nn.Module,
+    optim: OptimizerLike,
+    recipient_rank: int | None,
+    options: Options,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
+    gathering = begin(model, optim, recipient_rank, "iter_full_optim_state", options)
+    for batch in _batches(gathering.picture, bucket_nbytes):
+        failure = Failure()
+        agree(gathering.callers, b"next")
+        tensors = move(gathering, batch, failure, bucket_nbytes)
+        agree(gathering.callers, b"moved", failure.error, fatal=failure.fatal)
+        for param in batch:
+            with _tells_when_stopped(gathering.callers):
+                yield param.fqn, _state_of(param, tensors, gathering)
+
+
+@contextmanager
+def _tells_when_stopped(callers: Callers) -> Iterator[None]:
+    """A rank that leaves the loop early would let the others wait: tell them. Nothing happens if all leave here."""
+    try:
+        yield
+    except GeneratorExit:
+        stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
+        with suppress(RankError):  # heard by the others; here the caller wanted it so
+            agree(callers, b"", stopped, fatal=True)
+        raise
+
+
+def _state_of(
+    param: Param, tensors: dict[tuple[str, str], torch.Tensor], gathering: Gathering
+) -> dict[str, Any] | None:
+    if not gathering.receives:
+        return None
+    summary = param.as_seen_by(gathering.callers.rank).summary
+    if summary is None:
+        return {}
+    scalars = dict(summary.scalars)
+    return {
+        name: own(scalars[name].value) if name in scalars else tensors.pop((param.fqn, name)) for name in summary.names
+    }
+
+
+def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
+    """Parameters in order, as many at a time as fit into `nbytes`, at least one."""
+    batch: list[Param] = []
+    total = 0
+    for param in picture.params.values():
+        dtypes = param.summary.dtypes.values() if param.summary is not None else ()
+        size = sum(dtype.itemsize for dtype in dtypes) * param.placement.numel
+        if batch and total + size > nbytes:
+            yield tuple(batch)
+            batch, total = [], 0
+        batch.append(param)
+        total += size
+    if batch:
+        yield tuple(batch)
+
+
+def move(
+    gathering: Gathering, params: Sequence[Param], failure: Failure, bucket_nbytes: int
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Move the state of some parameters to the recipients: there the tensors, by (FQN, value name), elsewhere nothing."""
+    rank = gathering.callers.rank
+    parts = [part for param in params for part in _parts(param, gathering.recipients)]
+    copies = _copies(parts, rank)
+    sources = _Sources(gathering.local)
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    items = []
+    for part in parts:
+        mine = copies.get((part.param.fqn, part.targets), ())
+        for name, dtype in part.dtypes.items():
+            source = target = None
+            try:
+                if rank in part.targets:
+                    whole = empty(part.param.placement.shape, dtype, _CPU)
+                    tensors[part.param.fqn, name] = whole
+                    target = whole.view(-1)
+                if any(copy.source_rank == rank for copy in mine):
+                    source = sources.flat(part.param.fqn, name)
+            except Exception as error:
+                failure.note(error)
+            items.append(Item(mine, dtype, source, target))
+    exchange(gathering.callers, items, failure, bucket_nbytes)
+    _copy_opaque(gathering, params, tensors)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One parameter on its way to some recipients."""
+
+    param: Param
+    targets: tuple[int, ...]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return self.param.summary.dtypes if self.param.summary is not None else {}
+
+
+def _parts(param: Param, recipients: tuple[int, ...]) -> list[_Part]:
+    if not param.variants:
+        return [_Part(param, recipients)]
+    return [_Part(param.as_seen_by(rank), (rank,)) for rank in recipients]
+
+
+def _copies(parts: Sequence[_Part], rank: int) -> dict[tuple[str, tuple[int, ...]], list[Copy]]:
+    """This rank's copies of every part, planned together for parts that go to the same recipients."""
+    by_targets: dict[tuple[int, ...], dict[str, Any]] = {}
+    for part in parts:
+        by_targets.setdefault(part.targets, {})[part.param.fqn] = part.param.placement
+    found: dict[tuple[str, tuple[int, ...]], list[Copy]] = {}
+    for targets, placements in by_targets.items():
+        source = Layout(placements)
+        for copy in plan(source, source.whole_on(targets), rank=rank):
+            found.setdefault((copy.fqn, targets), []).append(copy)
+    return found
+
+
+class _Sources:
+    """This rank's local tensors, flattened once per live parameter and value, not once per original."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._flat: dict[tuple[int, str], torch.Tensor] = {}
+
+    def flat(self, fqn: str, name: str) -> torch.Tensor:
+        param: LocalParam = self._local.by_fqn[fqn]
+        key = (param.local_id, name)
+        if key not in self._flat:
+            flat = param.handle.local(param.state[name]) if param.state is not None else None
+            if flat is None:
+                raise RankError(f"{fqn}: {name} changed its shape while it was gathered")
+            self._flat[key] = flat
+        return self._flat[key]
+
+
+def _copy_opaque(gathering: Gathering, params: Sequence[Param], tensors: dict[tuple[str, str], torch.Tensor]) -> None:
+    """Values that are not shaped like their parameter, of parameters that are whole on the recipient."""
+    for param in params if gathering.receives else ():
+        local = gathering.local.by_fqn.get(param.fqn)
+        if local is not None and local.state is not None and param.summary is not None:
+            for name, _ in param.summary.opaque:
+                tensors[param.fqn, name] = own(local.state[name])

@@ -1,0 +1,77 @@
+"""Get this rank's shard of a full dict: from whole, here, to my part of the live wrapper. No communication."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim.adapters import read_model
+from fsdp_optim.layout import Layout
+from fsdp_optim.memory import copy_in_memory
+from fsdp_optim.plan import plan_into
+from fsdp_optim.state.expected import expected_optimizer
+from fsdp_optim.state.full import FullState, check_fits, keys_to_fqns, normalize
+from fsdp_optim.state.local import LocalParam, OptimizerLike
+from fsdp_optim.state.shard import allocate, local_values, shard_dict, summarize, summary_for
+from fsdp_optim.state.values import Summary
+from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
+
+log = logging.getLogger("fsdp_optim")
+
+
+def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """The optimizer's own dict for this rank; without `optim`, for one built from the model's parameters()."""
+    if optim is None:
+        local, state = _without_optimizer(model, full, options)
+    else:
+        local = read_local(model, optim, options)
+        state = normalize(full, local.names)
+    shapes = local.shapes
+    check_fits(state, local.names, shapes)
+    warn_of_uncollected(local, state.uncollected)
+    summaries = summarize(state, shapes)
+    wanted = {param.local_id: summary_for(param, summaries) for param in local.optim.params}  # all checks come first
+    values = {
+        param.local_id: _cut(param, summary, state, local.view.rank)
+        for param in local.optim.params
+        if (summary := wanted[param.local_id]) is not None
+    }
+    return shard_dict(local.optim, [group for group, _ in state.groups], state.extra, values)
+
+
+def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
+    view = read_model(model, name_of=options.name_of)
+    state = normalize(full, names_of_model(full, model, view))
+    saved_ids = full.get("param_id_map") or {}
+    fqn_of = keys_to_fqns(full, state.groups)
+    origin = {fqn_of[key]: local_id for key, local_id in saved_ids.items() if key in fqn_of}
+    return Local(view, expected_optimizer(view, state, origin), model), state
+
+
+def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dict[str, Any]:
+    """This rank's elements of the state of one live parameter, in memory of its own."""
+    target = Layout({f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None})
+    tensors = allocate(param, summary, rank)
+    for copy in plan_into(target.whole_on((rank,)), target, rank):
+        for name, flat in tensors.items():
+            value: torch.Tensor = full.state[copy.fqn][name]
+            copy_in_memory((copy,), value.detach().reshape(-1), flat)
+    opaque = {name: full.state[param.named.fqns[0]][name] for name, _ in summary.opaque}
+    return local_values(param, summary, tensors, opaque)
+
+
+def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:
+    """fairscale's no_broadcast_optim_state saves one rank's state, and gives it to every rank: say so."""
+    for param in local.optim.params:
+        named = [fqn for fqn in param.named.fqns if fqn in uncollected]
+        if named and len(param.handle.originals[0].placement.ranks) < len(local.view.ranks):
+            log.warning(
+                "rank %d: %s was saved with no_broadcast_optim_state, so its state is that of the rank that saved it; gather "
+                "with collect='all' (and name_of=) to keep every rank's own",
+                local.view.rank,
+                named[0],
+            )

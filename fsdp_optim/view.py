@@ -1,0 +1,103 @@
+"""What an adapter says of a wrapped model: one Handle per live parameter, and where its original parameters live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import Placement, Shape
+
+
+@dataclass(frozen=True)
+class Original:
+    """One original parameter inside a live one: its owner module and attribute there, and where its elements live."""
+
+    module: nn.Module
+    attribute: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Handle:
+    """One live parameter on this rank, as an optimizer holds it: a flat parameter, a shard, or an ordinary one.
+
+    Attributes:
+        param: the live parameter itself (identity matters: it is how an optimizer's groups are read).
+        originals: the original parameters in it, in their order inside the live one.
+        local_shape: the shape that state values have on this rank, padding included.
+        num_padded: padding elements at the end of each group rank's chunk; empty when the wrapper pads nothing.
+        collected: False where the wrapper says that its state must not be collected (`no_broadcast_optim_state`).
+        synchronized: True where the wrapper itself keeps replicas equal; False: equality has to be checked.
+        aliases: other (module, attribute) places of the originals, by position in `originals`.
+    """
+
+    param: torch.Tensor
+    originals: tuple[Original, ...]
+    local_shape: Shape
+    num_padded: tuple[int, ...] = ()
+    collected: bool = True
+    synchronized: bool = True
+    aliases: tuple[tuple[int, nn.Module, str], ...] = ()
+
+    def local(self, value: torch.Tensor) -> torch.Tensor | None:
+        """This rank's elements of a state value as a 1-D tensor, or None when it is not cut like the parameter."""
+        return value.detach().reshape(-1) if tuple(value.shape) == self.local_shape else None
+
+    def from_local(self, flat: torch.Tensor) -> torch.Tensor:
+        """The inverse of `local`: a state value as the live optimizer holds it, from this rank's elements."""
+        return flat.view(self.local_shape)
+
+    @property
+    def local_numel(self) -> int:
+        return int(torch.Size(self.local_shape).numel())
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device
+
+
+@dataclass(frozen=True)
+class NamedHandle:
+    """A Handle and the clean FQNs of its originals."""
+
+    handle: Handle
+    fqns: tuple[str, ...]
+
+    @property
+    def placements(self) -> Mapping[str, Placement]:
+        return {fqn: original.placement for fqn, original in zip(self.fqns, self.handle.originals, strict=True)}
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A wrapped model as this rank sees it.
+
+    Attributes:
+        handles: every live parameter, in the order of the wrapped model's `parameters()`.
+        order: the FQNs of the original parameters, in the order of the unwrapped model's `parameters()`.
+        aliases: other names of tied parameters, to the name in `order`.
+        ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
+        rank: this global rank.
+    """
+
+    handles: tuple[NamedHandle, ...]
+    order: tuple[str, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.ranks:
+            raise WrapperError(f"rank {self.rank} calls for a model that lives on ranks {list(self.ranks)} only")
+
+    def handle_of(self, param: torch.Tensor) -> NamedHandle | None:
+        return self._by_param.get(id(param))
+
+    @cached_property
+    def _by_param(self) -> dict[int, NamedHandle]:
+        return {id(named.handle.param): named for named in self.handles}
