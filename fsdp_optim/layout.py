@@ -299,6 +299,8 @@ class FlatChunks(Placement):
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        if len(self.replicas) == 1 and isinstance(self.replicas[0], range):
+            return tuple(self.replicas[0])
         return tuple(sorted({rank for group in self.replicas for rank in group}))
 
     def holders(self, shard: int) -> tuple[int, ...]:

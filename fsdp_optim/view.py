@@ -83,6 +83,7 @@ class ModelView:
         aliases: other names of tied parameters, to the name in `order`.
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
+        unit_order: FQNs as the wrapper's own full dict counts them, unit after unit; None where there is no such count.
     """
 
     handles: tuple[NamedHandle, ...]
@@ -90,6 +91,7 @@ class ModelView:
     ranks: tuple[int, ...]
     rank: int
     aliases: Mapping[str, str] = field(default_factory=dict)
+    unit_order: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:

@@ -1,8 +1,9 @@
-"""One file per wrapper, each turning a model into Handles. `read_model` puts them together."""
+"""One file per wrapper, each turning a model into Handles. `ModelReader` puts them together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import nn
@@ -12,43 +13,51 @@ from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
-__all__ = ["NameOf", "fairscale_order", "model_ranks", "read_model"]
+__all__ = ["ModelReader", "NameOf"]
 
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the whole job."""
 
 
-def model_ranks(model: nn.Module) -> tuple[int, ...]:
-    """The global ranks that share a model: all ranks of all its wrappers; this rank alone for a plain module."""
-    me = dist.get_rank() if dist.is_initialized() else 0
-    tree = ModuleTree(model, _is_wrapper_child)
-    groups = (*fairscale.groups(tree), *replicated.groups(tree))
-    return tuple(sorted({me, *(rank for group in groups for rank in group)}))
+class ModelReader:
+    """Reads a model as this rank sees it. Makes no collective call and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tree = ModuleTree(model, _is_wrapper_child)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that share the model: all ranks of all its wrappers; this rank alone for a plain module."""
+        groups = {*fairscale.groups(self._tree), *replicated.groups(self._tree)}
+        return tuple(sorted({_me()}.union(*(dist.get_process_group_ranks(group) for group in groups))))
+
+    def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None) -> ModelView:
+        """The live parameters, and where their originals live.
+
+        Args:
+            ranks: the global ranks that share the model (None: `self.ranks`).
+            name_of: gives parameters other names, where ranks use one name for different ones.
+        """
+        tree, everyone = self._tree, tuple(sorted(self.ranks if ranks is None else ranks))
+        sharded = list(fairscale.handles(tree))
+        rest = replicated.handles(tree, {id(handle.param) for handle in sharded}, everyone)
+        naming = _Naming(tree, name_of)
+        named = [naming.name(handle) for handle in (*sharded, *rest)]
+        by_param = {id(n.handle.param): n for n in named}
+        live = {id(param): position for position, (param, _) in enumerate(tree.params())}
+        unit_order = [by_param[id(p)] for p in fairscale.param_order(tree)]
+        return ModelView(
+            handles=tuple(sorted(named, key=lambda n: live.get(id(n.handle.param), len(live)))),
+            order=naming.order,
+            ranks=everyone,
+            rank=_me(),
+            aliases=naming.aliases,
+            unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
+        )
 
 
-def read_model(model: nn.Module, ranks: Sequence[int] | None = None, name_of: NameOf | None = None) -> ModelView:
-    """What this rank sees of a wrapped model. Makes no collective call and changes nothing.
-
-    Args:
-        ranks: the global ranks that share the model (None: `model_ranks`).
-        name_of: gives parameters other names, where ranks use one name for different ones.
-    """
-    tree = ModuleTree(model, _is_wrapper_child)
-    me = dist.get_rank() if dist.is_initialized() else 0
-    everyone = tuple(sorted(ranks)) if ranks is not None else model_ranks(model)
-    sharded = list(fairscale.handles(tree))
-    rest = replicated.handles(tree, {id(handle.param) for handle in sharded}, everyone)
-    naming = _Naming(tree, name_of)
-    named = [naming.name(handle) for handle in (*sharded, *rest)]
-    live = {id(param): position for position, param in enumerate(model.parameters())}
-    named.sort(key=lambda n: live.get(id(n.handle.param), len(live)))
-    return ModelView(tuple(named), naming.order, everyone, me, naming.aliases)
-
-
-def fairscale_order(model: nn.Module, view: ModelView) -> tuple[str, ...] | None:
-    """FQNs as fairscale's own full dict counts them: unit after unit. None for a model without its units."""
-    found = [view.handle_of(param) for param in fairscale.param_order(model)]
-    return tuple(fqn for named in found if named is not None for fqn in named.fqns) or None
+def _me() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _is_wrapper_child(module: nn.Module, name: str) -> bool:

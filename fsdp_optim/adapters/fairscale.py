@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import FlatChunks
+from fsdp_optim.layout import FlatChunks, Ranks, ranks_in_order
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -36,40 +36,42 @@ def handles(tree: ModuleTree) -> Iterator[Handle]:
     module = sys.modules.get(_MODULE)
     if module is None:
         return
-    for unit in units(tree.root):
+    ranks_of: dict[dist.ProcessGroup, Ranks] = {}
+    for unit in units(tree):
+        group = unit.process_group
+        if group not in ranks_of:
+            ranks_of[group] = ranks_in_order(dist.get_process_group_ranks(group))
         owned = {id(param) for param in unit.non_shared_params()}  # a shared one belongs to the unit that made it
         for index, param in enumerate(unit.params):
             if id(param) in owned:
-                yield _handle(tree, unit, param, index)
+                yield _handle(tree, unit, param, index, ranks_of[group])
 
 
-def groups(tree: ModuleTree) -> Iterator[tuple[int, ...]]:
-    """The global ranks of every unit's process group."""
-    for unit in units(tree.root):
-        yield tuple(dist.get_process_group_ranks(unit.process_group))
+def groups(tree: ModuleTree) -> Iterator[dist.ProcessGroup]:
+    """Every unit's process group."""
+    return (unit.process_group for unit in units(tree))
 
 
-def units(model: nn.Module) -> tuple[FullyShardedDataParallel, ...]:
+def units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
     """fairscale's FSDP units in the order in which fairscale numbers them, those without parameters too."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return ()
-    return tuple(m for m in model.modules() if isinstance(m, module.FullyShardedDataParallel))
+    return tuple(m for m in tree.modules if isinstance(m, module.FullyShardedDataParallel))
 
 
-def param_order(model: nn.Module) -> tuple[torch.Tensor, ...]:
+def param_order(tree: ModuleTree) -> tuple[torch.Tensor, ...]:
     """The live parameters in the order in which fairscale's own full dict counts them: unit after unit."""
-    return tuple(p for unit in units(model) for p in unit.non_shared_params())
+    return tuple(p for unit in units(tree) for p in unit.non_shared_params())
 
 
-def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Parameter, index: int) -> Handle:
+def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Parameter, index: int, ranks: Ranks) -> Handle:
     orig_size, is_sharded = getattr(param, "_orig_size", None), getattr(param, "_is_sharded", None)
     if orig_size is None or is_sharded is None:
         raise WrapperError(
             f"parameter {index} of the unit {tree.path(unit)!r} is not one that fairscale has sharded: "
             "was it replaced after wrapping?"
         )
-    ranks = tuple(dist.get_process_group_ranks(unit.process_group)) if unit.world_size > 1 else (dist.get_rank(),)
     numel = orig_size.numel()
     # As fairscale's _get_shard cuts: flatten().chunk(world_size), later chunks short or empty, all padded to the first.
     chunk_numel = -(-numel // len(ranks)) if is_sharded else numel
@@ -100,7 +102,7 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
 
 
 def _flat_originals(
-    flat: FlatParameter, chunk_numel: int, ranks: tuple[int, ...]
+    flat: FlatParameter, chunk_numel: int, ranks: Ranks
 ) -> tuple[tuple[Original, ...], tuple[tuple[int, nn.Module, str], ...]]:
     originals: list[Original] = []
     positions: dict[tuple[nn.Module, str], int] = {}

@@ -26,11 +26,9 @@ def _ranks(ddp: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))  # type: ignore[arg-type]
 
 
-def groups(tree: ModuleTree) -> Iterator[tuple[int, ...]]:
-    """The global ranks of every DistributedDataParallel in the model."""
-    for module in tree.modules:
-        if isinstance(module, _ddp_class()):
-            yield _ranks(module)
+def groups(tree: ModuleTree) -> Iterator[dist.ProcessGroup]:
+    """The process group of every DistributedDataParallel in the model."""
+    return (module.process_group for module in tree.modules if isinstance(module, _ddp_class()))  # type: ignore[misc]
 
 
 def handles(tree: ModuleTree, claimed: set[int], others: tuple[int, ...]) -> Iterator[Handle]:

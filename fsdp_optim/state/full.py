@@ -49,12 +49,12 @@ class Names:
     Attributes:
         groups: the FQNs of each of the optimizer's groups, in the unwrapped model's order.
         aliases: other names of tied parameters.
-        fairscale_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
+        unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
     """
 
     groups: tuple[tuple[str, ...], ...]
     aliases: Mapping[str, str]
-    fairscale_order: tuple[str, ...] | None = None
+    unit_order: tuple[str, ...] | None = None
 
     @property
     def known(self) -> frozenset[str]:
@@ -195,7 +195,7 @@ def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names:
 
 def _fairscale_names(id_map: Mapping[int, Any], keys: list[list[int]], names: Names) -> list[str]:
     """fairscale counts ids unit after unit, not in the unwrapped model's order; and has one group."""
-    order = names.fairscale_order
+    order = names.unit_order
     if order is None:
         if len(set(id_map.values())) > 1:
             raise StateError(

@@ -75,10 +75,23 @@ class Scalar:
     def __str__(self) -> str:
         return f"{self.value!r}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Small and fast between ranks: a tensor travels as its number, which is exact."""
+        if isinstance(self.value, torch.Tensor):
+            return _tensor_scalar, (self.key, dtype_name(self.value.dtype), self.value.item())
+        return Scalar, (self.key, self.value)
+
+
+def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
+    return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype)))
+
 
 def key_of(value: object) -> str:
     """A text that is equal for equal values, on every rank; objects that cannot be compared are known by their class."""
     if isinstance(value, torch.Tensor):
+        if value.dim() == 0:
+            item = value.item()
+            return f"tensor({value.dtype}, {item.hex() if isinstance(item, float) else repr(item)})"
         flat = value.detach().cpu().reshape(-1)
         return (
             f"tensor({value.dtype}, {list(value.shape)}, {flat.contiguous().view(torch.uint8).numpy().tobytes().hex()})"

@@ -2,7 +2,7 @@
 
 The ranks meet in the rendezvous store that every process group has, so that any set of ranks can meet, and nothing is
 pending in the group when a rank does not come. A meeting is a handful of store operations per rank, whatever the number
-of ranks; only when the ranks have different things to tell do their reports travel, by point-to-point messages.
+of ranks. What ranks have to tell beyond that travels in `reports`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from fsdp_optim import errors
 from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.reports import exchange_reports
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -24,29 +23,12 @@ if TYPE_CHECKING:
 _ABANDONED = "abandoned "  # a verdict: followed by the ranks that were waited for in vain
 
 
-@dataclass(frozen=True)
-class Report:
-    """What some ranks said, all of them to the letter."""
+def agree(callers: Callers, said: bytes, error: Exception | None = None, *, fatal: bool = False) -> bool:
+    """Meet the other ranks; tell them `said` or `error`. Returns whether all ranks said the same, the same on all ranks.
 
-    content: bytes
-    ranks: tuple[int, ...]
-
-
-def agree(
-    callers: Callers,
-    content: bytes,
-    error: Exception | None = None,
-    *,
-    digest: bytes | None = None,
-    fatal: bool = False,
-) -> list[Report]:
-    """Meet the other ranks, tell them `content` or `error`, hear theirs.
-
-    Called by all ranks of `callers`, the same number of times on each. Returns the distinct contents, that of the
-    lowest rank first, the same list on all ranks.
+    Called by all ranks of `callers`, the same number of times on each.
 
     Args:
-        digest: stands for `content` in the comparison: contents with one digest say the same. None: the bytes do.
         fatal: this rank's `error` broke the connection to another rank, which may never come: tell the others now.
 
     Raises:
@@ -57,20 +39,15 @@ def agree(
     if len(callers.ranks) == 1:
         if error is not None:
             raise error
-        return [Report(content, callers.ranks)]
+        return True
     meeting = _Meeting.enter(callers)
-    verdict = meeting.conclude(content if digest is None else digest, error, fatal)
+    verdict = meeting.conclude(said, error, fatal)
     if verdict.startswith(_ABANDONED):
         missing = verdict.removeprefix(_ABANDONED)
         raise RankTimeoutError(f"rank {callers.rank} came too late: the other ranks had given up on {missing}")
     if verdict == "failed":
         raise _the_error(meeting.read_errors(), len(callers.ranks)) from error
-    if verdict == "same":
-        return [Report(content, callers.ranks)]
-    by_content: dict[bytes, list[int]] = {}
-    for rank, other in zip(callers.ranks, exchange_reports(callers, content), strict=True):
-        by_content.setdefault(other, []).append(rank)
-    return [Report(other, tuple(ranks)) for other, ranks in by_content.items()]
+    return verdict == "same"
 
 
 @dataclass(frozen=True)

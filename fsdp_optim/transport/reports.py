@@ -15,8 +15,7 @@ _LENGTH = 8  # bytes of a report's length
 def exchange_reports(callers: Callers, content: bytes) -> list[bytes]:
     """The reports of all ranks, in the order of `callers.ranks`, on all of them.
 
-    The lowest rank collects and sends on: messages grow with the number of ranks, not with its square. Only called
-    when ranks have different things to tell, and by all of them.
+    The lowest rank collects and sends on: messages grow with the number of ranks, not with its square.
     """
     leader, *others = callers.ranks
     if callers.rank != leader:
@@ -27,6 +26,16 @@ def exchange_reports(callers: Callers, content: bytes) -> list[bytes]:
     for rank in others:
         _send(callers, rank, everything)
     return reports
+
+
+def broadcast_report(callers: Callers, content: bytes, source_rank: int) -> bytes:
+    """The report of one rank, on all of them."""
+    if callers.rank != source_rank:
+        return _receive(callers, source_rank)
+    for rank in callers.ranks:
+        if rank != source_rank:
+            _send(callers, rank, content)
+    return content
 
 
 def _split(everything: bytes) -> list[bytes]:

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdp_optim.adapters import NameOf, fairscale_order, model_ranks, read_model
+from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.full import Names
@@ -23,6 +22,7 @@ from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
 from fsdp_optim.state.values import key_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.view import ModelView
 
 Collect = Literal["wrapper", "all"]
@@ -44,7 +44,6 @@ class Local:
 
     view: ModelView
     optim: LocalOptim
-    model: nn.Module
 
     @cached_property
     def by_fqn(self) -> dict[str, LocalParam]:
@@ -66,19 +65,21 @@ class Local:
             tuple(fqn for fqn in self.order if self.by_fqn[fqn].group_index == index)
             for index in range(len(self.optim.groups))
         )
-        return Names(groups, self.view.aliases, fairscale_order(self.model, self.view))
+        return Names(groups, self.view.aliases, self.view.unit_order)
 
 
-def read_local(model: nn.Module, optim: OptimizerLike, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
+def read_local(
+    reader: ModelReader, optim: OptimizerLike, options: Options, ranks: tuple[int, ...] | None = None
+) -> Local:
     """Read the model and the optimizer on this rank, without a word to the others."""
-    view = read_model(model, ranks, options.name_of)
+    view = reader.read(ranks, options.name_of)
     if options.collect == "all":
         handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in view.handles)
         view = replace(view, handles=handles)
-    return Local(view, read_optimizer(optim, view), model)
+    return Local(view, read_optimizer(optim, view))
 
 
-def names_of_model(full: Mapping[str, Any], model: nn.Module, view: ModelView) -> Names:
+def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     """How to read a full dict with a model but no optimizer: its ids count the model's parameters, or it has names."""
     groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
     named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
@@ -87,16 +88,16 @@ def names_of_model(full: Mapping[str, Any], model: nn.Module, view: ModelView) -
             f"this full dict has {len(groups)} param groups and no names, and a model does not tell which parameter is in "
             "which group: use the function get_shard_from_optim_state_dict(model, optim, full), whose optimizer does"
         )
-    return Names((view.order,), view.aliases, fairscale_order(model, view))
+    return Names((view.order,), view.aliases, view.unit_order)
 
 
-def callers_of(model: nn.Module, options: Options) -> Callers:
+def callers_of(reader: ModelReader, options: Options) -> Callers:
     """The ranks that have to make a call about this model."""
     me = dist.get_rank() if dist.is_initialized() else 0
     if options.process_group is not None:
         ranks = tuple(dist.get_process_group_ranks(options.process_group))
     else:
-        ranks = model_ranks(model)
+        ranks = reader.ranks
     return Callers.of(ranks, me, options.process_group, options.timeout)
 
 
@@ -108,11 +109,15 @@ def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: 
         report = _report(local, call, callers, with_state=with_state)
     except Exception as reason:
         error = reason
-    digest = hashlib.blake2b(repr(report).encode()).digest()
-    told = agree(callers, pickle.dumps(report), error, digest=digest)
+    alike = agree(callers, repr(report).encode(), error)
     if local is None:  # agree() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
-    return local, draw([(pickle.loads(said.content), said.ranks) for said in told])
+    if alike:
+        return local, draw([(report, callers.ranks)])
+    told: dict[bytes, list[int]] = {}
+    for rank, content in zip(callers.ranks, exchange_reports(callers, pickle.dumps(report)), strict=True):
+        told.setdefault(content, []).append(rank)
+    return local, draw([(pickle.loads(content), tuple(ranks)) for content, ranks in told.items()])
 
 
 def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> RankReport:

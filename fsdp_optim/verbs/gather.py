@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError
 from fsdp_optim.layout import Layout
 from fsdp_optim.memory import empty
@@ -42,7 +43,8 @@ class Gathering:
 
 def begin(model: nn.Module, optim: OptimizerLike, recipient_rank: int | None, call: str, options: Options) -> Gathering:
     """Meet the other ranks and find out what there is to gather."""
-    callers = callers_of(model, options)
+    reader = ModelReader(model)
+    callers = callers_of(reader, options)
     if recipient_rank is not None and recipient_rank not in callers.ranks:
         # A model that lives on ranks 2 and 3 has no rank 0: the same on all of its ranks, so all raise it.
         def read() -> Local:
@@ -53,7 +55,7 @@ def begin(model: nn.Module, optim: OptimizerLike, recipient_rank: int | None, ca
     else:
 
         def read() -> Local:
-            return read_local(model, optim, options, callers.ranks)
+            return read_local(reader, optim, options, callers.ranks)
 
     local, picture = meet(
         callers, read, f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r})", with_state=True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.adapters import read_model
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.full import FullDict, KeyBy, Names, check_fits, keys_to_fqns, normalize
 from fsdp_optim.verbs.call import names_of_model
@@ -16,8 +16,8 @@ from fsdp_optim.verbs.call import names_of_model
 
 def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
     """The same state under the other keys."""
-    view = read_model(model)
-    state = normalize(full, names_of_model(full, model, view))
+    view = ModelReader(model).read()
+    state = normalize(full, names_of_model(full, view))
     saved = [fqn for _, fqns in state.groups for fqn in fqns]
     shapes = {fqn: placement.shape for named in view.handles for fqn, placement in named.placements.items()}
     names = Names(tuple(fqns for _, fqns in state.groups), {})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullState, Names, check_fits, normalize
@@ -20,6 +21,7 @@ from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
+from fsdp_optim.transport.reports import broadcast_report
 from fsdp_optim.verbs.call import Local, Options, callers_of, meet, read_local
 from fsdp_optim.verbs.shard import warn_of_uncollected
 
@@ -44,7 +46,8 @@ def scatter(
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> dict[str, Any]:
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
-    callers = callers_of(model, options)
+    reader = ModelReader(model)
+    callers = callers_of(reader, options)
 
     def read() -> Local:
         if source_rank not in callers.ranks:
@@ -53,7 +56,7 @@ def scatter(
             )
         if callers.rank == source_rank and full is None:
             raise StateError(f"rank {source_rank} is the source rank and has no full dict to give: full is None")
-        return read_local(model, optim, options, callers.ranks)
+        return read_local(reader, optim, options, callers.ranks)
 
     local, picture = meet(callers, read, f"scatter_full_optim_state_dict(source_rank={source_rank})", with_state=False)
     state, contents = _tell_contents(callers, local, picture, full, source_rank)
@@ -83,15 +86,15 @@ def _tell_contents(
     if callers.rank == source_rank and full is not None:
         try:
             groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
-            names = Names(groups, local.view.aliases, local.names.fairscale_order)
+            names = Names(groups, local.view.aliases, local.view.unit_order)
             state = normalize(full, names)
             shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
             check_fits(state, names, shapes)
             content = pickle.dumps(_contents(state, summarize(state, shapes)))
         except Exception as reason:
             error = reason
-    said = [report.content for report in agree(callers, content, error) if report.content]
-    contents: _Contents = pickle.loads(said[0])
+    agree(callers, b"contents", error)
+    contents: _Contents = pickle.loads(broadcast_report(callers, content, source_rank))
     return state, contents
 
 

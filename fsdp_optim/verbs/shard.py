@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.adapters import read_model
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import Layout
 from fsdp_optim.memory import copy_in_memory
 from fsdp_optim.plan import plan_into
@@ -28,7 +28,7 @@ def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any]
     if optim is None:
         local, state = _without_optimizer(model, full, options)
     else:
-        local = read_local(model, optim, options)
+        local = read_local(ModelReader(model), optim, options)
         state = normalize(full, local.names)
     shapes = local.shapes
     check_fits(state, local.names, shapes)
@@ -44,12 +44,12 @@ def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any]
 
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
-    view = read_model(model, name_of=options.name_of)
-    state = normalize(full, names_of_model(full, model, view))
+    view = ModelReader(model).read(name_of=options.name_of)
+    state = normalize(full, names_of_model(full, view))
     saved_ids = full.get("param_id_map") or {}
     fqn_of = keys_to_fqns(full, state.groups)
     origin = {fqn_of[key]: local_id for key, local_id in saved_ids.items() if key in fqn_of}
-    return Local(view, expected_optimizer(view, state, origin), model), state
+    return Local(view, expected_optimizer(view, state, origin)), state
 
 
 def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dict[str, Any]:

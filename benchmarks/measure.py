@@ -1,0 +1,82 @@
+"""Time and extra peak memory of one call on every rank, and tables of medians."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+MIB = 1 << 20
+
+
+@dataclass
+class Series:
+    """Runs of one contestant on one rank: seconds until the last rank was done, extra peak memory in MiB."""
+
+    seconds: list[float] = field(default_factory=list)
+    extra_mib: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def median_mib(self) -> float:
+        return statistics.median(self.extra_mib)
+
+
+def run_in_turn(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Series]:
+    """All contestants in turn, `rounds` times after one that does not count, so that a noisy minute hits them all."""
+    series = {name: Series() for name in contestants}
+    for index in range(rounds + 1):
+        for name, call in contestants.items():
+            seconds, extra = _measure(call)
+            if index:
+                series[name].seconds.append(seconds)
+                series[name].extra_mib.append(extra)
+    return series
+
+
+def _measure(call: Callable[[], object]) -> tuple[float, float]:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # give back what the last contestant freed: each gets memory that nobody has touched
+    before = _reset_peak()
+    dist.barrier()  # all ranks begin together
+    start = time.perf_counter()
+    kept = call()
+    dist.barrier()  # and the call is over when the last one is done
+    seconds = time.perf_counter() - start
+    extra = (_peak() - before) / MIB
+    del kept
+    return seconds, extra
+
+
+def _reset_peak() -> int:
+    """Make the kernel forget this process's peak; returns what is resident now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {key} in /proc/self/status")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its columns aligned."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
