@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 from fsdp_optim.errors import LayoutError
 
@@ -193,6 +194,10 @@ class Placement(ABC):
         """Whether different shards may hold the same element."""
         return False
 
+    def join(self, other: Placement) -> Placement | None:
+        """One Placement for two groups of ranks that hold replicas, cut alike; None where they are cut differently."""
+        return self if self == other else None
+
     def gap(self) -> tuple[int, int] | None:
         """The first row-major range of elements that no rank holds; None when all are held."""
         return None
@@ -248,6 +253,11 @@ class Whole(Placement):
 
     def run(self, shard: int) -> Run:
         return Run(0, self.numel, self.offset)
+
+    def join(self, other: Placement) -> Placement | None:
+        if isinstance(other, Whole) and replace(other, on=self.on) == self:
+            return replace(self, on=tuple(sorted({*self.on, *other.on})))
+        return None
 
     def gap(self) -> tuple[int, int] | None:
         return None if self.on or not self.numel else (0, self.numel)
@@ -329,9 +339,135 @@ class FlatChunks(Placement):
         last = (self.start + stop - 1) // self.chunk_numel
         return range((self.start + start) // self.chunk_numel, min(last + 1, self.num_shards))
 
+    def join(self, other: Placement) -> Placement | None:
+        if isinstance(other, FlatChunks) and replace(other, replicas=self.replicas) == self:
+            return _join_replicas(self, other)
+        return None
+
     def gap(self) -> tuple[int, int] | None:
         held = self.num_shards * self.chunk_numel - self.start
         return (max(held, 0), self.numel) if held < self.numel else None
+
+
+@dataclass(frozen=True)
+class MeshBoxes(Placement):
+    """A parameter on a mesh of ranks, as DTensor places it: one Box per rank, row-major in a tensor of its own.
+
+    `splits`: (mesh dimension, parameter dimension), in the order in which they cut; each cuts what the one before left,
+    into chunks of equal size, the last ones shorter or empty. Mesh dimensions that cut nothing hold replicas.
+
+    # shape (3, 4), mesh (2, 2), splits ((1, 1), (0, 0)):   | rank 0 | rank 1 |
+    # first mesh dimension 1 cuts the columns,              | rank 0 | rank 1 |
+    # then mesh dimension 0 the rows                        | rank 2 | rank 3 |
+
+    `replicas`: the ranks of each mesh that holds the parameter so, row-major.
+    """
+
+    full_shape: Shape
+    mesh_shape: Shape
+    splits: tuple[tuple[int, int], ...]
+    replicas: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
+        if any(len(group) != prod(self.mesh_shape) for group in self.replicas):
+            raise LayoutError(f"a mesh of shape {self.mesh_shape} does not have the ranks {self.replicas}")
+        if len({mesh_dim for mesh_dim, _ in self.splits}) != len(self.splits):
+            raise LayoutError(f"each mesh dimension may cut once, not {self.splits}")
+        for mesh_dim, dim in self.splits:
+            if mesh_dim >= len(self.mesh_shape) or dim >= len(self.full_shape):
+                raise LayoutError(f"split {(mesh_dim, dim)} of shape {self.full_shape} on mesh {self.mesh_shape}")
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @cached_property
+    def _parts(self) -> Shape:
+        """How many parts each split makes."""
+        return tuple(self.mesh_shape[mesh_dim] for mesh_dim, _ in self.splits)
+
+    @property
+    def num_shards(self) -> int:
+        return prod(self._parts)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for group in self.replicas for rank in group}))
+
+    @cached_property
+    def _positions(self) -> dict[int, tuple[int, ...]]:
+        """The places in a mesh that hold each shard."""
+        positions: dict[int, list[int]] = {}
+        for position in range(prod(self.mesh_shape)):
+            positions.setdefault(self._shard_at(position), []).append(position)
+        return {shard: tuple(found) for shard, found in positions.items()}
+
+    def _shard_at(self, position: int) -> int:
+        coordinates = _coordinates(position, self.mesh_shape)
+        shard = 0
+        for (mesh_dim, _), parts in zip(self.splits, self._parts, strict=True):
+            shard = shard * parts + coordinates[mesh_dim]
+        return shard
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        return tuple(group[position] for group in self.replicas for position in self._positions[shard])
+
+    def shard_of(self, rank: int) -> int | None:
+        return next((self._shard_at(group.index(rank)) for group in self.replicas if rank in group), None)
+
+    def box(self, shard: int) -> Box:
+        """What a shard holds; a Box without elements where the cut left it nothing."""
+        offsets, sizes = [0] * len(self.shape), list(self.shape)
+        for (_, dim), parts, index in zip(self.splits, self._parts, _coordinates(shard, self._parts), strict=True):
+            chunk = -(-sizes[dim] // parts)
+            start = min(index * chunk, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        box = self.box(shard)
+        return (Block(box, 0),) if box.numel else ()
+
+    def run(self, shard: int) -> Run | None:
+        box = self.box(shard)
+        if not box.numel:
+            return Run(0, 0, 0)
+        start, stop = bounds_of_box(self.shape, box)
+        return Run(start, stop, 0) if stop - start == box.numel else None
+
+    def shards_over(self, start: int, stop: int) -> Sequence[int]:
+        if len(self.splits) != 1 or self.splits[0][1] != 0 or start >= stop:
+            return range(self.num_shards)
+        rows = -(-self.shape[0] // self._parts[0])  # of one shard
+        row = prod(self.shape[1:])
+        return range(start // row // rows, min((stop - 1) // row // rows + 1, self.num_shards))
+
+    def join(self, other: Placement) -> Placement | None:
+        if isinstance(other, MeshBoxes) and replace(other, replicas=self.replicas) == self:
+            return _join_replicas(self, other)
+        return None
+
+
+def _coordinates(index: int, shape: Shape) -> Shape:
+    """Where the row-major `index` lies in a grid."""
+    coordinates = []
+    for size in reversed(shape):
+        index, coordinate = divmod(index, size)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
+
+
+_Replicated = TypeVar("_Replicated", FlatChunks, MeshBoxes)
+
+
+def _join_replicas(one: _Replicated, other: _Replicated) -> _Replicated | None:
+    """Both groups of replicas, where no rank is in two of them."""
+    groups = tuple(dict.fromkeys((*one.replicas, *other.replicas)))
+    if len({rank for group in groups for rank in group}) != sum(map(len, groups)):
+        return None
+    return replace(one, replicas=tuple(sorted(groups, key=lambda group: group[0])))
 
 
 @dataclass(frozen=True)

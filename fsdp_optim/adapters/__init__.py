@@ -8,7 +8,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters import fairscale, replicated
+from fsdp_optim.adapters import dtensor, fairscale, fsdp1, replicated
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.view import Handle, ModelView, NamedHandle
@@ -28,8 +28,10 @@ class ModelReader:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that share the model: all ranks of all its wrappers; this rank alone for a plain module."""
-        groups = {*fairscale.groups(self._tree), *replicated.groups(self._tree)}
-        return tuple(sorted({_me()}.union(*(dist.get_process_group_ranks(group) for group in groups))))
+        found = {_me()}
+        for adapter in (fairscale, fsdp1, dtensor, replicated):
+            found.update(*adapter.rank_sets(self._tree))
+        return tuple(sorted(found))
 
     def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None) -> ModelView:
         """The live parameters, and where their originals live.
@@ -39,7 +41,7 @@ class ModelReader:
             name_of: gives parameters other names, where ranks use one name for different ones.
         """
         tree, everyone = self._tree, tuple(sorted(self.ranks if ranks is None else ranks))
-        sharded = list(fairscale.handles(tree))
+        sharded = [handle for adapter in (fairscale, fsdp1, dtensor) for handle in adapter.handles(tree)]
         rest = replicated.handles(tree, {id(handle.param) for handle in sharded}, everyone)
         naming = _Naming(tree, name_of)
         named = [naming.name(handle) for handle in (*sharded, *rest)]
@@ -61,7 +63,7 @@ def _me() -> int:
 
 
 def _is_wrapper_child(module: nn.Module, name: str) -> bool:
-    return fairscale.is_wrapper_child(module, name) or replicated.is_wrapper_child(module, name)
+    return any(adapter.is_wrapper_child(module, name) for adapter in (fairscale, fsdp1, replicated))
 
 
 class _Naming:

@@ -47,9 +47,10 @@ def handles(tree: ModuleTree) -> Iterator[Handle]:
                 yield _handle(tree, unit, param, index, ranks_of[group])
 
 
-def groups(tree: ModuleTree) -> Iterator[dist.ProcessGroup]:
-    """Every unit's process group."""
-    return (unit.process_group for unit in units(tree))
+def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
+    """The global ranks of every unit's process group."""
+    groups = {unit.process_group for unit in units(tree)}
+    return (dist.get_process_group_ranks(group) for group in groups)
 
 
 def units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:

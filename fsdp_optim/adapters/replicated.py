@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
-from fsdp_optim.layout import Whole
+from fsdp_optim.layout import Ranks, Whole
 from fsdp_optim.view import Handle, Original
 
 _DDP_MODULE = "torch.nn.parallel.distributed"
@@ -26,9 +26,9 @@ def _ranks(ddp: nn.Module) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))  # type: ignore[arg-type]
 
 
-def groups(tree: ModuleTree) -> Iterator[dist.ProcessGroup]:
-    """The process group of every DistributedDataParallel in the model."""
-    return (module.process_group for module in tree.modules if isinstance(module, _ddp_class()))  # type: ignore[misc]
+def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
+    """The global ranks of every DistributedDataParallel in the model."""
+    return (_ranks(module) for module in tree.modules if isinstance(module, _ddp_class()))
 
 
 def handles(tree: ModuleTree, claimed: set[int], others: tuple[int, ...]) -> Iterator[Handle]:

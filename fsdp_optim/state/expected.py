@@ -10,17 +10,20 @@ from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.view import ModelView, NamedHandle
 
 
-def expected_optimizer(view: ModelView, full: FullState, saved_local_ids: Mapping[str, int | None]) -> LocalOptim:
+def expected_optimizer(
+    view: ModelView, full: FullState, saved_local_ids: Mapping[str, int | None], *, others: bool = False
+) -> LocalOptim:
     """An optimizer with the full state's groups over the model's live parameters.
 
     Ids count as torch.optim counts: group after group. Inside a group they follow the saved local ids where the model has
-    the same units as when it was saved, else the order of the wrapped model's parameters().
+    the same units as when it was saved, else the order of the wrapped model's parameters(). `others`: the full state may
+    also have parameters that only other ranks hold.
 
     Raises StateError for a flat parameter whose originals sit in two groups, or are only partly in the full state.
     """
     group_of = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     unknown = [fqn for fqn in group_of if fqn not in {f for named in view.handles for f in named.fqns}]
-    if unknown:
+    if unknown and not others:
         raise StateError(
             f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters; the model has "
             f"{len(view.order)}, the full dict {len(group_of)})"

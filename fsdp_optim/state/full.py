@@ -226,8 +226,10 @@ def _counts(groups: Sequence[Sequence[object]]) -> str:
 # ---------------------------------------------------------------------------------------------------- checking
 
 
-def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape]) -> None:
+def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape], *, others: bool = False) -> None:
     """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
+
+    `others`: the full state may also have parameters that only other ranks hold.
 
     Raises StateError that names the parameter, both numbers and the way out.
     """
@@ -236,7 +238,7 @@ def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape]) -> No
         [fqn for fqn in saved if fqn not in names.known],
         [f for g in names.groups for f in g if f not in saved],
     )
-    if extra:
+    if extra and not others:
         raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
     if missing:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
@@ -258,7 +260,7 @@ def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape]) -> No
 def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     sharded = full.sharded_names(shapes)
     for fqn, values in full.state.items():
-        for name, value in values.items():
+        for name, value in values.items() if fqn in shapes else ():
             if kind_of(name, value, shapes[fqn], sharded) is Kind.OPAQUE and is_sharded_name(name, sharded):
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(

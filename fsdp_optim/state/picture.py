@@ -6,11 +6,15 @@ the letter, so that usually nothing but a digest travels.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.layout import FlatChunks, Layout, Placement, Whole
+from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.state.values import Summary
 
 
@@ -143,21 +147,33 @@ def _check_groups(told: Told) -> None:
 
 
 def _merge_orders(orders: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """All names, each rank's order kept: a name that is new comes right before the next one that is known."""
-    merged = list(orders[0])
-    for order in orders[1:]:
-        known = set(merged)
-        new: list[str] = []
-        for fqn in order:
-            if fqn in known:
-                if new:
-                    at = merged.index(fqn)
-                    merged[at:at] = new
-                    new = []
-            else:
-                new.append(fqn)
-        merged += new
+    """All names, each rank's order kept. Names that no rank has together come as people count: experts.2, experts.10."""
+    if len(set(orders)) == 1:
+        return orders[0]
+    followers: dict[str, set[str]] = {fqn: set() for order in orders for fqn in order}
+    for order in orders:
+        for fqn, following in itertools.pairwise(order):
+            followers[fqn].add(following)
+    num_before = Counter(following for names in followers.values() for following in names)
+    free = [(_as_people_count(fqn), fqn) for fqn in followers if not num_before[fqn]]
+    heapq.heapify(free)
+    merged = []
+    while free:
+        _, fqn = heapq.heappop(free)
+        merged.append(fqn)
+        for following in followers[fqn]:
+            num_before[following] -= 1
+            if not num_before[following]:
+                heapq.heappush(free, (_as_people_count(following), following))
+    if len(merged) < len(followers):
+        stuck = next(fqn for fqn in followers if num_before[fqn])
+        raise StateError(f"{stuck}: the ranks have their parameters in orders that contradict each other")
     return tuple(merged)
+
+
+def _as_people_count(fqn: str) -> tuple[tuple[int, str], ...]:
+    """A key that sorts numbers inside a name as numbers."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", fqn))
 
 
 def _merge(seen: list[_Seen]) -> Param:
@@ -189,21 +205,16 @@ _NAME_OF = (
 
 
 def _merge_placements(seen: list[_Seen]) -> Placement:
-    placements = tuple(dict.fromkeys(item.placement for item in seen))
     _check_replicas_are_equal(seen)
-    if len(placements) == 1:
-        return placements[0]
-    fqn = seen[0].fqn
-    if all(isinstance(p, Whole) for p in placements):
-        return Whole(placements[0].shape, tuple(sorted({rank for p in placements for rank in p.ranks})))
-    flat = [p for p in placements if isinstance(p, FlatChunks)]
-    alike = {replace(p, replicas=((0,) * p.num_shards,)) for p in flat}
-    if len(flat) == len(placements) and len(alike) == 1:
-        groups = [group for p in flat for group in p.replicas]
-        if len({rank for group in groups for rank in group}) == sum(map(len, groups)):
-            return replace(flat[0], replicas=tuple(groups))
-    holders = " and ".join(_ranks(p.ranks) for p in placements)
-    raise StateError(f"{fqn}: held by {holders}, cut differently{_NAME_OF}")
+    first, *others = dict.fromkeys(item.placement for item in seen)
+    joined: Placement | None = first
+    for other in others:
+        joined = joined.join(other) if joined is not None else None
+        if joined is None:
+            raise StateError(
+                f"{seen[0].fqn}: held by {_ranks(first.ranks)} and {_ranks(other.ranks)}, cut differently{_NAME_OF}"
+            )
+    return joined or first
 
 
 def _check_replicas_are_equal(seen: list[_Seen]) -> None:

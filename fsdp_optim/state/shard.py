@@ -21,7 +21,7 @@ Summaries = Mapping[str, Summary]
 def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
     """What the state of every parameter of a full state consists of."""
     sharded_names = full.sharded_names(shapes)
-    return {fqn: _summary(values, shapes[fqn], sharded_names) for fqn, values in full.state.items()}
+    return {fqn: _summary(values, shapes[fqn], sharded_names) for fqn, values in full.state.items() if fqn in shapes}
 
 
 def _summary(values: Mapping[str, Any], shape: Shape, sharded_names: frozenset[str]) -> Summary:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.layout import Layout
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullState, Names, check_fits, normalize
 from fsdp_optim.state.local import LocalParam, OptimizerLike
@@ -120,6 +121,17 @@ def _wanted(callers: Callers, local: Local, contents: _Contents) -> tuple[dict[i
     return wanted, Failure()
 
 
+def _copies(picture: Picture, source_rank: int, rank: int) -> dict[str, list[Copy]]:
+    """This rank's copies, by FQN. Where ranks hold variants of a parameter, all of them get what was saved of it."""
+    whole = picture.layout.whole_on((source_rank,))
+    copies: dict[str, list[Copy]] = {}
+    for fqn, param in picture.params.items():
+        for placement in (p for p, _ in param.variants) if param.variants else (param.placement,):
+            for copy in plan(whole.only((fqn,)), Layout({fqn: placement}), rank=rank):
+                copies.setdefault(fqn, []).append(copy)
+    return copies
+
+
 def _move(
     callers: Callers,
     local: Local,
@@ -138,10 +150,12 @@ def _move(
             tensors[param.local_id] = allocate(param, wanted[param.local_id], callers.rank)
     except Exception as error:
         failure.note(error)
-    layout = picture.layout
-    copies: dict[str, list[Copy]] = {}
-    for copy in plan(layout.whole_on((source_rank,)), layout, rank=callers.rank):
-        copies.setdefault(copy.fqn, []).append(copy)
+    copies = _copies(picture, source_rank, callers.rank)
+    for param in local.optim.params if failure.error is None else ():
+        for fqn, placement in param.named.placements.items():
+            filled = sum(copy.numel for copy in copies.get(fqn, ()) if copy.target_rank == callers.rank)
+            if filled != placement.numel_on(callers.rank):
+                failure.note(StateError(f"{fqn}: {filled} of {placement.numel_on(callers.rank)} elements were planned"))
     items = []
     for fqn in picture.params:
         summary = contents.summaries.get(fqn)

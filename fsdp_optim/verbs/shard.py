@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from fsdp_optim.state.local import LocalParam, OptimizerLike
 from fsdp_optim.state.shard import allocate, local_values, shard_dict, summarize, summary_for
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
+from fsdp_optim.view import ModelView
 
 log = logging.getLogger("fsdp_optim")
 
@@ -31,7 +33,7 @@ def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any]
         local = read_local(ModelReader(model), optim, options)
         state = normalize(full, local.names)
     shapes = local.shapes
-    check_fits(state, local.names, shapes)
+    check_fits(state, local.names, shapes, others=_may_be_elsewhere(local.view, state, options))
     warn_of_uncollected(local, state.uncollected)
     summaries = summarize(state, shapes)
     wanted = {param.local_id: summary_for(param, summaries) for param in local.optim.params}  # all checks come first
@@ -49,7 +51,26 @@ def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Optio
     saved_ids = full.get("param_id_map") or {}
     fqn_of = keys_to_fqns(full, state.groups)
     origin = {fqn_of[key]: local_id for key, local_id in saved_ids.items() if key in fqn_of}
-    return Local(view, expected_optimizer(view, state, origin)), state
+    others = _may_be_elsewhere(view, state, options)
+    return Local(view, expected_optimizer(view, state, origin, others=others)), state
+
+
+def _may_be_elsewhere(view: ModelView, full: FullState, options: Options) -> bool:
+    """Whether the parameters of the full state that this rank's model has not can be those of other ranks.
+
+    So with `name_of`, which is for just that. And where ranks name their experts apart themselves: then what is missing
+    here differs only in its numbers from something that this rank does not share with all the others.
+    """
+    if options.name_of is not None:
+        return True
+    known = set(view.order)
+    missing = {fqn for _, fqns in full.groups for fqn in fqns if fqn not in known}
+    own = (n for n in view.handles if set(n.handle.originals[0].placement.ranks) != set(view.ranks))
+    return {_without_numbers(fqn) for fqn in missing} <= {_without_numbers(fqn) for n in own for fqn in n.fqns}
+
+
+def _without_numbers(fqn: str) -> str:
+    return re.sub(r"\d+", "#", fqn)
 
 
 def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dict[str, Any]:

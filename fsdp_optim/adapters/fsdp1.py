@@ -1,0 +1,161 @@
+"""torch's FullyShardedDataParallel, use_orig_params False (flat parameters) and True (views into them).
+
+Read from the installed source of torch 2.13. Only this file touches that wrapper's private names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import FlatChunks, Placement, Ranks, Whole, ranks_in_order
+from fsdp_optim.view import Handle, Original
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+def is_wrapper_child(module: nn.Module, name: str) -> bool:
+    """Whether `name` is where torch FSDP keeps the module that it wraps."""
+    return name == "_fsdp_wrapped_module"
+
+
+def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
+    """The global ranks of every unit: those that shard it and those that replicate it."""
+    return (rank for unit in _units(tree) for rank in _replicas(unit, _handle_of(unit)))
+
+
+def handles(tree: ModuleTree) -> Iterator[Handle]:
+    """The live parameters of every torch FSDP unit in the model; nothing when it is not loaded."""
+    for unit in _units(tree):
+        handle = _handle_of(unit)
+        replicas = _replicas(unit, handle)
+        # Over a shard group of one rank, torch turns HYBRID_SHARD into NO_SHARD, and promises nothing across groups.
+        kept_equal = handle.uses_sharded_strategy or getattr(unit, "_inter_node_pg", None) is None
+        found: Iterable[Handle] = (
+            _original_handles(tree, handle, replicas)
+            if handle._use_orig_params
+            else [_flat_handle(tree, handle, replicas)]
+        )
+        yield from (replace(made, synchronized=kept_equal) for made in found)
+
+
+def _units(tree: ModuleTree) -> Iterator[FullyShardedDataParallel]:
+    """Units that have parameters of their own."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        for unit in tree.modules:
+            if isinstance(unit, module.FullyShardedDataParallel) and unit._handle is not None:
+                yield unit
+
+
+def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:
+    if unit._handle is None:
+        raise WrapperError("a torch FSDP unit without parameters has no handle")
+    return unit._handle
+
+
+def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[Ranks, ...]:
+    """The ranks of every replica of a unit, each in the order of its shards."""
+    mine = dist.get_process_group_ranks(handle.process_group)
+    across = getattr(unit, "_inter_node_pg", None)
+    if not handle.uses_sharded_strategy:
+        if across is not None:  # HYBRID_SHARD over one rank becomes NO_SHARD
+            mine = sorted({*mine, *dist.get_process_group_ranks(across)})
+        return tuple((rank,) for rank in mine)
+    if across is None:
+        return (ranks_in_order(mine),)
+    mesh = unit._device_mesh
+    if mesh is not None and mesh.ndim == 2:
+        return tuple(ranks_in_order(row) for row in mesh.mesh.tolist())
+    # Two plain groups tell only this rank's row and column. torch makes them as rows and columns of a grid.
+    column = dist.get_process_group_ranks(across)
+    here = dist.get_rank()
+    return tuple(ranks_in_order([rank - here + other for rank in mine]) for other in sorted(column))
+
+
+def _starts(handle: FlatParamHandle) -> tuple[list[int], int]:
+    """Where each original begins in the flat parameter, and the flat parameter's length, alignment included."""
+    flat = handle.flat_param
+    starts, at = [], 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            starts.append(at)
+        at += numel
+    return starts, at
+
+
+def _check(tree: ModuleTree, handle: FlatParamHandle) -> None:
+    flat = handle.flat_param
+    for info, contiguous, extension in zip(flat._param_infos, flat._contiguities, flat._param_extensions, strict=True):
+        fqn = tree.fqn(info.module, info.param_name)
+        if not contiguous:
+            raise WrapperError(
+                f"{fqn}: it was not contiguous when torch FSDP flattened it, so its elements lie in another order than "
+                "those of the parameter: call .contiguous() on it (or drop channels_last) before wrapping"
+            )
+        if extension is not None:
+            raise WrapperError(
+                f"{fqn}: torch FSDP over tensor parallel is not supported: use fully_shard (FSDP2) for it"
+            )
+
+
+def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Handle:
+    _check(tree, handle)
+    flat = handle.flat_param
+    starts, total = _starts(handle)
+    num_shards = len(replicas[0])
+    chunk = -(-total // num_shards)
+    originals: list[Original] = []
+    positions: dict[tuple[nn.Module, str], int] = {}
+    for info, shape, start in zip(flat._param_infos, flat._shapes, starts, strict=True):
+        positions[info.module, info.param_name] = len(originals)
+        originals.append(Original(info.module, info.param_name, FlatChunks(tuple(shape), start, chunk, replicas)))
+    return Handle(
+        param=flat,
+        originals=tuple(originals),
+        local_shape=tuple(flat._sharded_size) if handle.uses_sharded_strategy else (total,),
+        num_padded=tuple(chunk - min(max(total - i * chunk, 0), chunk) for i in range(num_shards)),
+        aliases=tuple(
+            (positions[info.prim_module, info.prim_param_name], info.module, info.param_name)
+            for info in flat._shared_param_infos
+        ),
+    )
+
+
+def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Iterator[Handle]:
+    _check(tree, handle)
+    flat = handle.flat_param
+    starts, total = _starts(handle)
+    chunk = -(-total // len(replicas[0]))
+    params: list[torch.Tensor] = list(flat._params or ())
+    for info, shape, start, param in zip(flat._param_infos, flat._shapes, starts, params, strict=True):
+        full_shape = tuple(shape)
+        placement: Placement
+        if handle.uses_sharded_strategy:
+            placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
+            local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
+        else:
+            placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
+            local_shape = full_shape
+        yield Handle(
+            param=param,
+            originals=(Original(info.module, info.param_name, placement),),
+            local_shape=local_shape,
+            aliases=tuple(
+                (0, other.module, other.param_name)
+                for other in flat._shared_param_infos
+                if (other.prim_module, other.prim_param_name) == (info.module, info.param_name)
+            ),
+        )
