@@ -307,7 +307,10 @@ class RankPool:
             return
         self._closed = True
         atexit.unregister(self.close)
-        for worker in [worker for group in self._workers.values() for worker in group]:
+        workers = [worker for group in self._workers.values() for worker in group]
+        for worker in workers:
+            worker.dismiss()
+        for worker in workers:
             worker.kill()
         self._workers = {False: [], True: []}
         self._store = None
@@ -339,6 +342,7 @@ class RankPool:
 # The caller's side of a pool
 
 _START_LIMIT = 120.0  # seconds that a new process may take to import torch; 2 to 4 are usual
+_END_LIMIT = 5.0  # seconds that a dismissed process may take to end; less than one is usual
 _LINGER = 1.0  # seconds between the first failure and closing the failed ranks' connections
 _SEED = 0
 
@@ -379,7 +383,13 @@ class _Worker:
     def is_alive(self) -> bool:
         return self.process.is_alive()
 
+    def dismiss(self) -> None:
+        """Let the worker end by itself, which clears up what it has shared with other processes."""
+        self.connection.close()
+
     def kill(self) -> None:
+        if self.connection.closed:
+            self.process.join(_END_LIMIT)
         self.process.kill()
         self.process.join()
         self.connection.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement, Shape
+from fsdp_optim.state.values import is_plain
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,36 @@ class Handle:
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
         """This rank's elements of a state value as a 1-D tensor, or None when it is not cut like the parameter."""
-        return value.detach().reshape(-1) if tuple(value.shape) == self.local_shape else None
+        alike = is_plain(value) and tuple(value.shape) == self.local_shape
+        return value.detach().reshape(-1) if alike else None
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`: a state value as the live optimizer holds it, from this rank's elements."""
         return flat.view(self.local_shape)
+
+    def placement_of(self, value: torch.Tensor) -> Placement | None:
+        """Where a state value lives that has a shape or a cut of its own and says so itself; None for all others."""
+        return None
+
+    def place_like(self, shape: Shape) -> Placement | None:
+        """How this wrapper would cut a value of another shape than the parameter's; None where it would not."""
+        return None
+
+    def placed_local(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a value that has a `placement_of` its own, as a 1-D tensor."""
+        raise WrapperError(f"a {type(value).__name__} does not say where it lives")
+
+    def from_placed(self, flat: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """The inverse of `placed_local`."""
+        raise WrapperError(f"this wrapper cannot place a value of shape {list(placement.shape)}")
+
+    def unwrap(self, value: Any) -> Any:
+        """An opaque value without anything that belongs to this process, so that it can travel."""
+        return value
+
+    def rewrap(self, value: Any) -> Any:
+        """The inverse of `unwrap`."""
+        return value
 
     @property
     def local_numel(self) -> int:

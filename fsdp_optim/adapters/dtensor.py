@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order
+from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order, row_major_strides
+from fsdp_optim.layout import Placement as Where
+from fsdp_optim.state.values import is_plain
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -86,17 +88,70 @@ class DTensorHandle(Handle):
     shape: Shape
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
-        if not isinstance(value, sys.modules[_MODULE].DTensor):
+        if not _is_dtensor(value):
             return super().local(value)
-        sharded: DTensor = value
-        alike = sharded.device_mesh == self.mesh and tuple(sharded.placements) == tuple(self.spec)
-        return sharded.to_local().detach().reshape(-1) if alike and tuple(value.shape) == self.shape else None
+        alike = value.device_mesh == self.mesh and tuple(value.placements) == tuple(self.spec)
+        if not alike or tuple(value.shape) != self.shape or not is_plain(value.to_local()):
+            return None
+        return value.to_local().detach().reshape(-1)
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        module = sys.modules[_MODULE]
-        local = flat.view(self.local_shape)
-        param: DTensor = self.param
-        made: torch.Tensor = module.DTensor.from_local(
-            local, self.mesh, self.spec, run_check=False, shape=param.shape, stride=param.stride()
+        return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
+
+    def placement_of(self, value: torch.Tensor) -> Where | None:
+        if not _is_dtensor(value) or not is_plain(value.to_local()):
+            return None
+        return placement_of("a state value", tuple(value.shape), value.device_mesh, value.placements)
+
+    def place_like(self, shape: Shape) -> Where | None:
+        return placement_of("a state value", shape, self.mesh, self._spec_like(shape))
+
+    def placed_local(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to_local().detach().reshape(-1) if _is_dtensor(value) else super().placed_local(value)
+
+    def from_placed(self, flat: torch.Tensor, placement: Where) -> torch.Tensor:
+        box = (
+            placement.box(placement.shard_of(torch.distributed.get_rank()) or 0)
+            if isinstance(placement, MeshBoxes)
+            else None
+        )
+        if box is None:
+            return super().from_placed(flat, placement)
+        return self._dtensor(flat.view(box.sizes), self._spec_like(placement.shape), placement.shape)
+
+    def unwrap(self, value: object) -> object:
+        if _is_dtensor(value):
+            return _Unwrapped(value.to_local(), tuple(value.placements), tuple(value.shape))
+        return value
+
+    def rewrap(self, value: object) -> object:
+        return self._dtensor(value.local, value.placements, value.shape) if isinstance(value, _Unwrapped) else value
+
+    def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
+        """The parameter's placements for a value of another shape: dimensions of the same size are cut alike."""
+        replicate = sys.modules[_MODULE].Replicate()
+        same = [len(shape) == len(self.shape) and a == b for a, b in zip(shape, self.shape, strict=False)]
+        return tuple(
+            p if getattr(p, "dim", None) is not None and any(same) and same[p.dim] else replicate  # type: ignore[attr-defined]
+            for p in self.spec
+        )
+
+    def _dtensor(self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape) -> torch.Tensor:
+        made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
+            local, self.mesh, spec, run_check=False, shape=torch.Size(shape), stride=row_major_strides(shape)
         )
         return made
+
+
+@dataclass(frozen=True)
+class _Unwrapped:
+    """A DTensor without its mesh."""
+
+    local: torch.Tensor
+    placements: tuple[Placement, ...]
+    shape: Shape
+
+
+def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(value, module.DTensor)

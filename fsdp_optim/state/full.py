@@ -12,8 +12,9 @@ import torch
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.local import RESERVED_KEYS, LocalOptim
+from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.values import Kind, is_sharded_name, kind_of, own
+from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, is_plain, kind_of, own
 
 KeyBy = Literal["id", "name"]
 FullDict = dict[str, Any]
@@ -31,14 +32,13 @@ class FullState:
     extra: Mapping[str, Any]
     uncollected: frozenset[str] = frozenset()
 
-    def sharded_names(self, shapes: Mapping[str, Shape]) -> frozenset[str]:
-        """Names of values that are shaped like their parameter, for some parameter that has dimensions."""
-        return frozenset(
-            name
+    def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
+        """What kinds of values the parameters that have dimensions have."""
+        return Evidence.of(
+            (name, kind_of(name, value, shapes[fqn], NO_EVIDENCE))
             for fqn, values in self.state.items()
             if shapes.get(fqn)
             for name, value in values.items()
-            if kind_of(name, value, shapes[fqn], frozenset()) is Kind.SHARDED
         )
 
 
@@ -65,9 +65,12 @@ class Names:
 
 
 def assemble(
-    picture: Picture, tensors: Mapping[tuple[str, str], torch.Tensor], local: LocalOptim, rank: int, key_by: KeyBy
+    picture: Picture, tensors: Mapping[tuple[str, str], Any], local: LocalOptim, rank: int, key_by: KeyBy
 ) -> FullDict:
-    """The full dict of everything gathered on this recipient: `tensors` by (FQN, value name), taken as they are."""
+    """The full dict of everything gathered on this recipient: `tensors` by (FQN, value name), taken as they are.
+
+    An opaque value of a flat parameter is in the state of its first original only.
+    """
     ids = picture.ids()
     params = {fqn: param.as_seen_by(rank) for fqn, param in picture.params.items()}
     key = {fqn: fqn if key_by == "name" else ids[fqn] for fqn in ids}
@@ -102,12 +105,16 @@ def _is_variant(picture: Picture, fqns: Sequence[str]) -> bool:
     return any(fqn in picture.params and picture.params[fqn].variants for fqn in fqns)
 
 
-def _values(param: Param, tensors: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, Any]:
+def _values(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
     summary = param.summary
     if summary is None:
         return {}
     scalars = dict(summary.scalars)
-    return {name: own(scalars[name].value) if name in scalars else tensors[param.fqn, name] for name in summary.names}
+    return {
+        name: own(scalars[name].value) if name in scalars else tensors[param.fqn, name]
+        for name in summary.names
+        if name in scalars or (param.fqn, name) in tensors
+    }
 
 
 def _num_padded(picture: Picture, local: LocalOptim) -> list[list[int]]:
@@ -258,15 +265,20 @@ def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape], *, ot
 
 
 def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
-    sharded = full.sharded_names(shapes)
+    evidence = full.evidence(shapes)
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():
-            if kind_of(name, value, shapes[fqn], sharded) is Kind.OPAQUE and is_sharded_name(name, sharded):
+            if kind_of(name, value, shapes[fqn], evidence) is Kind.OPAQUE and _is_cut_short(name, value, evidence):
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
                     f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is "
                     "another model's, was cut short, or its ids are in another order than the unwrapped model's parameters()"
                 )
+
+
+def _is_cut_short(name: str, value: object, evidence: Evidence) -> bool:
+    """Whether an opaque value should be shaped like its parameter: by its name, unless it is of a class of its own."""
+    return evidence.says_sharded(name) and (is_plain(value) or not isinstance(value, (torch.Tensor, OpaqueShards)))
 
 
 def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -> str:

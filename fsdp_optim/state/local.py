@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.state.values import Kind, Scalar, Summary, dtype_name, kind_of
+from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, kind_of
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 RESERVED_KEYS = frozenset({"state", "param_groups", "param_id_map", "num_padded", "uncollected_local_ids"})
@@ -39,24 +39,18 @@ class LocalParam:
     def handle(self) -> Handle:
         return self.named.handle
 
-    def summary(self, sharded_names: frozenset[str]) -> Summary | None:
+    def summary(self, evidence: Evidence) -> Summary | None:
         if self.state is None:
             return None
-        sharded, scalars, opaque = [], [], []
-        for name, value in self.state.items():
-            match self.kind(name, value, sharded_names):
-                case Kind.SHARDED:
-                    sharded.append((name, dtype_name(value.dtype)))
-                case Kind.SCALAR:
-                    scalars.append((name, Scalar.of(value)))
-                case Kind.OPAQUE:
-                    opaque.append((name, type(value).__name__))
-        return Summary(tuple(sharded), tuple(scalars), tuple(opaque), tuple(self.state))
+        return Summary.of(self.state, lambda name, value: self.kind(name, value, evidence), self.handle.placement_of)
 
-    def kind(self, name: str, value: object, sharded_names: frozenset[str]) -> Kind:
-        kind = kind_of(name, value, self.handle.local_shape, sharded_names)
-        if kind is Kind.OPAQUE and isinstance(value, torch.Tensor) and self.handle.local(value) is not None:
-            return Kind.SHARDED
+    def kind(self, name: str, value: object, evidence: Evidence) -> Kind:
+        kind = kind_of(name, value, self.handle.local_shape, evidence)
+        if kind is Kind.OPAQUE and isinstance(value, torch.Tensor):
+            if self.handle.local(value) is not None:
+                return Kind.SHARDED
+            if self.handle.placement_of(value) is not None:
+                return Kind.PLACED
         return kind
 
 
@@ -77,13 +71,13 @@ class LocalOptim:
     extra: Mapping[str, Any]
 
     @cached_property
-    def sharded_names(self) -> frozenset[str]:
-        return frozenset(
-            name
+    def evidence(self) -> Evidence:
+        """What kinds of values the parameters that have dimensions have."""
+        return Evidence.of(
+            (name, param.kind(name, value, NO_EVIDENCE))
             for param in self.params
             if param.handle.local_shape and param.state is not None
             for name, value in param.state.items()
-            if param.kind(name, value, frozenset()) is Kind.SHARDED
         )
 
 

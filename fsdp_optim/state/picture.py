@@ -194,8 +194,10 @@ def _merge(seen: list[_Seen]) -> Param:
         variants = tuple({item.placement: item.live.summary for item in seen}.items())
         return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
     placement = _merge_placements(seen)
+    summary = _merge_summaries(placement, seen)  # says more than the fingerprints do
+    _check_replicas_are_equal(seen)
     _check_all_holders_speak(first.fqn, placement, seen)
-    return Param(first.fqn, placement, first.live.group_index, _merge_summaries(placement, seen))
+    return Param(first.fqn, placement, first.live.group_index, summary)
 
 
 _NAME_OF = (
@@ -205,7 +207,6 @@ _NAME_OF = (
 
 
 def _merge_placements(seen: list[_Seen]) -> Placement:
-    _check_replicas_are_equal(seen)
     first, *others = dict.fromkeys(item.placement for item in seen)
     joined: Placement | None = first
     for other in others:
@@ -266,13 +267,12 @@ def _merge_summaries(placement: Placement, seen: list[_Seen]) -> Summary | None:
 
 
 def _compare(first: _Seen, a: Summary, other: _Seen, b: Summary) -> None:
-    mine = {**dict(a.sharded), **dict(a.scalars), **dict(a.opaque)}
-    theirs = {**dict(b.sharded), **dict(b.scalars), **dict(b.opaque)}
+    mine, theirs = a.everything, b.everything
     for name in {**mine, **theirs}:
         if name not in mine or name not in theirs or mine[name] != theirs[name]:
             raise StateError(
                 f"{first.fqn}: {name} is {mine.get(name, 'absent')} on {_ranks(first.ranks)} and "
-                f"{theirs.get(name, 'absent')} on {_ranks(other.ranks)}"
+                f"{theirs.get(name, 'absent')} on {_ranks(other.ranks)}{_NAME_OF if first.placement != other.placement else ''}"
             )
 
 

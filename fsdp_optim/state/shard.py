@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Shape, Whole
-from fsdp_optim.memory import empty
+from fsdp_optim.layout import Layout, Shape, Whole
+from fsdp_optim.memory import copy_in_memory, empty
+from fsdp_optim.plan import plan_into
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import LocalOptim, LocalParam
-from fsdp_optim.state.values import Kind, Scalar, Summary, dtype_name, kind_of, own
+from fsdp_optim.state.opaque import OpaqueShards
+from fsdp_optim.state.values import Odd, Summary, is_plain, kind_of, own
 
 Summaries = Mapping[str, Summary]
 """FQN -> what its state consists of; no entry for a parameter without state."""
@@ -20,21 +22,12 @@ Summaries = Mapping[str, Summary]
 
 def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
     """What the state of every parameter of a full state consists of."""
-    sharded_names = full.sharded_names(shapes)
-    return {fqn: _summary(values, shapes[fqn], sharded_names) for fqn, values in full.state.items() if fqn in shapes}
+    evidence = full.evidence(shapes)
 
+    def summary(values: Mapping[str, Any], shape: Shape) -> Summary:
+        return Summary.of(values, lambda name, value: kind_of(name, value, shape, evidence))
 
-def _summary(values: Mapping[str, Any], shape: Shape, sharded_names: frozenset[str]) -> Summary:
-    sharded, scalars, opaque = [], [], []
-    for name, value in values.items():
-        match kind_of(name, value, shape, sharded_names):
-            case Kind.SHARDED:
-                sharded.append((name, dtype_name(value.dtype)))
-            case Kind.SCALAR:
-                scalars.append((name, Scalar.of(value)))
-            case Kind.OPAQUE:
-                opaque.append((name, type(value).__name__))
-    return Summary(tuple(sharded), tuple(scalars), tuple(opaque), tuple(values))
+    return {fqn: summary(values, shapes[fqn]) for fqn, values in full.state.items() if fqn in shapes}
 
 
 def summary_for(param: LocalParam, summaries: Summaries) -> Summary | None:
@@ -43,17 +36,7 @@ def summary_for(param: LocalParam, summaries: Summaries) -> Summary | None:
     first, summary = fqns[0], summaries.get(fqns[0])
     for fqn in fqns[1:]:
         _check_alike(first, summary, fqn, summaries.get(fqn))
-    if summary is not None and summary.opaque and not _is_whole(param):
-        name, kind = summary.opaque[0]
-        raise StateError(
-            f"{first}: {name} is a {kind} that is not shaped like the parameter, so it cannot be cut into the shards of "
-            "this model; load it into a model where the parameter is whole on each rank"
-        )
     return summary
-
-
-def _is_whole(param: LocalParam) -> bool:
-    return len(param.handle.originals) == 1 and isinstance(param.handle.originals[0].placement, Whole)
 
 
 _FLAT = "they lie in one flat parameter of this model, which has one value for both"
@@ -67,7 +50,7 @@ def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -
                 f"{has} has state and {lacks} has none, and {_FLAT}: wrap them in different units, or without flattening"
             )
         return
-    mine, theirs = ({**dict(s.sharded), **dict(s.scalars), **dict(s.opaque)} for s in (a, b))
+    mine, theirs = a.everything, b.everything
     for name in {**mine, **theirs}:
         if mine.get(name) != theirs.get(name):
             raise StateError(
@@ -107,14 +90,46 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
 def local_values(
     param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of one live parameter as its optimizer keeps it."""
+    """The state of one live parameter as its optimizer keeps it. `opaque`: as `opaque_values` made them."""
     scalars = dict(summary.scalars)
     return {
         name: param.handle.from_local(tensors[name])
         if name in tensors
-        else own(scalars[name].value if name in scalars else opaque[name])
+        else opaque[name]
+        if name in opaque
+        else own(scalars[name].value)
         for name in summary.names
     }
+
+
+def opaque_values(
+    param: LocalParam, summary: Summary | None, saved: Callable[[str, str], Any], rank: int
+) -> dict[str, Any]:
+    """This rank's opaque values of one live parameter; `saved(fqn, name)` gives that of the full dict.
+
+    Raises StateError for a value that cannot be had for this layout.
+    """
+    fqn = param.named.fqns[0]
+    return {name: _opaque(param, name, saved(fqn, name), rank) for name, _ in (summary.opaque if summary else ())}
+
+
+def _opaque(param: LocalParam, name: str, value: Any, rank: int) -> Any:
+    fqn, handle = param.named.fqns[0], param.handle
+    placements = tuple(original.placement for original in handle.originals)
+    if isinstance(value, OpaqueShards):
+        return handle.rewrap(own(value.of_rank(fqn, name, placements, rank)))
+    if len(placements) == 1 and isinstance(placements[0], Whole):
+        return own(value)
+    place = handle.place_like(tuple(value.shape)) if is_plain(value) else None
+    if place is None:
+        raise StateError(
+            f"{fqn}: {name} is {Odd.of(value)}, not shaped like the parameter {list(placements[0].shape)}, so it cannot be "
+            "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
+        )
+    flat = empty((place.numel_on(rank),), value.dtype, handle.device)
+    whole = Layout({fqn: Whole(place.shape, (rank,))})
+    copy_in_memory(plan_into(whole, Layout({fqn: place}), rank), value.detach().reshape(-1), flat)
+    return handle.from_placed(flat, place)
 
 
 def shard_dict(

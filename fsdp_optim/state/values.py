@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 
+from fsdp_optim.layout import Placement
+
 
 class Kind(Enum):
-    """SHARDED follows the parameter's elements; SCALAR is one per parameter; OPAQUE is anything else."""
+    """What a state value is to its parameter.
+
+    SHARDED follows the parameter's elements. SCALAR is one per parameter. PLACED is a DTensor with a shape or placements
+    of its own. OPAQUE is anything else.
+    """
 
     SHARDED = "sharded"
     SCALAR = "scalar"
+    PLACED = "placed"
     OPAQUE = "opaque"
 
 
@@ -32,9 +39,30 @@ _SHARDED_NAMES = frozenset(
 )
 
 
-def is_sharded_name(name: str, sharded_names: frozenset[str]) -> bool:
-    """Whether a value of this name has to be shaped like its parameter."""
-    return name in sharded_names or name in _SHARDED_NAMES
+@dataclass(frozen=True)
+class Evidence:
+    """The value names that are sharded, and those that are scalars, for parameters that have dimensions."""
+
+    sharded: frozenset[str] = frozenset()
+    scalar: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, kinds: Iterable[tuple[str, Kind]]) -> Evidence:
+        seen = set(kinds)
+        return cls(
+            frozenset(name for name, kind in seen if kind is Kind.SHARDED),
+            frozenset(name for name, kind in seen if kind is Kind.SCALAR),
+        )
+
+    def says_sharded(self, name: str) -> bool:
+        """Whether a value of this name has to be shaped like its parameter."""
+        return name in self.sharded or name in _SHARDED_NAMES
+
+    def says_scalar(self, name: str) -> bool:
+        return name not in self.sharded and (name in self.scalar or name in _SCALAR_NAMES)
+
+
+NO_EVIDENCE = Evidence()
 
 
 def is_scalar(value: object) -> bool:
@@ -44,16 +72,18 @@ def is_scalar(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str))
 
 
-def kind_of(name: str, value: object, shape: tuple[int, ...], sharded_names: frozenset[str]) -> Kind:
-    """The kind of a value of a parameter whose tensor (whole, or this rank's part) has this shape.
+def is_plain(value: object) -> bool:
+    """A tensor and no subclass of one: its bytes are all there is to it."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
 
-    `sharded_names`: value names that are sharded for some parameter that has dimensions.
-    """
+
+def kind_of(name: str, value: object, shape: tuple[int, ...], evidence: Evidence) -> Kind:
+    """The kind of a value of a parameter whose tensor (whole, or this rank's part) has this shape."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 == len(shape):
-        return Kind.SHARDED if name in sharded_names or name not in _SCALAR_NAMES else Kind.SCALAR
+        return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
     if is_scalar(value):
         return Kind.SCALAR
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
+    if isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape:
         return Kind.SHARDED
     return Kind.OPAQUE
 
@@ -108,8 +138,8 @@ def key_of(value: object) -> str:
 
 
 def own(value: Any) -> Any:
-    """A copy of a scalar or of a hyperparameter that shares no memory with it; tensors come to the CPU."""
-    if isinstance(value, torch.Tensor):
+    """A copy of a value that shares no memory with it; plain tensors come to the CPU."""
+    if is_plain(value):
         return value.detach().to("cpu", copy=True)
     return copy.deepcopy(value)
 
@@ -126,17 +156,70 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class Odd:
+    """A value that is opaque: its class, and its dtype and shape where it is a tensor."""
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, value: object) -> Odd:
+        if isinstance(value, torch.Tensor):
+            return cls(type(value).__name__, dtype_name(value.dtype), tuple(value.shape))
+        return cls(type(value).__name__)
+
+    def __str__(self) -> str:
+        return f"a {self.kind}" + (f" of shape {list(self.shape)}" if self.dtype else "")
+
+
+@dataclass(frozen=True)
 class Summary:
     """What the state of one live parameter consists of, without its elements, as ranks tell each other."""
 
     sharded: tuple[tuple[str, str], ...] = ()  # (name, dtype)
     scalars: tuple[tuple[str, Scalar], ...] = ()
-    opaque: tuple[tuple[str, str], ...] = ()  # (name, class)
+    placed: tuple[tuple[str, tuple[str, Placement]], ...] = ()  # (name, (dtype, where it lives))
+    opaque: tuple[tuple[str, Odd], ...] = ()
     names: tuple[str, ...] = ()  # all of them, in the order that the optimizer has them
+
+    @classmethod
+    def of(
+        cls,
+        values: Mapping[str, Any],
+        kind: Callable[[str, object], Kind],
+        place: Callable[[torch.Tensor], Placement | None] = lambda value: None,
+    ) -> Summary:
+        found: dict[Kind, list[tuple[str, Any]]] = {kind: [] for kind in Kind}
+        for name, value in values.items():
+            what = kind(name, value)
+            match what:
+                case Kind.SHARDED:
+                    told: Any = dtype_name(value.dtype)
+                case Kind.SCALAR:
+                    told = Scalar.of(value)
+                case Kind.PLACED:
+                    told = (dtype_name(value.dtype), place(value))
+                case Kind.OPAQUE:
+                    told = Odd.of(value)
+            found[what].append((name, told))
+        return cls(
+            sharded=tuple(found[Kind.SHARDED]),
+            scalars=tuple(found[Kind.SCALAR]),
+            placed=tuple(found[Kind.PLACED]),
+            opaque=tuple(found[Kind.OPAQUE]),
+            names=tuple(values),
+        )
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the sharded values."""
         return {name: dtype_named(dtype) for name, dtype in self.sharded}
+
+    @property
+    def everything(self) -> dict[str, Any]:
+        """What is told of each value, by name."""
+        return {**dict(self.sharded), **dict(self.scalars), **dict(self.placed), **dict(self.opaque)}
 
     def __str__(self) -> str:
         return ", ".join(self.names) or "an empty state"

@@ -38,6 +38,18 @@ def broadcast_report(callers: Callers, content: bytes, source_rank: int) -> byte
     return content
 
 
+def collect_reports(callers: Callers, content: bytes, recipients: tuple[int, ...]) -> dict[int, bytes]:
+    """The reports of all ranks, by rank, on each of `recipients`; nothing elsewhere."""
+    found: dict[int, bytes] = {}
+    for recipient in recipients:
+        if callers.rank == recipient:
+            found = {r: _receive(callers, r) for r in callers.ranks if r != recipient}
+            found[recipient] = content
+        else:
+            _send(callers, recipient, content)
+    return found
+
+
 def _split(everything: bytes) -> list[bytes]:
     reports, at = [], 0
     while at < len(everything):

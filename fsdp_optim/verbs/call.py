@@ -19,7 +19,7 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.state.full import Names
 from fsdp_optim.state.local import LocalOptim, LocalParam, OptimizerLike, read_optimizer
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
-from fsdp_optim.state.values import key_of
+from fsdp_optim.state.values import Kind, key_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.reports import exchange_reports
@@ -135,7 +135,7 @@ def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> R
 
 def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_state: bool) -> LiveParam:
     handle = param.handle
-    summary = param.summary(optim.sharded_names) if with_state else None
+    summary = param.summary(optim.evidence) if with_state else None
     ranks = handle.originals[0].placement.ranks if handle.originals else ()
     # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
     check = with_state and handle.collected and len(callers.ranks) > 1
@@ -156,9 +156,9 @@ def _fingerprint(param: LocalParam, optim: LocalOptim) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in (param.state or {}).items():
         digest.update(name.encode())
-        if name in optim.sharded_names:
-            flat = param.handle.local(value)
-            digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().data if flat is not None else b"")
+        flat = param.handle.local(value) if param.kind(name, value, optim.evidence) is Kind.SHARDED else None
+        if flat is not None:
+            digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().data)
         else:
             digest.update(key_of(value).encode())
     return digest.hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +12,18 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError
-from fsdp_optim.layout import Layout
+from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import empty
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullDict, KeyBy, assemble
 from fsdp_optim.state.local import LocalParam, OptimizerLike
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.values import own
+from fsdp_optim.state.values import dtype_named, own
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
 from fsdp_optim.verbs.call import Local, Options, callers_of, meet, read_local
+from fsdp_optim.verbs.opaque import gather_opaque
 
 _CPU = torch.device("cpu")
 
@@ -112,9 +113,7 @@ def _tells_when_stopped(callers: Callers) -> Iterator[None]:
         raise
 
 
-def _state_of(
-    param: Param, tensors: dict[tuple[str, str], torch.Tensor], gathering: Gathering
-) -> dict[str, Any] | None:
+def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gathering) -> dict[str, Any] | None:
     if not gathering.receives:
         return None
     summary = param.as_seen_by(gathering.callers.rank).summary
@@ -144,61 +143,70 @@ def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
 
 def move(
     gathering: Gathering, params: Sequence[Param], failure: Failure, bucket_nbytes: int
-) -> dict[tuple[str, str], torch.Tensor]:
-    """Move the state of some parameters to the recipients: there the tensors, by (FQN, value name), elsewhere nothing."""
+) -> dict[tuple[str, str], Any]:
+    """Move the state of some parameters to the recipients: there the values, by (FQN, name), elsewhere nothing.
+
+    All but scalars, which everyone knows already.
+    """
     rank = gathering.callers.rank
     parts = [part for param in params for part in _parts(param, gathering.recipients)]
     copies = _copies(parts, rank)
     sources = _Sources(gathering.local)
-    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    values: dict[tuple[str, str], Any] = {}
     items = []
-    for part in parts:
-        mine = copies.get((part.param.fqn, part.targets), ())
+    for part, mine in zip(parts, copies, strict=True):
         for name, dtype in part.dtypes.items():
             source = target = None
             try:
                 if rank in part.targets:
-                    whole = empty(part.param.placement.shape, dtype, _CPU)
-                    tensors[part.param.fqn, name] = whole
+                    whole = empty(part.placement.shape, dtype, _CPU)
+                    values[part.fqn, name] = whole
                     target = whole.view(-1)
                 if any(copy.source_rank == rank for copy in mine):
-                    source = sources.flat(part.param.fqn, name)
+                    source = sources.flat(part.fqn, name)
             except Exception as error:
                 failure.note(error)
             items.append(Item(mine, dtype, source, target))
     exchange(gathering.callers, items, failure, bucket_nbytes)
-    _copy_opaque(gathering, params, tensors)
-    return tensors
+    if any(part.opaque for part in parts):
+        values.update(gather_opaque(gathering.callers, gathering.local, parts, gathering.recipients, failure))
+    return values
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One parameter on its way to some recipients."""
+class Part:
+    """State values of one parameter that share a placement, on their way to some recipients."""
 
-    param: Param
+    fqn: str
+    placement: Placement
+    dtypes: Mapping[str, torch.dtype]
     targets: tuple[int, ...]
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        return self.param.summary.dtypes if self.param.summary is not None else {}
+    opaque: tuple[str, ...] = ()
 
 
-def _parts(param: Param, recipients: tuple[int, ...]) -> list[_Part]:
-    if not param.variants:
-        return [_Part(param, recipients)]
-    return [_Part(param.as_seen_by(rank), (rank,)) for rank in recipients]
+def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
+    seen = [(param.as_seen_by(rank), (rank,)) for rank in recipients] if param.variants else [(param, recipients)]
+    parts = []
+    for one, targets in seen:
+        if one.summary is None:
+            continue
+        opaque = tuple(name for name, _ in one.summary.opaque)
+        parts.append(Part(one.fqn, one.placement, one.summary.dtypes, targets, opaque))
+        for name, (dtype, placement) in one.summary.placed:
+            parts.append(Part(one.fqn, placement, {name: dtype_named(dtype)}, targets))
+    return parts
 
 
-def _copies(parts: Sequence[_Part], rank: int) -> dict[tuple[str, tuple[int, ...]], list[Copy]]:
+def _copies(parts: Sequence[Part], rank: int) -> list[list[Copy]]:
     """This rank's copies of every part, planned together for parts that go to the same recipients."""
-    by_targets: dict[tuple[int, ...], dict[str, Any]] = {}
-    for part in parts:
-        by_targets.setdefault(part.targets, {})[part.param.fqn] = part.param.placement
-    found: dict[tuple[str, tuple[int, ...]], list[Copy]] = {}
+    by_targets: dict[tuple[int, ...], dict[str, Placement]] = {}
+    for index, part in enumerate(parts):
+        by_targets.setdefault(part.targets, {})[str(index)] = part.placement
+    found: list[list[Copy]] = [[] for _ in parts]
     for targets, placements in by_targets.items():
         source = Layout(placements)
         for copy in plan(source, source.whole_on(targets), rank=rank):
-            found.setdefault((copy.fqn, targets), []).append(copy)
+            found[int(copy.fqn)].append(copy)
     return found
 
 
@@ -213,17 +221,8 @@ class _Sources:
         param: LocalParam = self._local.by_fqn[fqn]
         key = (param.local_id, name)
         if key not in self._flat:
-            flat = param.handle.local(param.state[name]) if param.state is not None else None
-            if flat is None:
-                raise RankError(f"{fqn}: {name} changed its shape while it was gathered")
-            self._flat[key] = flat
+            if param.state is None:
+                raise RankError(f"{fqn}: its state went away while it was gathered")
+            flat = param.handle.local(param.state[name])
+            self._flat[key] = flat if flat is not None else param.handle.placed_local(param.state[name])
         return self._flat[key]
-
-
-def _copy_opaque(gathering: Gathering, params: Sequence[Param], tensors: dict[tuple[str, str], torch.Tensor]) -> None:
-    """Values that are not shaped like their parameter, of parameters that are whole on the recipient."""
-    for param in params if gathering.receives else ():
-        local = gathering.local.by_fqn.get(param.fqn)
-        if local is not None and local.state is not None and param.summary is not None:
-            for name, _ in param.summary.opaque:
-                tensors[param.fqn, name] = own(local.state[name])

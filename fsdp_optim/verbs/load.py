@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -27,16 +27,16 @@ def load(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
         (local_id, name): value
         for local_id, values in shard["state"].items()
         for name, value in values.items()
-        if local_id in params and name != "step" and _would_cast(params[local_id], value)
+        if local_id in params and name != "step" and _would_change(params[local_id], value)
     }
-    live = getattr(optim, "state", None)
-    if cast and not isinstance(live, Mapping):
+    if cast and not isinstance(getattr(optim, "state", None), Mapping):
         (local_id, name), value = next(iter(cast.items()))
         raise StateError(
-            f"{name} of local parameter {local_id} is {value.dtype}, its parameter {params[local_id].dtype}: "
-            f"load_state_dict() would cast it, and {type(optim).__name__} has no `state` to put it into as it is"
+            f"{name} of local parameter {local_id} is a {getattr(value, 'dtype', type(value).__name__)}, its parameter "
+            f"{params[local_id].dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` to put "
+            "it into as it is"
         )
-    # torch never sees the values that it would cast; they are put in afterwards, in the saved order.
+    # torch never sees the values that it would change; they are put in afterwards, in the saved order.
     uncast = {
         local_id: {name: value for name, value in values.items() if (local_id, name) not in cast}
         for local_id, values in shard["state"].items()
@@ -44,11 +44,15 @@ def load(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
     optim.load_state_dict({**shard, "state": uncast})
     for local_id in dict.fromkeys(local_id for local_id, _ in cast):
         param = params[local_id]
-        loaded = dict(live[param])  # type: ignore[index]
-        live[param].clear()  # type: ignore[index]
+        live: dict[str, Any] = optim.state[param]  # type: ignore[attr-defined]
+        loaded = dict(live)
+        live.clear()
         for name in shard["state"][local_id]:
-            value = cast.get((local_id, name))
-            live[param][name] = value.to(param.device) if value is not None else loaded[name]  # type: ignore[index]
+            if (local_id, name) in cast:
+                value = cast[local_id, name]
+                live[name] = value.to(param.device) if isinstance(value, torch.Tensor) else value
+            else:
+                live[name] = loaded[name]
 
 
 def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
@@ -65,5 +69,8 @@ def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[An
     }
 
 
-def _would_cast(param: torch.Tensor, value: object) -> bool:
-    return isinstance(value, torch.Tensor) and param.is_floating_point() and value.dtype != param.dtype
+def _would_change(param: torch.Tensor, value: object) -> bool:
+    """torch casts tensors to a floating parameter's dtype, and rebuilds whatever can be iterated over, a str too."""
+    if isinstance(value, torch.Tensor):
+        return param.is_floating_point() and value.dtype != param.dtype
+    return isinstance(value, Iterable) and not isinstance(value, (list, tuple, dict))

@@ -17,7 +17,7 @@ from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullState, Names, check_fits, normalize
 from fsdp_optim.state.local import LocalParam, OptimizerLike
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.shard import allocate, local_values, shard_dict, summarize, summary_for
+from fsdp_optim.state.shard import allocate, local_values, opaque_values, shard_dict, summarize, summary_for
 from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
@@ -61,18 +61,13 @@ def scatter(
 
     local, picture = meet(callers, read, f"scatter_full_optim_state_dict(source_rank={source_rank})", with_state=False)
     state, contents = _tell_contents(callers, local, picture, full, source_rank)
-    wanted, failure = _wanted(callers, local, contents)
+    wanted, opaque = _wanted(callers, local, contents)
+    failure = Failure()
     tensors = _move(callers, local, picture, state, contents, wanted, source_rank, failure, bucket_nbytes)
     agree(callers, b"scattered", failure.error, fatal=failure.fatal)
     warn_of_uncollected(local, contents.uncollected)
-    opaque = contents.opaque
     values = {
-        param.local_id: local_values(
-            param,
-            summary,
-            tensors[param.local_id],
-            {name: opaque[param.named.fqns[0], name] for name, _ in summary.opaque},
-        )
+        param.local_id: local_values(param, summary, tensors[param.local_id], opaque[param.local_id])
         for param in local.optim.params
         if (summary := wanted[param.local_id]) is not None
     }
@@ -109,16 +104,23 @@ def _contents(state: FullState, summaries: Mapping[str, Summary]) -> _Contents:
     )
 
 
-def _wanted(callers: Callers, local: Local, contents: _Contents) -> tuple[dict[int, Summary | None], Failure]:
-    """What each live parameter of this rank gets. Ranks cut alike, so what one refuses all refuse, before data moves."""
+def _wanted(
+    callers: Callers, local: Local, contents: _Contents
+) -> tuple[dict[int, Summary | None], dict[int, dict[str, Any]]]:
+    """What each live parameter of this rank gets, and its opaque values. Whatever one rank refuses, no data moves."""
     wanted: dict[int, Summary | None] = {}
+    opaque: dict[int, dict[str, Any]] = {}
     error = None
     try:
-        wanted = {param.local_id: summary_for(param, contents.summaries) for param in local.optim.params}
+        for param in local.optim.params:
+            wanted[param.local_id] = summary = summary_for(param, contents.summaries)
+            opaque[param.local_id] = opaque_values(
+                param, summary, lambda fqn, name: contents.opaque[fqn, name], callers.rank
+            )
     except Exception as reason:
         error = reason
     agree(callers, b"wanted", error)
-    return wanted, Failure()
+    return wanted, opaque
 
 
 def _copies(picture: Picture, source_rank: int, rank: int) -> dict[str, list[Copy]]:

@@ -17,7 +17,7 @@ from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.full import FullState, check_fits, keys_to_fqns, normalize
 from fsdp_optim.state.local import LocalParam, OptimizerLike
-from fsdp_optim.state.shard import allocate, local_values, shard_dict, summarize, summary_for
+from fsdp_optim.state.shard import allocate, local_values, opaque_values, shard_dict, summarize, summary_for
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
 from fsdp_optim.view import ModelView
@@ -36,9 +36,15 @@ def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any]
     check_fits(state, local.names, shapes, others=_may_be_elsewhere(local.view, state, options))
     warn_of_uncollected(local, state.uncollected)
     summaries = summarize(state, shapes)
-    wanted = {param.local_id: summary_for(param, summaries) for param in local.optim.params}  # all checks come first
+    rank = local.view.rank
+    # All checks come first: nothing large is made of a dict that is refused.
+    wanted = {param.local_id: summary_for(param, summaries) for param in local.optim.params}
+    opaque = {
+        param.local_id: opaque_values(param, wanted[param.local_id], lambda fqn, name: state.state[fqn][name], rank)
+        for param in local.optim.params
+    }
     values = {
-        param.local_id: _cut(param, summary, state, local.view.rank)
+        param.local_id: local_values(param, summary, _cut(param, summary, state, rank), opaque[param.local_id])
         for param in local.optim.params
         if (summary := wanted[param.local_id]) is not None
     }
@@ -73,7 +79,7 @@ def _without_numbers(fqn: str) -> str:
     return re.sub(r"\d+", "#", fqn)
 
 
-def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dict[str, Any]:
+def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dict[str, torch.Tensor]:
     """This rank's elements of the state of one live parameter, in memory of its own."""
     target = Layout({f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None})
     tensors = allocate(param, summary, rank)
@@ -81,8 +87,7 @@ def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dic
         for name, flat in tensors.items():
             value: torch.Tensor = full.state[copy.fqn][name]
             copy_in_memory((copy,), value.detach().reshape(-1), flat)
-    opaque = {name: full.state[param.named.fqns[0]][name] for name, _ in summary.opaque}
-    return local_values(param, summary, tensors, opaque)
+    return tensors
 
 
 def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:

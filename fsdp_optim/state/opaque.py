@@ -1,0 +1,58 @@
+"""Values that are not shaped like their parameter, of a sharded one: kept per shard, given back on the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+
+
+@dataclass(frozen=True)
+class OpaqueShards:
+    """One opaque value of one live parameter in a full dict: what each shard has of it.
+
+    It stands in the state of the first original of the live parameter.
+
+    Attributes:
+        cuts: how the originals of the live parameter are cut, without their ranks.
+        by_shard: shard number -> value.
+    """
+
+    cuts: tuple[Placement, ...]
+    by_shard: Mapping[int, Any]
+
+    def of_rank(self, fqn: str, name: str, placements: tuple[Placement, ...], rank: int) -> Any:
+        """The value of one rank of a model whose live parameter has these placements.
+
+        Raises StateError when it is cut in another way than when it was saved.
+        """
+        shard = placements[0].shard_of(rank)
+        if shard is None or cuts_of(placements) != self.cuts or shard not in self.by_shard:
+            raise StateError(
+                f"{fqn}: {name} is not shaped like the parameter, so it was saved as it was on each of "
+                f"{self.cuts[0].num_shards} shards and fits the same layout only; this model has "
+                f"{placements[0].num_shards} shards of it, cut in another way"
+            )
+        return self.by_shard[shard]
+
+
+def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The placements with ranks 0, 1, 2, ...: equal for models that are cut alike on whatever ranks."""
+    return tuple(_without_ranks(placement) for placement in placements)
+
+
+def _without_ranks(placement: Placement) -> Placement:
+    match placement:
+        case FlatChunks():
+            return replace(placement, replicas=(range(placement.num_shards),))
+        case MeshBoxes():
+            used = {dim for dim, _ in placement.splits}
+            sizes = tuple(n if dim in used else 1 for dim, n in enumerate(placement.mesh_shape))
+            return replace(placement, mesh_shape=sizes, replicas=(range(placement.num_shards),))
+        case Whole():
+            return replace(placement, on=(0,))
+        case _:
+            return placement
