@@ -15,6 +15,7 @@ from fsdp_optim.api import (
     load_optim_state_dict,
     rekey_optim_state_dict,
     scatter_full_optim_state_dict,
+    transfer_optim_state,
 )
 from fsdp_optim.errors import (
     FsdpOptimError,
@@ -45,6 +46,7 @@ __all__ = [
     "load_optim_state_dict",
     "rekey_optim_state_dict",
     "scatter_full_optim_state_dict",
+    "transfer_optim_state",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,16 +11,17 @@ from torch import nn
 
 from fsdp_optim.adapters import NameOf
 from fsdp_optim.state.full import FullDict, KeyBy
-from fsdp_optim.state.local import OptimizerLike
+from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.collective import BUCKET_NBYTES
-from fsdp_optim.verbs import gather, load, rekey, scatter, shard
+from fsdp_optim.verbs import gather, load, rekey, scatter, shard, transfer
 from fsdp_optim.verbs.call import Collect, Options
-from fsdp_optim.verbs.load import LoadableOptimizer
+from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
 
 
 def gather_full_optim_state_dict(
     model: nn.Module,
-    optim: OptimizerLike,
+    optim: Optimizers,
     recipient_rank: int | None = 0,
     key_by: KeyBy = "id",
     *,
@@ -66,7 +67,7 @@ def gather_full_optim_state_dict(
 
 def iter_full_optim_state(
     model: nn.Module,
-    optim: OptimizerLike,
+    optim: Optimizers,
     recipient_rank: int | None = 0,
     *,
     collect: Collect = "wrapper",
@@ -87,11 +88,12 @@ def iter_full_optim_state(
 
 def get_shard_from_optim_state_dict(
     model: nn.Module,
-    optim: OptimizerLike,
+    optim: Optimizers,
     full: Mapping[str, Any],
     *,
+    strict: bool = True,
     name_of: NameOf | None = None,
-) -> dict[str, Any]:
+) -> Shard | list[Shard]:
     """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
 
     Args:
@@ -109,44 +111,77 @@ def get_shard_from_optim_state_dict(
         StateError: the dict is not one of this model and optimizer: names the parameter and both numbers. Nothing was
             changed.
     """
-    return shard.shard(model, optim, full, Options(name_of=name_of))
+    return shard.shard(model, optim, full, Options(name_of=name_of, strict=strict))
 
 
 def get_shard_without_optimizer(
     model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None
-) -> dict[str, Any]:
+) -> Shard | list[Shard]:
     """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; behind fairscale's method."""
     return shard.shard(model, None, full, Options(name_of=name_of))
 
 
 def scatter_full_optim_state_dict(
     model: nn.Module,
-    optim: OptimizerLike,
+    optim: Optimizers,
     full: Mapping[str, Any] | None,
     source_rank: int = 0,
     *,
+    strict: bool = True,
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
-) -> dict[str, Any]:
+) -> Shard | list[Shard]:
     """As `get_shard_from_optim_state_dict`, with `full` needed on global rank `source_rank` only.
 
     Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`.
 
     Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
     """
-    options = Options(name_of=name_of, process_group=process_group, timeout=timeout)
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict)
     return scatter.scatter(model, optim, full, source_rank, options, bucket_nbytes)
 
 
-def load_optim_state_dict(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
+def load_optim_state_dict(
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    keep: Sequence[str] = (),
+) -> Incompatible:
     """As `optim.load_state_dict(shard)`, but every value keeps the dtype that it was saved in. No communication.
 
     As with torch, the optimizer may keep the shard's tensors themselves. torch's own method casts floating state to the
     parameter's dtype, which loses fp32 moments of a bf16 parameter.
+
+    Args:
+        optim, shard: an optimizer and what `get_shard_from_optim_state_dict` made for it, or a list of each.
+        keep: hyperparameters whose current values stay (`keep=("lr",)`).
+
+    Returns:
+        `missing` and `extra`, as `strict=False` found them; both empty otherwise.
     """
-    load.load(optim, shard)
+    return load.load(optim, shard, keep)
+
+
+def transfer_optim_state(
+    src_model: nn.Module,
+    src_optim: Optimizers,
+    dst_model: nn.Module,
+    dst_optim: LoadableOptimizer,
+    *,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> None:
+    """Load one live optimizer's state into another, in one job, whatever wraps their models.
+
+    Called by all ranks of both models. Each byte moves once, straight to the rank that needs it: no rank holds more than
+    its own shards and `bucket_nbytes`. The source is left unchanged. Raises as gather and scatter do.
+    """
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout)
+    transfer.transfer(src_model, src_optim, dst_model, dst_optim, options, bucket_nbytes)
 
 
 def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:

@@ -438,7 +438,9 @@ class MeshBoxes(Placement):
         return Run(start, stop, 0) if stop - start == box.numel else None
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
-        if len(self.splits) != 1 or self.splits[0][1] != 0 or start >= stop:
+        if start >= stop:
+            return range(0)
+        if len(self.splits) != 1 or self.splits[0][1] != 0:
             return range(self.num_shards)
         rows = -(-self.shape[0] // self._parts[0])  # of one shard
         row = prod(self.shape[1:])

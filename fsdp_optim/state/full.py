@@ -233,35 +233,58 @@ def _counts(groups: Sequence[Sequence[object]]) -> str:
 # ---------------------------------------------------------------------------------------------------- checking
 
 
-def check_fits(full: FullState, names: Names, shapes: Mapping[str, Shape], *, others: bool = False) -> None:
+@dataclass(frozen=True)
+class Fit:
+    """What a model's optimizer has and a full state has not (`missing`), and the reverse (`extra`)."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+def check_fits(
+    full: FullState,
+    names: Names,
+    shapes: Mapping[str, Shape],
+    *,
+    strict: bool = True,
+    others: bool = False,
+    regroup: bool = False,
+) -> Fit:
     """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
 
-    `others`: the full state may also have parameters that only other ranks hold.
+    Args:
+        strict: refuse parameters that are missing or extra, too.
+        others: the full state may also have parameters that only other ranks hold; they are not counted as extra.
+        regroup: several optimizers share the groups of the full state, so their own groups do not have to be the same.
 
     Raises StateError that names the parameter, both numbers and the way out.
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
-    extra, missing = (
-        [fqn for fqn in saved if fqn not in names.known],
-        [f for g in names.groups for f in g if f not in saved],
-    )
-    if extra and not others:
+    extra = [] if others else [fqn for fqn in saved if fqn not in names.known]
+    missing = [fqn for group in names.groups for fqn in group if fqn not in saved]
+    if extra and strict:
         raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
-    if missing:
+    if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
+    if not regroup:
+        _check_groups(full, names, saved)
+    _check_shapes(full, shapes)
+    return Fit(tuple(missing), tuple(extra))
+
+
+def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> None:
     if len(full.groups) != len(names.groups):
         raise StateError(
-            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: build the optimizer "
-            "with the groups that it was saved with"
+            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: build the "
+            "optimizer with the groups that it was saved with"
         )
     for index, group in enumerate(names.groups):
         for fqn in group:
-            if saved[fqn] != index:
+            if saved.get(fqn, index) != index:
                 raise StateError(
                     f"{fqn}: in param group {saved[fqn]} of the full dict, in group {index} of the optimizer: build the "
                     "optimizer with the groups that it was saved with"
                 )
-    _check_shapes(full, shapes)
 
 
 def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:

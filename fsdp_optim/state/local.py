@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, kind_of
+from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, key_of, kind_of
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 RESERVED_KEYS = frozenset({"state", "param_groups", "param_id_map", "num_padded", "uncollected_local_ids"})
@@ -26,14 +26,22 @@ class OptimizerLike(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
+Optimizers = OptimizerLike | Sequence[OptimizerLike]
+"""One optimizer, or several over one model: one per parameter, or one per part of the model."""
+
+
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter as the optimizer has it: its id in the optimizer's own dict, its group, its state (None: absent)."""
+    """One parameter as the optimizer has it: its id in the optimizer's own dict, its group, its state (None: absent).
+
+    `owner`: where several optimizers are read as one, which of them has it, and its id there.
+    """
 
     local_id: int
     group_index: int
     named: NamedHandle
     state: Mapping[str, Any] | None
+    owner: tuple[int, int] = (0, 0)
 
     @property
     def handle(self) -> Handle:
@@ -61,7 +69,9 @@ class LocalOptim:
     Attributes:
         params: its parameters in the order of their local ids.
         groups: each group's hyperparameters, without `params` and `param_names`.
+        group_ids, group_param_names: each group's local ids, and its `param_names` where the optimizer has them.
         extra: the other top-level keys of its dict (`loss_scale`).
+        parts: the optimizers that were read as one, where several were given.
     """
 
     params: tuple[LocalParam, ...]
@@ -69,6 +79,7 @@ class LocalOptim:
     group_ids: tuple[tuple[int, ...], ...]
     group_param_names: tuple[Sequence[str] | None, ...]
     extra: Mapping[str, Any]
+    parts: tuple[LocalOptim, ...] = ()
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -81,11 +92,48 @@ class LocalOptim:
         )
 
 
-def read_optimizer(optim: OptimizerLike, view: ModelView) -> LocalOptim:
+def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
     """Match an optimizer's parameters, by identity, with those of the model it was built from.
 
-    Raises WrapperError when the two do not belong together.
+    Several optimizers over one model (one per parameter, say, stepped in the backward pass) are read as one, in which
+    groups of equal hyperparameters are one group.
+
+    Raises WrapperError when model and optimizer do not belong together.
     """
+    if isinstance(optim, (list, tuple)):
+        return _as_one([_read(one, view) for one in optim])
+    return _read(optim, view)  # type: ignore[arg-type]
+
+
+def _as_one(parts: list[LocalOptim]) -> LocalOptim:
+    groups: dict[str, tuple[Mapping[str, Any], list[LocalParam]]] = {}
+    seen: set[str] = set()
+    for index, part in enumerate(parts):
+        for group_index, hyper in enumerate(part.groups):
+            _, members = groups.setdefault(key_of(hyper), (hyper, []))
+            for param in part.params:
+                if param.group_index == group_index:
+                    if param.named.fqns[0] in seen:
+                        raise WrapperError(f"{param.named.fqns[0]} is in two of the {len(parts)} optimizers")
+                    seen.add(param.named.fqns[0])
+                    members.append(replace(param, owner=(index, param.local_id)))
+    params: list[LocalParam] = []
+    ids = []
+    for group_index, (_, members) in enumerate(groups.values()):
+        first = len(params)
+        params += [replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
+        ids.append(tuple(range(first, len(params))))
+    extra = {key: value for part in reversed(parts) for key, value in part.extra.items()}
+    hypers = tuple(hyper for hyper, _ in groups.values())
+    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), extra, tuple(parts))
+
+
+def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
+    if type(optim).__name__ == "LBFGS":
+        raise WrapperError(
+            "LBFGS keeps one history for all parameters together, in the state of the first one: it cannot be gathered by "
+            "parameter"
+        )
     saved = optim.state_dict()
     missing = {"state", "param_groups"} - set(saved)
     if missing:
@@ -107,7 +155,8 @@ def read_optimizer(optim: OptimizerLike, view: ModelView) -> LocalOptim:
                     f"parameter {place} of group {index} (shape {list(param.shape)}) is not in the model: build the "
                     "optimizer from the wrapped model's parameters(), and pass that same model"
                 )
-            params.append(LocalParam(local_id, index, named, _state_of(saved["state"], local_id)))
+            state = _state_of(saved["state"], local_id)
+            params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     params.sort(key=lambda p: p.local_id)
     unknown = set(saved["state"]) - {p.local_id for p in params}
     if unknown:

@@ -11,10 +11,10 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Shape, Whole
 from fsdp_optim.memory import copy_in_memory, empty
 from fsdp_optim.plan import plan_into
-from fsdp_optim.state.full import FullState
+from fsdp_optim.state.full import Fit, FullState
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards
-from fsdp_optim.state.values import Odd, Summary, is_plain, kind_of, own
+from fsdp_optim.state.values import Evidence, Odd, Summary, is_plain, kind_of, own
 
 Summaries = Mapping[str, Summary]
 """FQN -> what its state consists of; no entry for a parameter without state."""
@@ -30,12 +30,17 @@ def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary
     return {fqn: summary(values, shapes[fqn]) for fqn, values in full.state.items() if fqn in shapes}
 
 
-def summary_for(param: LocalParam, summaries: Summaries) -> Summary | None:
-    """What one live parameter gets: what all its originals have in common, or an error that names two that disagree."""
-    fqns = param.named.fqns
-    first, summary = fqns[0], summaries.get(fqns[0])
-    for fqn in fqns[1:]:
-        _check_alike(first, summary, fqn, summaries.get(fqn))
+def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
+    """What one live parameter gets: what all its originals have in common, or an error that names two that disagree.
+
+    Originals in `missing` keep the state that they have in the live optimizer (`live`: what kinds of values it has), which
+    has to agree with what the others get.
+    """
+    kept = param.summary(live)
+    given = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
+    (first, summary), *others = given
+    for fqn, other in others:
+        _check_alike(first, summary, fqn, other)
     return summary
 
 
@@ -59,13 +64,20 @@ def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -
             )
 
 
-def allocate(param: LocalParam, summary: Summary | None, rank: int) -> dict[str, torch.Tensor]:
-    """Local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding."""
+def allocate(param: LocalParam, summary: Summary | None, rank: int, missing: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
+
+    Where originals are `missing`, they start as copies of the live values.
+    """
     tensors = {}
+    keeps = param.state is not None and not missing.isdisjoint(param.named.fqns)
     for name, dtype in (summary.dtypes if summary is not None else {}).items():
         flat = empty((param.handle.local_numel,), dtype, param.handle.device)
         for start, stop in _padding(param, rank):
             flat[start:stop].zero_()
+        live = param.handle.local(param.state[name]) if keeps and param.state is not None else None
+        if live is not None:
+            flat.copy_(live)
         tensors[name] = flat
     return tensors
 
@@ -132,17 +144,76 @@ def _opaque(param: LocalParam, name: str, value: Any, rank: int) -> Any:
     return handle.from_placed(flat, place)
 
 
-def shard_dict(
+class Shard(dict[str, Any]):
+    """An optimizer's own dict on one rank, and what `strict=False` found out.
+
+    Attributes:
+        missing: FQNs that the optimizer has and the full dict has not; they keep the state that they have.
+        extra: FQNs that the full dict has and the optimizer has not; they are left out.
+    """
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+def shard_dicts(
+    local: LocalOptim,
+    groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
+    extra: Mapping[str, Any],
+    state: Mapping[int, Mapping[str, Any]],
+    fit: Fit,
+) -> Shard | list[Shard]:
+    """The optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state.
+
+    `groups`: hyperparameters and FQNs of each saved group. A list where several optimizers were read as one.
+    """
+    if not local.parts:
+        return _shard_dict(local, [hyper for hyper, _ in groups], extra, state, fit)
+    by_owner = {param.owner: state[param.local_id] for param in local.params if param.local_id in state}
+    return [
+        _shard_dict(
+            part,
+            _groups_of(part, groups),
+            {key: value for key, value in extra.items() if key in part.extra},
+            {own_id: values for (owner, own_id), values in by_owner.items() if owner == index},
+            fit,
+        )
+        for index, part in enumerate(local.parts)
+    ]
+
+
+def _groups_of(
+    part: LocalOptim, groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
+) -> list[Mapping[str, Any]]:
+    """The saved hyperparameters for each group of one of several optimizers: those of the group its parameters were in."""
+    saved = {fqn: hyper for hyper, fqns in groups for fqn in fqns}
+    found: list[Mapping[str, Any]] = []
+    for index, live in enumerate(part.groups):
+        fqns = [fqn for param in part.params if param.group_index == index for fqn in param.named.fqns if fqn in saved]
+        for fqn in fqns[1:]:
+            if saved[fqn] is not saved[fqns[0]]:
+                raise StateError(
+                    f"{fqns[0]} and {fqn} are in one param group here, and were in two when they were saved"
+                )
+        found.append(saved[fqns[0]] if fqns else live)
+    return found
+
+
+def _shard_dict(
     local: LocalOptim,
     groups: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
     state: Mapping[int, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """The optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state."""
+    fit: Fit,
+) -> Shard:
     param_groups = []
     for group, ids, names in zip(groups, local.group_ids, local.group_param_names, strict=True):
         kept = {key: own(value) for key, value in group.items()}
         param_groups.append(
             {**kept, "params": list(ids), **({"param_names": list(names)} if names is not None else {})}
         )
-    return {**{key: own(value) for key, value in extra.items()}, "state": dict(state), "param_groups": param_groups}
+    shard = Shard(
+        {**{key: own(value) for key, value in extra.items()}, "state": dict(state), "param_groups": param_groups}
+    )
+    shard.missing, shard.extra = fit.missing, fit.extra
+    return shard

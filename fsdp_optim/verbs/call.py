@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -17,7 +17,7 @@ from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.full import Names
-from fsdp_optim.state.local import LocalOptim, LocalParam, OptimizerLike, read_optimizer
+from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
 from fsdp_optim.state.values import Kind, key_of
 from fsdp_optim.transport.agree import agree
@@ -36,6 +36,7 @@ class Options:
     name_of: NameOf | None = None
     process_group: dist.ProcessGroup | None = None
     timeout: float | timedelta | None = None
+    strict: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ class Local:
         return Names(groups, self.view.aliases, self.view.unit_order)
 
 
-def read_local(
-    reader: ModelReader, optim: OptimizerLike, options: Options, ranks: tuple[int, ...] | None = None
-) -> Local:
+def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
     """Read the model and the optimizer on this rank, without a word to the others."""
     view = reader.read(ranks, options.name_of)
     if options.collect == "all":
@@ -93,12 +92,17 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 
 def callers_of(reader: ModelReader, options: Options) -> Callers:
     """The ranks that have to make a call about this model."""
+    return callers_of_all((reader,), options)
+
+
+def callers_of_all(readers: Sequence[ModelReader], options: Options) -> Callers:
+    """The ranks that have to make a call about several models: those of any of them."""
     me = dist.get_rank() if dist.is_initialized() else 0
     if options.process_group is not None:
-        ranks = tuple(dist.get_process_group_ranks(options.process_group))
+        ranks: Iterable[int] = dist.get_process_group_ranks(options.process_group)
     else:
-        ranks = reader.ranks
-    return Callers.of(ranks, me, options.process_group, options.timeout)
+        ranks = {rank for reader in readers for rank in reader.ranks}
+    return Callers.of(tuple(ranks), me, options.process_group, options.timeout)
 
 
 def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: bool) -> tuple[Local, Picture]:

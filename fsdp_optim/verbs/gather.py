@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import empty
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullDict, KeyBy, assemble
-from fsdp_optim.state.local import LocalParam, OptimizerLike
+from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.values import dtype_named, own
 from fsdp_optim.transport.agree import agree
@@ -42,7 +42,7 @@ class Gathering:
         return self.callers.rank in self.recipients
 
 
-def begin(model: nn.Module, optim: OptimizerLike, recipient_rank: int | None, call: str, options: Options) -> Gathering:
+def begin(model: nn.Module, optim: Optimizers, recipient_rank: int | None, call: str, options: Options) -> Gathering:
     """Meet the other ranks and find out what there is to gather."""
     reader = ModelReader(model)
     callers = callers_of(reader, options)
@@ -66,7 +66,7 @@ def begin(model: nn.Module, optim: OptimizerLike, recipient_rank: int | None, ca
 
 def gather(
     model: nn.Module,
-    optim: OptimizerLike,
+    optim: Optimizers,
     recipient_rank: int | None,
     key_by: KeyBy,
     options: Options,
@@ -84,7 +84,7 @@ def gather(
 
 def iterate(
     model: nn.Module,
-    optim: OptimizerLike,
+    optim: Optimizers,
     recipient_rank: int | None,
     options: Options,
     bucket_nbytes: int = BUCKET_NBYTES,
@@ -148,10 +148,23 @@ def move(
 
     All but scalars, which everyone knows already.
     """
-    rank = gathering.callers.rank
     parts = [part for param in params for part in _parts(param, gathering.recipients)]
+    return _move_parts(gathering, parts, failure, bucket_nbytes)
+
+
+def move_odd(gathering: Gathering, failure: Failure, bucket_nbytes: int) -> dict[tuple[str, str], Any]:
+    """As `move`, of all parameters, but only values that are not cut like their parameter."""
+    parts = [part for param in gathering.picture.params.values() for part in _parts(param, gathering.recipients)]
+    odd = [part if part.odd else replace(part, dtypes={}) for part in parts if part.odd or part.opaque]
+    return _move_parts(gathering, odd, failure, bucket_nbytes) if odd else {}
+
+
+def _move_parts(
+    gathering: Gathering, parts: Sequence[Part], failure: Failure, bucket_nbytes: int
+) -> dict[tuple[str, str], Any]:
+    rank = gathering.callers.rank
     copies = _copies(parts, rank)
-    sources = _Sources(gathering.local)
+    sources = Sources(gathering.local)
     values: dict[tuple[str, str], Any] = {}
     items = []
     for part, mine in zip(parts, copies, strict=True):
@@ -182,6 +195,7 @@ class Part:
     dtypes: Mapping[str, torch.dtype]
     targets: tuple[int, ...]
     opaque: tuple[str, ...] = ()
+    odd: bool = False  # the placement is the value's own, not the parameter's
 
 
 def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
@@ -193,7 +207,7 @@ def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
         opaque = tuple(name for name, _ in one.summary.opaque)
         parts.append(Part(one.fqn, one.placement, one.summary.dtypes, targets, opaque))
         for name, (dtype, placement) in one.summary.placed:
-            parts.append(Part(one.fqn, placement, {name: dtype_named(dtype)}, targets))
+            parts.append(Part(one.fqn, placement, {name: dtype_named(dtype)}, targets, odd=True))
     return parts
 
 
@@ -210,7 +224,7 @@ def _copies(parts: Sequence[Part], rank: int) -> list[list[Copy]]:
     return found
 
 
-class _Sources:
+class Sources:
     """This rank's local tensors, flattened once per live parameter and value, not once per original."""
 
     def __init__(self, local: Local) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,8 +20,45 @@ class LoadableOptimizer(OptimizerLike, Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-def load(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
-    """As `optim.load_state_dict(shard)`, but nothing is cast: torch's own casts floating state to the parameter's dtype."""
+class Incompatible(NamedTuple):
+    """What `strict=False` found out: FQNs that kept the state they had, and FQNs of the full dict that were left out."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+def load(
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    keep: Sequence[str] = (),
+) -> Incompatible:
+    """As `optim.load_state_dict(shard)`, but nothing is cast; several optimizers take a list of shards."""
+    optims = list(optim) if isinstance(optim, (list, tuple)) else [optim]
+    shards = [shard] if isinstance(shard, Mapping) else list(shard)
+    if len(optims) != len(shards):
+        raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
+    for one, its in zip(optims, shards, strict=True):
+        _load(one, {**its, "param_groups": _keeping(one, its, keep)})  # type: ignore[arg-type]
+    first = shards[0] if shards else {}
+    return Incompatible(tuple(getattr(first, "missing", ())), tuple(getattr(first, "extra", ())))
+
+
+def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
+    """The shard's groups with the live optimizer's values of some hyperparameters."""
+    if len(shard["param_groups"]) != len(optim.param_groups):
+        raise StateError(f"this shard has {len(shard['param_groups'])} groups, the optimizer {len(optim.param_groups)}")
+    groups = []
+    for saved, live in zip(shard["param_groups"], optim.param_groups, strict=True):
+        unknown = [key for key in keep if key not in live]
+        if unknown:
+            raise StateError(
+                f"keep={unknown[0]!r}: the optimizer's groups have no such hyperparameter, but {sorted(live)}"
+            )
+        groups.append({**saved, **{key: live[key] for key in keep}})
+    return groups
+
+
+def _load(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
     params = _params_by_id(optim, shard)
     cast = {
         (local_id, name): value

@@ -16,16 +16,17 @@ from fsdp_optim.memory import copy_in_memory
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.full import FullState, check_fits, keys_to_fqns, normalize
-from fsdp_optim.state.local import LocalParam, OptimizerLike
-from fsdp_optim.state.shard import allocate, local_values, opaque_values, shard_dict, summarize, summary_for
+from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
+from fsdp_optim.verbs.wanted import Wanted, decide
 from fsdp_optim.view import ModelView
 
 log = logging.getLogger("fsdp_optim")
 
 
-def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any], options: Options) -> dict[str, Any]:
+def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank; without `optim`, for one built from the model's parameters()."""
     if optim is None:
         local, state = _without_optimizer(model, full, options)
@@ -33,22 +34,18 @@ def shard(model: nn.Module, optim: OptimizerLike | None, full: Mapping[str, Any]
         local = read_local(ModelReader(model), optim, options)
         state = normalize(full, local.names)
     shapes = local.shapes
-    check_fits(state, local.names, shapes, others=_may_be_elsewhere(local.view, state, options))
+    fit = check_fits(
+        state,
+        local.names,
+        shapes,
+        strict=options.strict,
+        others=_may_be_elsewhere(local.view, state, options),
+        regroup=bool(local.optim.parts),
+    )
     warn_of_uncollected(local, state.uncollected)
-    summaries = summarize(state, shapes)
-    rank = local.view.rank
-    # All checks come first: nothing large is made of a dict that is refused.
-    wanted = {param.local_id: summary_for(param, summaries) for param in local.optim.params}
-    opaque = {
-        param.local_id: opaque_values(param, wanted[param.local_id], lambda fqn, name: state.state[fqn][name], rank)
-        for param in local.optim.params
-    }
-    values = {
-        param.local_id: local_values(param, summary, _cut(param, summary, state, rank), opaque[param.local_id])
-        for param in local.optim.params
-        if (summary := wanted[param.local_id]) is not None
-    }
-    return shard_dict(local.optim, [group for group, _ in state.groups], state.extra, values)
+    wanted = decide(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
+    tensors = {param.local_id: _cut(param, summary, state, local.view.rank, wanted) for param, summary in wanted.given}
+    return wanted.dict_of(tensors, state.groups, state.extra)
 
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
@@ -79,10 +76,12 @@ def _without_numbers(fqn: str) -> str:
     return re.sub(r"\d+", "#", fqn)
 
 
-def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int) -> dict[str, torch.Tensor]:
+def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int, wanted: Wanted) -> dict[str, torch.Tensor]:
     """This rank's elements of the state of one live parameter, in memory of its own."""
-    target = Layout({f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None})
-    tensors = allocate(param, summary, rank)
+    target = Layout(
+        {f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None and f in full.state}
+    )
+    tensors = allocate(param, summary, rank, wanted.missing)
     for copy in plan_into(target.whole_on((rank,)), target, rank):
         for name, flat in tensors.items():
             value: torch.Tensor = full.state[copy.fqn][name]

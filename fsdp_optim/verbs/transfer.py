@@ -1,0 +1,99 @@
+"""Transfer: from one live wrapper to another, in one job, without a full copy anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.errors import StateError
+from fsdp_optim.state.full import Fit
+from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.values import Odd, Summary
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure
+from fsdp_optim.verbs.call import Local, Options, callers_of_all, meet, read_local
+from fsdp_optim.verbs.gather import Gathering, Sources, move_odd
+from fsdp_optim.verbs.load import LoadableOptimizer, load
+from fsdp_optim.verbs.scatter import Contents, deliver
+
+
+def transfer(
+    src_model: nn.Module,
+    src_optim: Optimizers,
+    dst_model: nn.Module,
+    dst_optim: LoadableOptimizer,
+    options: Options,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> None:
+    """Load the state of one live optimizer into another, whatever wraps their models."""
+    src, dst = ModelReader(src_model), ModelReader(dst_model)
+    callers = callers_of_all((src, dst), options)
+    everything = replace(options, collect="all")
+    local, picture = meet(
+        callers,
+        lambda: read_local(src, src_optim, everything, callers.ranks),
+        "transfer_optim_state from",
+        with_state=True,
+    )
+    dst_local, dst_picture = meet(
+        callers,
+        lambda: read_local(dst, dst_optim, everything, callers.ranks),
+        "transfer_optim_state to",
+        with_state=False,
+    )
+    _check_same(picture, dst_picture, regroup=bool(dst_local.optim.parts))
+    contents = _contents(callers, local, picture, bucket_nbytes)
+    shard = deliver(callers, dst_local, dst_picture, contents, picture.layout, Sources(local).flat, bucket_nbytes)
+    error = None
+    try:
+        load(dst_optim, shard)
+    except Exception as reason:
+        error = reason
+    agree(callers, b"loaded", error)
+
+
+def _check_same(src: Picture, dst: Picture, *, regroup: bool) -> None:
+    """Both models have the same parameters, of the same shapes, in the same groups; the same error on all ranks."""
+    for fqn in (*src.params, *dst.params):
+        a, b = src.params.get(fqn), dst.params.get(fqn)
+        if a is None or b is None:
+            has, lacks = ("source", "target") if b is None else ("target", "source")
+            raise StateError(
+                f"{fqn}: the {has} model's optimizer has it, the {lacks} model's has not ({len(src.params)} parameters in "
+                f"the source, {len(dst.params)} in the target)"
+            )
+        if a.placement.shape != b.placement.shape:
+            raise StateError(
+                f"{fqn}: shape {list(a.placement.shape)} in the source, {list(b.placement.shape)} in the target"
+            )
+        if a.group_index != b.group_index and not regroup:
+            raise StateError(
+                f"{fqn}: in param group {a.group_index} of the source, in group {b.group_index} of the target"
+            )
+    if src.num_groups != dst.num_groups and not regroup:
+        raise StateError(f"the source optimizer has {src.num_groups} param groups, the target {dst.num_groups}")
+
+
+def _contents(callers: Callers, local: Local, picture: Picture, bucket_nbytes: int) -> Contents:
+    """What every rank knows of the source already; values that are not cut like their parameter come to all of them."""
+    failure = Failure()
+    everywhere = Gathering(callers, local, picture, callers.ranks)
+    odd = move_odd(everywhere, failure, bucket_nbytes)
+    agree(callers, b"odd", failure.error, fatal=failure.fatal)
+    return Contents(
+        summaries={f: _placed_as_opaque(p.summary) for f, p in picture.params.items() if p.summary is not None},
+        groups=tuple((group, picture.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
+        extra=local.optim.extra,
+        opaque=odd,
+        fit=Fit(),
+    )
+
+
+def _placed_as_opaque(summary: Summary) -> Summary:
+    """Values with a cut of their own arrive whole, and the target decides how to cut them."""
+    arrived = tuple((name, Odd("Tensor", dtype, placement.shape)) for name, (dtype, placement) in summary.placed)
+    return replace(summary, placed=(), opaque=(*summary.opaque, *arrived))

@@ -1,0 +1,65 @@
+"""What this rank's optimizer gets, decided before anything is moved; and its dict, made of what was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_optim.state.full import Fit
+from fsdp_optim.state.local import LocalParam
+from fsdp_optim.state.shard import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
+from fsdp_optim.state.values import Summary
+from fsdp_optim.verbs.call import Local
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """By local id: what each live parameter gets (None: nothing), and its opaque values."""
+
+    local: Local
+    fit: Fit
+    summaries: Mapping[int, Summary | None]
+    opaque: Mapping[int, Mapping[str, Any]]
+
+    @property
+    def missing(self) -> frozenset[str]:
+        return frozenset(self.fit.missing)
+
+    @property
+    def given(self) -> list[tuple[LocalParam, Summary]]:
+        """The live parameters that get something, with what it is."""
+        found = ((param, self.summaries.get(param.local_id)) for param in self.local.optim.params)
+        return [(param, summary) for param, summary in found if summary is not None]
+
+    def dict_of(
+        self,
+        tensors: Mapping[int, Mapping[str, torch.Tensor]],
+        groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
+        extra: Mapping[str, Any],
+    ) -> Shard | list[Shard]:
+        """The optimizer's own dict; `tensors`: filled local tensors by local id and value name."""
+        state: dict[int, Mapping[str, Any]] = {
+            param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id])
+            for param, summary in self.given
+        }
+        for param in self.local.optim.params:
+            if param.state is not None and self.missing.issuperset(param.named.fqns):
+                state[param.local_id] = dict(param.state)
+        return shard_dicts(self.local.optim, groups, extra, dict(sorted(state.items())), self.fit)
+
+
+def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any]) -> Wanted:
+    """Check everything that can be refused. `saved(fqn, name)` gives an opaque value of the full state."""
+    missing = frozenset(fit.missing)
+    wanted: dict[int, Summary | None] = {}
+    opaque: dict[int, Mapping[str, Any]] = {}
+    for param in local.optim.params:
+        if missing.issuperset(param.named.fqns):
+            continue  # keeps its live state as it is
+        summary = summary_for(param, summaries, missing, local.optim.evidence)
+        wanted[param.local_id] = summary
+        opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank)
+    return Wanted(local, fit, wanted, opaque)
