@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import NameOf
 from fsdp_optim.state.full import FullDict, KeyBy
-from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.collective import BUCKET_NBYTES
 from fsdp_optim.verbs import gather, load, rekey, scatter, shard, transfer
@@ -86,6 +86,28 @@ def iter_full_optim_state(
     return gather.iterate(model, optim, recipient_rank, options, bucket_nbytes)
 
 
+@overload
+def get_shard_from_optim_state_dict(
+    model: nn.Module,
+    optim: OptimizerLike,
+    full: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    name_of: NameOf | None = None,
+) -> Shard: ...
+
+
+@overload
+def get_shard_from_optim_state_dict(
+    model: nn.Module,
+    optim: Sequence[OptimizerLike],
+    full: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    name_of: NameOf | None = None,
+) -> list[Shard]: ...
+
+
 def get_shard_from_optim_state_dict(
     model: nn.Module,
     optim: Optimizers,
@@ -114,11 +136,10 @@ def get_shard_from_optim_state_dict(
     return shard.shard(model, optim, full, Options(name_of=name_of, strict=strict))
 
 
-def get_shard_without_optimizer(
-    model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None
-) -> Shard | list[Shard]:
+def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:
     """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; behind fairscale's method."""
-    return shard.shard(model, None, full, Options(name_of=name_of))
+    made = shard.shard(model, None, full, Options(name_of=name_of))
+    return made if isinstance(made, Shard) else made[0]
 
 
 def scatter_full_optim_state_dict(

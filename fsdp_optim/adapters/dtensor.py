@@ -88,7 +88,7 @@ class DTensorHandle(Handle):
     shape: Shape
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
-        if not _is_dtensor(value):
+        if not is_dtensor(value):
             return super().local(value)
         alike = value.device_mesh == self.mesh and tuple(value.placements) == tuple(self.spec)
         if not alike or tuple(value.shape) != self.shape or not is_plain(value.to_local()):
@@ -99,7 +99,7 @@ class DTensorHandle(Handle):
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
-        if not _is_dtensor(value) or not is_plain(value.to_local()):
+        if not is_dtensor(value) or not is_plain(value.to_local()):
             return None
         return placement_of("a state value", tuple(value.shape), value.device_mesh, value.placements)
 
@@ -107,7 +107,7 @@ class DTensorHandle(Handle):
         return placement_of("a state value", shape, self.mesh, self._spec_like(shape))
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to_local().detach().reshape(-1) if _is_dtensor(value) else super().placed_local(value)
+        return value.to_local().detach().reshape(-1) if is_dtensor(value) else super().placed_local(value)
 
     def from_placed(self, flat: torch.Tensor, placement: Where) -> torch.Tensor:
         box = (
@@ -120,7 +120,7 @@ class DTensorHandle(Handle):
         return self._dtensor(flat.view(box.sizes), self._spec_like(placement.shape), placement.shape)
 
     def unwrap(self, value: object) -> object:
-        if _is_dtensor(value):
+        if is_dtensor(value):
             return _Unwrapped(value.to_local(), tuple(value.placements), tuple(value.shape))
         return value
 
@@ -152,6 +152,7 @@ class _Unwrapped:
     shape: Shape
 
 
-def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor, without loading DTensor."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(value, module.DTensor)

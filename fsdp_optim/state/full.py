@@ -11,6 +11,7 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
+from fsdp_optim.state.flattened import is_flattened, unflatten
 from fsdp_optim.state.local import RESERVED_KEYS, LocalOptim
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Param, Picture
@@ -137,13 +138,15 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
         raise StateError(
             f"a full optimizer state dict is needed here, not {type(full).__name__}: is this rank a recipient?"
         )
+    if is_flattened(full):
+        full = unflatten(full, names.groups)
     missing = [key for key in ("state", "param_groups") if key not in full]
     if missing:
         raise StateError(f"this is no optimizer state dict: it has no {' and no '.join(missing)}")
     groups = full["param_groups"]
     to_name = _naming(full, groups, names)
     state = {}
-    for key, values in full["state"].items():
+    for key, values in _with_singletons(full).items():
         if key not in to_name:
             raise StateError(f"state has an entry {key!r} that is in none of the {len(groups)} param groups")
         if values:
@@ -215,9 +218,25 @@ def _fairscale_names(id_map: Mapping[int, Any], keys: list[list[int]], names: Na
     return list(order)
 
 
+def _with_singletons(full: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
+    """fairscale keeps tensors without dimensions as lists, with the last original of a unit only: they are every one's."""
+    state: Mapping[Any, Mapping[str, Any]] = full["state"]
+    local_of = full.get("param_id_map") or {}
+    shared: dict[Any, dict[str, Any]] = {}
+    for key, values in state.items():
+        if local_of.get(key) is not None:
+            found = {name: value for name, value in values.items() if _is_singleton_list(value)}
+            shared.setdefault(local_of[key], {}).update(found)
+    return {key: {**shared.get(local_of.get(key), {}), **values} if values else values for key, values in state.items()}
+
+
+def _is_singleton_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in value)
+
+
 def _singleton(fqn: str, name: str, value: Any) -> Any:
     """fairscale lists a tensor without dimensions once per rank; any other value stays what it is."""
-    if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in value):
+    if _is_singleton_list(value):
         if any(v.item() != value[0].item() for v in value[1:]):
             raise StateError(f"{fqn}: {name} differs between the ranks that saved it: {[v.item() for v in value]}")
         return value[0]

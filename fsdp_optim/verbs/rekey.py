@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,9 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
         }
         for key, values in full["state"].items()
     }
-    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in full["param_groups"]]
+    groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "param_names"}
+        for group in full["param_groups"]
+    ]
     kept = {key: value for key, value in full.items() if key != "num_padded"}
     return {**kept, "state": state, "param_groups": groups, "param_id_map": dict(full["param_id_map"])}

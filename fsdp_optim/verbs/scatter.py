@@ -24,8 +24,7 @@ from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
 from fsdp_optim.transport.reports import broadcast_report
 from fsdp_optim.verbs.call import Local, Options, callers_of, meet, read_local
-from fsdp_optim.verbs.shard import warn_of_uncollected
-from fsdp_optim.verbs.wanted import Wanted, decide
+from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +19,9 @@ from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
-from fsdp_optim.verbs.wanted import Wanted, decide
+from fsdp_optim.verbs.resharding import is_sharded, reshard
+from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
 from fsdp_optim.view import ModelView
-
-log = logging.getLogger("fsdp_optim")
 
 
 def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
@@ -31,8 +29,11 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     if optim is None:
         local, state = _without_optimizer(model, full, options)
     else:
-        local = read_local(ModelReader(model), optim, options)
+        reader = ModelReader(model)
+        local = read_local(reader, optim, options)
         state = normalize(full, local.names)
+        if is_sharded(state):
+            return reshard(reader, local, state, options)
     shapes = local.shapes
     fit = check_fits(
         state,
@@ -87,16 +88,3 @@ def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int, wanted
             value: torch.Tensor = full.state[copy.fqn][name]
             copy_in_memory((copy,), value.detach().reshape(-1), flat)
     return tensors
-
-
-def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:
-    """fairscale's no_broadcast_optim_state saves one rank's state, and gives it to every rank: say so."""
-    for param in local.optim.params:
-        named = [fqn for fqn in param.named.fqns if fqn in uncollected]
-        if named and len(param.handle.originals[0].placement.ranks) < len(local.view.ranks):
-            log.warning(
-                "rank %d: %s was saved with no_broadcast_optim_state, so its state is that of the rank that saved it; gather "
-                "with collect='all' (and name_of=) to keep every rank's own",
-                local.view.rank,
-                named[0],
-            )

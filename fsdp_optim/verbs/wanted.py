@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from fsdp_optim.state.local import LocalParam
 from fsdp_optim.state.shard import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local
+
+log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,16 @@ def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, s
         wanted[param.local_id] = summary
         opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank)
     return Wanted(local, fit, wanted, opaque)
+
+
+def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:
+    """fairscale's no_broadcast_optim_state saves one rank's state, and gives it to every rank: say so."""
+    for param in local.optim.params:
+        named = [fqn for fqn in param.named.fqns if fqn in uncollected]
+        if named and len(param.handle.originals[0].placement.ranks) < len(local.view.ranks):
+            log.warning(
+                "rank %d: %s was saved with no_broadcast_optim_state, so its state is that of the rank that saved it; gather "
+                "with collect='all' (and name_of=) to keep every rank's own",
+                local.view.rank,
+                named[0],
+            )

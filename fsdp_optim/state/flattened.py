@@ -1,0 +1,41 @@
+"""torch.distributed.checkpoint's flattened optimizer dict: one level of keys, `state.<fqn>.<name>` and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.state.values import key_of
+
+
+def is_flattened(full: Mapping[str, Any]) -> bool:
+    """Whether a dict is what `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` returns."""
+    return "param_groups" not in full and any(str(key).startswith("param_groups.") for key in full)
+
+
+def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The same as a nested dict by name. It has no groups, only hyperparameters per parameter: `groups` gives the FQNs.
+
+    Raises StateError where parameters of one group have different hyperparameters.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    hyper: dict[str, dict[str, Any]] = {}
+    for key, value in full.items():
+        kind, _, rest = key.partition(".")
+        fqn, _, name = rest.rpartition(".")
+        {"state": state, "param_groups": hyper}.get(kind, {}).setdefault(fqn, {})[name] = value
+    made: list[dict[str, Any]] = []
+    for fqns in groups:
+        known = [fqn for fqn in fqns if fqn in hyper]
+        for fqn in known[1:]:
+            if key_of(hyper[fqn]) != key_of(hyper[known[0]]):
+                raise StateError(
+                    f"{known[0]} and {fqn} are in one param group of the optimizer, and have different hyperparameters in "
+                    f"the full dict: {hyper[known[0]]} and {hyper[fqn]}"
+                )
+        made.append({**(hyper[known[0]] if known else {}), "params": known})
+    others = [fqn for fqn in hyper if not any(fqn in fqns for fqns in groups)]
+    if others and made:
+        made[0]["params"] = [*made[0]["params"], *others]  # refused later, by name, as parameters that the model has not
+    return {"state": state, "param_groups": made}
