@@ -262,6 +262,9 @@ class Whole(Placement):
     def gap(self) -> tuple[int, int] | None:
         return None if self.on or not self.numel else (0, self.numel)
 
+    def __str__(self) -> str:
+        return f"whole, of shape {list(self.shape)},"
+
 
 @dataclass(frozen=True)
 class FlatChunks(Placement):
@@ -347,6 +350,12 @@ class FlatChunks(Placement):
     def gap(self) -> tuple[int, int] | None:
         held = self.num_shards * self.chunk_numel - self.start
         return (max(held, 0), self.numel) if held < self.numel else None
+
+    def __str__(self) -> str:
+        return (
+            f"of shape {list(self.shape)}, {self.start} elements into a flat parameter that is cut into {self.num_shards} "
+            f"chunks of {self.chunk_numel},"
+        )
 
 
 @dataclass(frozen=True)
@@ -450,6 +459,12 @@ class MeshBoxes(Placement):
         if isinstance(other, MeshBoxes) and replace(other, replicas=self.replicas) == self:
             return _join_replicas(self, other)
         return None
+
+    def __str__(self) -> str:
+        cuts = ", ".join(
+            f"dimension {dim} over {parts}" for (_, dim), parts in zip(self.splits, self._parts, strict=True)
+        )
+        return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:

@@ -344,6 +344,7 @@ class RankPool:
 _START_LIMIT = 120.0  # seconds that a new process may take to import torch; 2 to 4 are usual
 _END_LIMIT = 5.0  # seconds that a dismissed process may take to end; less than one is usual
 _LINGER = 1.0  # seconds between the first failure and closing the failed ranks' connections
+_POLL = 0.2  # seconds between two looks at whether the processes are alive
 _SEED = 0
 
 
@@ -436,7 +437,7 @@ class _Call:
     def finish(self) -> None:
         """Wait until every rank has an outcome, is past its time, or is past the grace; then free the workers."""
         while len(self.outcomes) < len(self.workers) and time.monotonic() < self._end():
-            self._receive(self._next_wakeup())
+            self._receive(self._end())
             if self._first_failure is not None and time.monotonic() >= self._first_failure + _LINGER:
                 self._release()
         self._release()
@@ -473,12 +474,6 @@ class _Call:
             return self._deadline
         return min(self._deadline, self._first_failure + self.grace)
 
-    def _next_wakeup(self) -> float:
-        if self._first_failure is None:
-            return self._end()
-        linger_ends = self._first_failure + _LINGER
-        return self._end() if time.monotonic() >= linger_ends else min(self._end(), linger_ends)
-
     def _release(self) -> None:
         """Let the ranks that have reported leave their process groups."""
         for rank in sorted(set(self.outcomes) - self._released):
@@ -489,17 +484,18 @@ class _Call:
                 self._released.discard(rank)  # it died: there is nobody to wait for
 
     def _receive(self, until: float) -> None:
-        """Take in at least one message, or one death, unless none comes before `until`."""
+        """Take in messages and deaths: those that are there, or the first to come before `until` and within `_POLL`."""
         awaited = {
             self.workers[rank].connection: rank
             for rank in range(len(self.workers))
             if rank not in self.outcomes or rank in self._released - self._free
         }
-        for ready in wait(list(awaited), max(0.0, until - time.monotonic())):
-            assert isinstance(ready, Connection)
-            rank = awaited[ready]
+        ready = wait(list(awaited), max(0.0, min(_POLL, until - time.monotonic())))
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = awaited[connection]
             try:
-                message = ready.recv_bytes()
+                message = connection.recv_bytes()
             except (EOFError, OSError):
                 self._record_death(rank)
                 continue
@@ -507,6 +503,10 @@ class _Call:
                 self._free.add(rank)
             else:
                 self._record(rank, _read_outcome(message))
+        if not ready:  # a death ends the stream, unless a child of the dead process holds its end open
+            for connection, rank in awaited.items():
+                if not self.workers[rank].is_alive() and not connection.poll():
+                    self._record_death(rank)
 
     def _record(self, rank: int, outcome: _Outcome) -> None:
         self.outcomes[rank] = outcome

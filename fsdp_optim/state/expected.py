@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.full import FullState
+from fsdp_optim.state.full import FullState, group_of_unit
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.view import ModelView, NamedHandle
 
@@ -30,7 +30,7 @@ def expected_optimizer(
         )
     by_group: list[list[NamedHandle]] = [[] for _ in full.groups]
     for named in view.handles:
-        index = _group_of(named, group_of)
+        index = group_of_unit(named.fqns, group_of)
         if index is not None:
             by_group[index].append(named)
     if _same_units(view, saved_local_ids):
@@ -49,19 +49,6 @@ def expected_optimizer(
         group_param_names=(None,) * len(full.groups),
         extra={},
     )
-
-
-def _group_of(named: NamedHandle, group_of: Mapping[str, int]) -> int | None:
-    """The group of a live parameter: that of all its originals."""
-    first = named.fqns[0]
-    for fqn in named.fqns[1:]:
-        if group_of.get(fqn) != group_of.get(first):
-            groups = [f"group {group_of[f]}" if f in group_of else "no group" for f in (first, fqn)]
-            raise StateError(
-                f"{first} is in {groups[0]} of the full dict and {fqn} is in {groups[1]}, and they lie in one flat parameter "
-                "of this model, which can be in one group only: wrap them in different units"
-            )
-    return group_of.get(first)
 
 
 def _same_units(view: ModelView, saved: Mapping[str, int | None]) -> bool:

@@ -37,5 +37,8 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
         made.append({**(hyper[known[0]] if known else {}), "params": known})
     others = [fqn for fqn in hyper if not any(fqn in fqns for fqns in groups)]
     if others and made:
-        made[0]["params"] = [*made[0]["params"], *others]  # refused later, by name, as parameters that the model has not
+        made[0]["params"] = [
+            *made[0]["params"],
+            *others,
+        ]  # refused later, by name, as parameters that the model has not
     return {"state": state, "param_groups": made}

@@ -50,12 +50,14 @@ class Names:
     Attributes:
         groups: the FQNs of each of the optimizer's groups, in the unwrapped model's order.
         aliases: other names of tied parameters.
+        units: the FQNs of each live parameter, which can be in one group only.
         unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
     """
 
     groups: tuple[tuple[str, ...], ...]
     aliases: Mapping[str, str]
     unit_order: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] = ()
 
     @property
     def known(self) -> frozenset[str]:
@@ -285,10 +287,28 @@ def check_fits(
         raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
     if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
+    for fqns in names.units:
+        group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
     if not regroup:
         _check_groups(full, names, saved)
     _check_shapes(full, shapes)
     return Fit(tuple(missing), tuple(extra))
+
+
+def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:
+    """The saved group of a live parameter: that of all its originals.
+
+    Raises StateError for a flat parameter whose originals sit in two groups.
+    """
+    groups = [group_of.get(fqn) for fqn in fqns]
+    for fqn, group in zip(fqns, groups, strict=True):
+        if group != groups[0]:
+            first, other = (f"group {g}" if g is not None else "no group" for g in (groups[0], group))
+            raise StateError(
+                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and they lie in one flat parameter of this "
+                "model, which can be in one group only: wrap them in different units, or without flattening"
+            )
+    return groups[0] if groups else None
 
 
 def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> None:

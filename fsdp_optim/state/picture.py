@@ -207,13 +207,17 @@ _NAME_OF = (
 
 
 def _merge_placements(seen: list[_Seen]) -> Placement:
+    said = {item.placement: item for item in reversed(seen)}
     first, *others = dict.fromkeys(item.placement for item in seen)
     joined: Placement | None = first
     for other in others:
         joined = joined.join(other) if joined is not None else None
         if joined is None:
+            hint = (
+                _NAME_OF if set(first.ranks).isdisjoint(other.ranks) else ". Is the model wrapped alike on all ranks?"
+            )
             raise StateError(
-                f"{seen[0].fqn}: held by {_ranks(first.ranks)} and {_ranks(other.ranks)}, cut differently{_NAME_OF}"
+                f"{seen[0].fqn}: {first} to {_ranks(said[first].ranks)}, and {other} to {_ranks(said[other].ranks)}{hint}"
             )
     return joined or first
 

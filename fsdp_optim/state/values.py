@@ -117,18 +117,18 @@ def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
 
 
 def key_of(value: object) -> str:
-    """A text that is equal for equal values, on every rank; objects that cannot be compared are known by their class."""
+    """A text that is equal for equal values, and readable. Objects that cannot be compared are known by their class."""
     if isinstance(value, torch.Tensor):
         if value.dim() == 0:
             item = value.item()
-            return f"tensor({value.dtype}, {item.hex() if isinstance(item, float) else repr(item)})"
+            return f"tensor({item!r}, dtype={value.dtype})"
         flat = value.detach().cpu().reshape(-1)
         return (
             f"tensor({value.dtype}, {list(value.shape)}, {flat.contiguous().view(torch.uint8).numpy().tobytes().hex()})"
         )
-    if isinstance(value, float):
-        return f"float({value.hex()})"
-    if value is None or isinstance(value, (bool, int, complex, str, bytes)):
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return repr(value)  # exact, and different for each of these types
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
         return f"{type(value).__name__}({value!r})"
     if isinstance(value, (list, tuple)):
         return f"{type(value).__name__}({', '.join(map(key_of, value))})"

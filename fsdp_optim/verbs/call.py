@@ -66,7 +66,8 @@ class Local:
             tuple(fqn for fqn in self.order if self.by_fqn[fqn].group_index == index)
             for index in range(len(self.optim.groups))
         )
-        return Names(groups, self.view.aliases, self.view.unit_order)
+        units = tuple(param.named.fqns for param in self.optim.params)
+        return Names(groups, self.view.aliases, self.view.unit_order, units)
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:

@@ -111,7 +111,8 @@ def _tell_contents(
     if callers.rank == source_rank and full is not None:
         try:
             groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
-            names = Names(groups, local.view.aliases, local.view.unit_order)
+            units = tuple(live.fqns for live in picture.live)
+            names = Names(groups, local.view.aliases, local.view.unit_order, units)
             state = normalize(full, names)
             shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
             fit = check_fits(state, names, shapes, strict=options.strict, regroup=bool(local.optim.parts))
