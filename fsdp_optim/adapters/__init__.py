@@ -23,7 +23,7 @@ class ModelReader:
     """Reads a model as this rank sees it. Makes no collective call and changes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tree = ModuleTree(model, _is_wrapper_child)
+        self._tree = ModuleTree(model, _is_wrapper_child, dtensor.sharded_params)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 _MODULE = "torch.distributed.tensor"
+_FULLY_SHARD_MODULE = "torch.distributed.fsdp"
 
 
 def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
@@ -47,6 +48,28 @@ def handles(tree: ModuleTree) -> Iterator[Handle]:
         )
 
 
+def sharded_params(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], torch.Tensor]:
+    """The sharded parameters of fully_shard, by owner and name.
+
+    After a forward pass without a backward, whole parameters are registered in their place; the optimizer holds these.
+    """
+    loaded = sys.modules.get(_FULLY_SHARD_MODULE)
+    found: dict[tuple[nn.Module, str], torch.Tensor] = {}
+    if loaded is None:
+        return found
+    for module in modules:
+        if isinstance(module, loaded.FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.11 has one group at most
+            for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
+                for param in group.fsdp_params:
+                    info = param._module_info
+                    found[info.module, info.param_name] = param.sharded_param
+                    for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                        found[shared, name] = param.sharded_param
+    return found
+
+
 def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> MeshBoxes:
     """Where a DTensor's elements live."""
     splits = []
@@ -60,15 +83,33 @@ def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Pla
             splits.append((_is_strided(placement), mesh_dim, dim % max(len(shape), 1)))
     # fully_shard over tensor parallel: its mesh dimension comes first, but cuts what tensor parallel has left.
     order = tuple((mesh_dim, dim) for _, mesh_dim, dim in sorted(splits))
-    return MeshBoxes(shape, tuple(mesh.mesh.shape), order, (_ranks(mesh),))
+    return MeshBoxes(shape, tuple(mesh.mesh.shape), order, (_ranks(mesh, frozenset(d for d, _ in order)),))
 
 
 def _is_strided(placement: Placement) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def _ranks(mesh: DeviceMesh) -> Ranks:
-    return ranks_in_order(mesh.mesh.flatten().tolist())
+def _ranks(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:
+    """The ranks of a mesh, row-major, as its shards along `split_dims` are numbered.
+
+    DTensor numbers them by rank inside the process group of each mesh line, and torch sorts the ranks of a group: on a
+    mesh whose ranks do not ascend, that is another order than the mesh's own.
+    """
+    grid = mesh.mesh
+    if all(bool((grid.diff(dim=dim) > 0).all()) for dim in split_dims):
+        return ranks_in_order(grid.flatten().tolist())
+    places = torch.meshgrid(*(torch.arange(size) for size in grid.shape), indexing="ij")
+    coordinates = torch.stack(
+        [grid.argsort(dim=d).argsort(dim=d) if d in split_dims else places[d] for d in range(grid.ndim)], dim=-1
+    )
+    numbered = torch.full_like(grid, -1)
+    numbered[coordinates.reshape(-1, grid.ndim).unbind(-1)] = grid.flatten()
+    if bool((numbered < 0).any()):
+        raise WrapperError(
+            f"the mesh {grid.tolist()} has ranks in an order in which torch does not number its shards apart"
+        )
+    return ranks_in_order(numbered.flatten().tolist())
 
 
 def _params(tree: ModuleTree) -> Iterator[tuple[DTensor, list[tuple[nn.Module, str]]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from fsdp_optim.errors import WrapperError
 
 IsWrapperChild = Callable[[nn.Module, str], bool]
 """(module, name of a child) -> whether the child is what the module wraps, so that the name is no part of an FQN."""
+
+StandIns = Callable[[Iterable[nn.Module]], Mapping[tuple[nn.Module, str], torch.Tensor]]
+"""modules -> (module, attribute) -> the live parameter, where another tensor is registered there for the time being."""
 
 # torch.compile and activation checkpointing put the model one level deeper, under these names.
 _TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -26,15 +29,19 @@ class _Site:
 class ModuleTree:
     """Modules in the order of `model.modules()`, each with its clean path: wrappers leave no trace in names."""
 
-    def __init__(self, root: nn.Module, is_wrapper_child: IsWrapperChild) -> None:
+    def __init__(
+        self, root: nn.Module, is_wrapper_child: IsWrapperChild, stand_ins: StandIns = lambda modules: {}
+    ) -> None:
         self.root = root
         self._is_wrapper_child = is_wrapper_child
         self._sites: dict[nn.Module, _Site] = {}
         self._other_paths: list[tuple[str, nn.Module]] = []
         self._visit(root, "")
+        replaced = stand_ins(self._sites)
         self._sites_of_params: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self._sites:
-            for attribute, param in module._parameters.items():
+            for attribute, registered in module._parameters.items():
+                param = replaced.get((module, attribute), registered)
                 if param is not None:
                     self._sites_of_params.setdefault(param, []).append((module, attribute))
 

@@ -7,7 +7,7 @@ stream cut it alike, from the plan alone. A large run travels as it lies in memo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -129,10 +129,10 @@ class _Streams:
                     except Exception as error:
                         failure.note(error)
             elif copy.source_rank == self._rank:
-                view = memory.source_block(copy, item.source) if item.source is not None else None
+                view = _view(memory.source_block, copy, item.source, failure)
                 self._to.setdefault(copy.target_rank, _Stream(self._limit)).add(copy, item.dtype, view)
             elif copy.target_rank == self._rank:
-                view = memory.target_block(copy, item.target) if item.target is not None else None
+                view = _view(memory.target_block, copy, item.target, failure)
                 self._from.setdefault(copy.source_rank, _Stream(self._limit)).add(copy, item.dtype, view)
 
     def outgoing(self, rank: int) -> list[_Message]:
@@ -142,6 +142,17 @@ class _Streams:
     def incoming(self, rank: int) -> list[_Message]:
         stream = self._from.pop(rank, None)
         return stream.messages() if stream is not None else []
+
+
+def _view(
+    block: Callable[[Copy, torch.Tensor], torch.Tensor], copy: Copy, flat: torch.Tensor | None, failure: Failure
+) -> torch.Tensor | None:
+    """The part of a local tensor; None where there is none, or where it does not fit, so that messages stay in step."""
+    try:
+        return block(copy, flat) if flat is not None else None
+    except Exception as error:
+        failure.note(error)
+        return None
 
 
 class _Stream:
