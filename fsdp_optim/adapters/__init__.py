@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_optim.adapters import dtensor, fairscale, fsdp1, replicated
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import Ranks
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 __all__ = ["ModelReader", "NameOf"]
@@ -28,10 +29,16 @@ class ModelReader:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that share the model: all ranks of all its wrappers; this rank alone for a plain module."""
-        found = {_me()}
-        for adapter in (fairscale, fsdp1, dtensor, replicated):
-            found.update(*adapter.rank_sets(self._tree))
-        return tuple(sorted(found))
+        return tuple(sorted({_me()}.union(*self._rank_sets)))
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether anything in the model is sharded or replicated over ranks."""
+        return bool(self._rank_sets)
+
+    @cached_property
+    def _rank_sets(self) -> list[Ranks]:
+        return [ranks for adapter in (fairscale, fsdp1, dtensor, replicated) for ranks in adapter.rank_sets(self._tree)]
 
     def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None) -> ModelView:
         """The live parameters, and where their originals live.

@@ -84,7 +84,7 @@ def assemble(
         in_group[params[fqn].group_index].append(fqn)
     return {
         **{name: own(value) for name, value in local.extra.items()},
-        "state": {key[f]: _values(params[f], tensors) for f in ids if params[f].summary is not None},
+        "state": {key[f]: values_of(params[f], tensors) for f in ids if params[f].summary is not None},
         "param_groups": [
             {
                 **{name: own(value) for name, value in group.items()},
@@ -108,7 +108,8 @@ def _is_variant(picture: Picture, fqns: Sequence[str]) -> bool:
     return any(fqn in picture.params and picture.params[fqn].variants for fqn in fqns)
 
 
-def _values(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+def values_of(param: Param, tensors: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    """The state of one parameter: its scalars, and what was gathered of it; empty for one without state."""
     summary = param.summary
     if summary is None:
         return {}

@@ -91,8 +91,13 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     return Names((view.order,), view.aliases, view.unit_order)
 
 
-def callers_of(reader: ModelReader, options: Options) -> Callers:
-    """The ranks that have to make a call about this model."""
+def callers_of(reader: ModelReader, options: Options, *, all_of_plain: bool = False) -> Callers:
+    """The ranks that have to make a call about this model.
+
+    `all_of_plain`: for a model without any wrapper, all ranks of the job; else this rank alone, which has all it needs.
+    """
+    if all_of_plain and not reader.is_wrapped and options.process_group is None and dist.is_initialized():
+        return Callers.of(range(dist.get_world_size()), dist.get_rank(), None, options.timeout)
     return callers_of_all((reader,), options)
 
 
@@ -144,7 +149,7 @@ def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_
     ranks = handle.originals[0].placement.ranks if handle.originals else ()
     # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
     check = with_state and handle.collected and len(callers.ranks) > 1
-    sure = handle.synchronized and set(ranks) == set(callers.ranks)
+    sure = handle.synchronized and ranks == callers.ranks
     return LiveParam(
         fqns=param.named.fqns,
         placements=tuple(original.placement for original in handle.originals),

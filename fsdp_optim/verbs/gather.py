@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
@@ -15,10 +16,10 @@ from fsdp_optim.errors import RankError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import empty
 from fsdp_optim.plan import Copy, plan
-from fsdp_optim.state.full import FullDict, KeyBy, assemble
+from fsdp_optim.state.full import FullDict, KeyBy, assemble, values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.values import dtype_named, own
+from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
@@ -46,22 +47,25 @@ def begin(model: nn.Module, optim: Optimizers, recipient_rank: int | None, call:
     """Meet the other ranks and find out what there is to gather."""
     reader = ModelReader(model)
     callers = callers_of(reader, options)
-    if recipient_rank is not None and recipient_rank not in callers.ranks:
-        # A model that lives on ranks 2 and 3 has no rank 0: the same on all of its ranks, so all raise it.
-        def read() -> Local:
+    # Every rank has all of a model without wrapper: the recipient keeps its own, and the others have nothing to do.
+    elsewhere = not reader.is_wrapped and len(callers.ranks) == 1 and _is_rank(recipient_rank)
+
+    def read() -> Local:
+        if recipient_rank is not None and recipient_rank not in callers.ranks and not elsewhere:
             raise RankError(
                 f"recipient_rank {recipient_rank} is not one of the ranks {list(callers.ranks)} that share this model; give "
                 "one of these, or None for all of them"
             )
-    else:
+        return read_local(reader, optim, options, callers.ranks)
 
-        def read() -> Local:
-            return read_local(reader, optim, options, callers.ranks)
+    said = f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r})"
+    local, picture = meet(callers, read, said, with_state=True)
+    recipients = callers.ranks if recipient_rank is None else (recipient_rank,)
+    return Gathering(callers, local, picture, tuple(rank for rank in recipients if rank in callers.ranks))
 
-    local, picture = meet(
-        callers, read, f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r})", with_state=True
-    )
-    return Gathering(callers, local, picture, callers.ranks if recipient_rank is None else (recipient_rank,))
+
+def _is_rank(rank: int | None) -> bool:
+    return rank is not None and dist.is_initialized() and 0 <= rank < dist.get_world_size()
 
 
 def gather(
@@ -114,15 +118,7 @@ def _tells_when_stopped(callers: Callers) -> Iterator[None]:
 
 
 def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gathering) -> dict[str, Any] | None:
-    if not gathering.receives:
-        return None
-    summary = param.as_seen_by(gathering.callers.rank).summary
-    if summary is None:
-        return {}
-    scalars = dict(summary.scalars)
-    return {
-        name: own(scalars[name].value) if name in scalars else tensors.pop((param.fqn, name)) for name in summary.names
-    }
+    return values_of(param.as_seen_by(gathering.callers.rank), tensors) if gathering.receives else None
 
 
 def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
@@ -202,7 +198,7 @@ def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
     seen = [(param.as_seen_by(rank), (rank,)) for rank in recipients] if param.variants else [(param, recipients)]
     parts = []
     for one, targets in seen:
-        if one.summary is None:
+        if one.summary is None or not targets:
             continue
         opaque = tuple(name for name, _ in one.summary.opaque)
         parts.append(Part(one.fqn, one.placement, one.summary.dtypes, targets, opaque))

@@ -49,7 +49,7 @@ def scatter(
 ) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
     reader = ModelReader(model)
-    callers = callers_of(reader, options)
+    callers = callers_of(reader, options, all_of_plain=True)
 
     def read() -> Local:
         if source_rank not in callers.ranks:
