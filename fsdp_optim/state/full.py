@@ -268,6 +268,7 @@ def check_fits(
     names: Names,
     shapes: Mapping[str, Shape],
     *,
+    live: frozenset[str] = frozenset(),
     strict: bool = True,
     others: bool = False,
     regroup: bool = False,
@@ -275,6 +276,9 @@ def check_fits(
     """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
 
     Args:
+        live: FQNs that have state in the live optimizer. One that the full state lists, but has no state for although it
+            has for others, was frozen or unused when it was saved: its live state is not thrown away without a word, it is
+            missing.
         strict: refuse parameters that are missing or extra, too.
         others: the full state may also have parameters that only other ranks hold; they are not counted as extra.
         regroup: several optimizers share the groups of the full state, so their own groups do not have to be the same.
@@ -283,9 +287,15 @@ def check_fits(
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     extra = [] if others else [fqn for fqn in saved if fqn not in names.known]
-    missing = [fqn for group in names.groups for fqn in group if fqn not in saved]
+    left_out = live.difference(full.state) if full.state else frozenset()
+    missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in left_out]
     if extra and strict:
         raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
+    if missing and strict and missing[0] in saved:
+        raise StateError(
+            f"{missing[0]}: the full dict has no state for it (it was frozen or not used when it was saved), the optimizer has; "
+            "load into an optimizer without state to begin it anew, or keep what it has with strict=False"
+        )
     if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
     for fqns in names.units:

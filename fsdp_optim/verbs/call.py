@@ -51,6 +51,11 @@ class Local:
         return {fqn: param for param in self.optim.params for fqn in param.named.fqns}
 
     @property
+    def with_state(self) -> frozenset[str]:
+        """The original parameters that have state in the live optimizer."""
+        return frozenset(fqn for fqn, param in self.by_fqn.items() if param.state is not None)
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         return {fqn: p.shape for param in self.optim.params for fqn, p in param.named.placements.items()}
 

@@ -37,7 +37,14 @@ def reshard(
     try:
         described = replace(full, state=_described(full, placements, parts))
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-        fit = check_fits(described, local.names, shapes, strict=options.strict, regroup=bool(local.optim.parts))
+        fit = check_fits(
+            described,
+            local.names,
+            shapes,
+            live=local.with_state,
+            strict=options.strict,
+            regroup=bool(local.optim.parts),
+        )
         contents = Contents(summarize(described, shapes), full.groups, full.extra, {}, fit)
     except Exception as reason:
         error = reason

@@ -115,7 +115,14 @@ def _tell_contents(
             names = Names(groups, local.view.aliases, local.view.unit_order, units)
             state = normalize(full, names)
             shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-            fit = check_fits(state, names, shapes, strict=options.strict, regroup=bool(local.optim.parts))
+            fit = check_fits(
+                state,
+                names,
+                shapes,
+                live=local.with_state,
+                strict=options.strict,
+                regroup=bool(local.optim.parts),
+            )
             content = pickle.dumps(_contents(state, summarize(state, shapes), fit))
         except Exception as reason:
             error = reason

@@ -39,6 +39,7 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
         state,
         local.names,
         shapes,
+        live=local.with_state,
         strict=options.strict,
         others=_may_be_elsewhere(local.view, state, options),
         regroup=bool(local.optim.parts),
