@@ -45,7 +45,9 @@ def run_in_turn(contestants: dict[str, Callable[[], object]], rounds: int) -> di
 
 def _measure(call: Callable[[], object]) -> tuple[float, float]:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # give back what the last contestant freed: each gets memory that nobody has touched
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # give back what the last contestant freed: each gets memory that nobody has touched
     before = _reset_peak()
     dist.barrier()  # all ranks begin together
     start = time.perf_counter()
@@ -78,5 +80,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns aligned."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

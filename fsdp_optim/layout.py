@@ -6,6 +6,7 @@ one Placement per parameter. All numbers count elements; the rank numbers are gl
 
 from __future__ import annotations
 
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,15 +24,41 @@ Ranks = Sequence[int]
 
 def ranks_in_order(ranks: Iterable[int]) -> Ranks:
     """The same ranks as a range where they are evenly spaced, else as a tuple: equal ranks are equal values."""
-    listed = ranks if isinstance(ranks, (range, tuple)) else tuple(ranks)
-    if isinstance(listed, range) or not listed:
-        return listed
+    if isinstance(ranks, range) and ranks.step > 0:
+        return ranks if ranks else range(0)
+    listed = tuple(ranks)
+    if not listed:
+        return range(0)
     step = listed[1] - listed[0] if len(listed) > 1 else 1
     if step > 0:
         evenly = range(listed[0], listed[-1] + 1, step)
         if len(evenly) == len(listed) and all(a == b for a, b in zip(evenly, listed, strict=True)):
             return evenly
     return listed
+
+
+@functools.lru_cache(maxsize=256)
+def _check_distinct(groups: tuple[Ranks, ...]) -> None:
+    """Refuse a rank that is listed twice: it would hold two parts in one place. Cached: parameters share their groups."""
+    if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
+        raise LayoutError(f"a rank is listed twice in {groups}")
+
+
+@functools.lru_cache(maxsize=256)
+def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, ...], ...]:
+    """For each shard, the places in a mesh that hold it. Cached: parameters share their mesh."""
+    places: list[list[int]] = [[] for _ in range(prod(mesh_shape[dim] for dim in split_dims))]
+    for place in range(prod(mesh_shape)):
+        places[_shard_at(place, mesh_shape, split_dims)].append(place)
+    return tuple(tuple(found) for found in places)
+
+
+def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:
+    coordinates = _coordinates(place, mesh_shape)
+    shard = 0
+    for dim in split_dims:
+        shard = shard * mesh_shape[dim] + coordinates[dim]
+    return shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +182,15 @@ def bounds_of_box(shape: Shape, box: Box) -> tuple[int, int]:
     return first, last + 1
 
 
+def _runs_of_box(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
+    """The row-major ranges [start, stop) that make up a Box, row by row."""
+    strides = row_major_strides(shape)
+    width = box.sizes[-1] if shape else 1
+    for index in itertools.product(*(range(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))):
+        start = sum(i * stride for i, stride in zip((*index, *box.offsets[-1:]), strides, strict=True))
+        yield start, start + width
+
+
 class Placement(ABC):
     """Where one parameter lives. Shards are numbered; every rank that holds a shard holds all of its Blocks.
 
@@ -229,6 +265,7 @@ class Whole(Placement):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "on", ranks_in_order(self.on))
+        _check_distinct((self.on,))
 
     @property
     def shape(self) -> Shape:
@@ -293,6 +330,7 @@ class FlatChunks(Placement):
             raise LayoutError(f"replicas of a flat parameter need groups of one size, not {self.replicas}")
         if self.start < 0 or self.chunk_numel < 0:
             raise LayoutError(f"start {self.start} and chunk_numel {self.chunk_numel} must not be negative")
+        _check_distinct(self.replicas)
 
     @property
     def shape(self) -> Shape:
@@ -343,13 +381,17 @@ class FlatChunks(Placement):
         return range((self.start + start) // self.chunk_numel, min(last + 1, self.num_shards))
 
     def join(self, other: Placement) -> Placement | None:
-        if isinstance(other, FlatChunks) and replace(other, replicas=self.replicas) == self:
-            return _join_replicas(self, other)
-        return None
+        if not isinstance(other, FlatChunks) or self._cut != other._cut:
+            return None
+        return _join_replicas(self, other)
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        return self.full_shape, self.start, self.chunk_numel, self.own_tensor, self.num_shards
 
     def gap(self) -> tuple[int, int] | None:
-        held = self.num_shards * self.chunk_numel - self.start
-        return (max(held, 0), self.numel) if held < self.numel else None
+        held = max(self.num_shards * self.chunk_numel - self.start, 0)
+        return (held, self.numel) if held < self.numel else None
 
     def __str__(self) -> str:
         return (
@@ -379,13 +421,14 @@ class MeshBoxes(Placement):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
-        if any(len(group) != prod(self.mesh_shape) for group in self.replicas):
+        if not self.replicas or any(len(group) != prod(self.mesh_shape) for group in self.replicas):
             raise LayoutError(f"a mesh of shape {self.mesh_shape} does not have the ranks {self.replicas}")
         if len({mesh_dim for mesh_dim, _ in self.splits}) != len(self.splits):
             raise LayoutError(f"each mesh dimension may cut once, not {self.splits}")
         for mesh_dim, dim in self.splits:
             if mesh_dim >= len(self.mesh_shape) or dim >= len(self.full_shape):
                 raise LayoutError(f"split {(mesh_dim, dim)} of shape {self.full_shape} on mesh {self.mesh_shape}")
+        _check_distinct(self.replicas)
 
     @property
     def shape(self) -> Shape:
@@ -405,25 +448,16 @@ class MeshBoxes(Placement):
         return tuple(sorted({rank for group in self.replicas for rank in group}))
 
     @cached_property
-    def _positions(self) -> dict[int, tuple[int, ...]]:
-        """The places in a mesh that hold each shard."""
-        positions: dict[int, list[int]] = {}
-        for position in range(prod(self.mesh_shape)):
-            positions.setdefault(self._shard_at(position), []).append(position)
-        return {shard: tuple(found) for shard, found in positions.items()}
-
-    def _shard_at(self, position: int) -> int:
-        coordinates = _coordinates(position, self.mesh_shape)
-        shard = 0
-        for (mesh_dim, _), parts in zip(self.splits, self._parts, strict=True):
-            shard = shard * parts + coordinates[mesh_dim]
-        return shard
+    def _split_dims(self) -> Shape:
+        return tuple(mesh_dim for mesh_dim, _ in self.splits)
 
     def holders(self, shard: int) -> tuple[int, ...]:
-        return tuple(group[position] for group in self.replicas for position in self._positions[shard])
+        places = _places_by_shard(self.mesh_shape, self._split_dims)[shard]
+        return tuple(group[place] for group in self.replicas for place in places)
 
     def shard_of(self, rank: int) -> int | None:
-        return next((self._shard_at(group.index(rank)) for group in self.replicas if rank in group), None)
+        place = next((group.index(rank) for group in self.replicas if rank in group), None)
+        return _shard_at(place, self.mesh_shape, self._split_dims) if place is not None else None
 
     def box(self, shard: int) -> Box:
         """What a shard holds; a Box without elements where the cut left it nothing."""
@@ -456,9 +490,13 @@ class MeshBoxes(Placement):
         return range(start // row // rows, min((stop - 1) // row // rows + 1, self.num_shards))
 
     def join(self, other: Placement) -> Placement | None:
-        if isinstance(other, MeshBoxes) and replace(other, replicas=self.replicas) == self:
-            return _join_replicas(self, other)
-        return None
+        if not isinstance(other, MeshBoxes) or self._cut != other._cut:
+            return None
+        return _join_replicas(self, other)
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        return self.full_shape, self.mesh_shape, self.splits
 
     def __str__(self) -> str:
         cuts = ", ".join(
@@ -543,7 +581,15 @@ class Boxes(Placement):
         for blocks, _ in self._shards:
             for block in blocks:
                 missing = tuple(rest for box in missing for rest in box.subtract(block.box))
-        return min((bounds_of_box(self.shape, box) for box in missing), default=None)
+        runs = sorted(run for box in missing for run in _runs_of_box(self.shape, box))
+        if not runs:
+            return None
+        start, stop = runs[0]
+        for run_start, run_stop in runs[1:]:
+            if run_start > stop:
+                break
+            stop = max(stop, run_stop)
+        return start, stop
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from fsdp_optim.errors import LayoutError
@@ -142,7 +144,15 @@ class _Parameter:
         holders = self.source.holders(source_shard)
         if len(holders) == 1 or target_rank in holders:
             return target_rank if target_rank in holders else holders[0]
-        return holders[(self.replica + target_rank) % len(holders)]
+        return holders[(self.replica + self._target_index(target_rank)) % len(holders)]
+
+    def _target_index(self, rank: int) -> int:
+        """Which of the target's ranks it is: ranks that take the same shard take it from replicas in turn."""
+        return bisect.bisect_left(self._target_ranks, rank)
+
+    @cached_property
+    def _target_ranks(self) -> tuple[int, ...]:
+        return self.target.ranks
 
     def _between(self, source_shard: int, source_rank: int, target_shard: int, target_rank: int) -> Iterator[Copy]:
         source_run, target_run = self.source.run(source_shard), self.target.run(target_shard)

@@ -1,0 +1,45 @@
+# Needs Python >= 3.10, make and pip; everything else goes into .venv.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help venv test check format demo bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED)  ## make .venv with the pinned requirements and this package
+
+# --no-deps: setup.cfg gives ranges, and the pins above are what counts here.
+$(INSTALLED): requirements-dev.txt setup.cfg pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+test: venv  ## run the whole test suite
+	$(BIN)/python -m pytest
+
+check: venv  ## formatting, linting, types, and the examples in the docs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q --doctest-modules fsdp_optim tests/test_docs.py
+
+format: venv  ## format the code and sort its imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: venv  ## train, save, resume at other world sizes, compare
+	$(BIN)/python -m demo
+
+bench: venv  ## time and memory of a gather, beside fairscale's own
+	$(BIN)/python benchmarks/gather.py
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,135 @@
+"""The demo: a short one ends well, and a resumed run that is not the same run is told apart."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parameterized import parameterized
+
+pytest.importorskip("matplotlib")
+
+from demo.__main__ import report_failures
+from demo.compare import LOSS_TOLERANCE, Comparison, compare
+from demo.data import Text
+from demo.report import table
+from demo.train import Run
+
+ROOT = Path(__file__).parents[1]
+
+
+def full_state(value: float) -> dict[str, Any]:
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": torch.full((2, 3), value)}}
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+
+def whole_run() -> Run:
+    return Run(0, [4.0, 3.0, 2.0, 1.0], None, full_state(2.0), {"weight": torch.ones(2)}, 1.0)
+
+
+def resumed_run() -> Run:
+    return Run(2, [2.0, 1.0], full_state(1.0), full_state(2.0), {"weight": torch.ones(2)}, 0.5)
+
+
+def compared(resumed: Run, must_be_bit_exact: bool = True) -> Comparison:
+    return compare("somewhere", resumed, whole_run(), full_state(1.0), must_be_bit_exact)
+
+
+class TestComparison(unittest.TestCase):
+    def test_the_same_run(self) -> None:
+        self.assertEqual(compared(resumed_run()).failures(), [])
+        self.assertEqual(report_failures([compared(resumed_run())]), 0)
+        self.assertIn("bit-exact", table([compared(resumed_run())]))
+
+    @parameterized.expand(
+        [
+            ("loss", {"losses": [2.0, 1.0 + 1e-7]}, "a loss differs"),
+            ("loss_is_nan", {"losses": [math.nan, 1.0]}, "a loss differs"),
+            ("loaded_value", {"state_at_start": full_state(1.0 + 1e-6)}, "loaded state differs"),
+            ("loaded_nan", {"state_at_start": full_state(math.nan)}, "loaded state differs"),
+            ("nothing_loaded", {"state_at_start": None}, "by inf"),
+            ("final_value", {"state_at_end": full_state(2.1)}, "final state differs"),
+            ("final_weights", {"weights_at_end": {"weight": torch.zeros(2)}}, "final weights differ"),
+        ]
+    )
+    def test_another_run(self, name: str, changes: dict[str, Any], message: str) -> None:
+        comparison = compared(dataclasses.replace(resumed_run(), **changes))
+        self.assertEqual(len(comparison.failures()), 1)
+        self.assertIn(message, comparison.failures()[0])
+        self.assertEqual(report_failures([compared(resumed_run()), comparison]), 1)
+        self.assertIn("FAILED", table([comparison]))
+
+    def test_states_with_other_keys_groups_or_dtypes(self) -> None:
+        for edit in (
+            lambda full: full["state"][0].pop("step"),
+            lambda full: full["state"].update({1: {}}),
+            lambda full: full["param_groups"][0].update(lr=0.2),
+            lambda full: full["state"][0].update(step=torch.tensor(3)),
+        ):
+            loaded = copy.deepcopy(full_state(1.0))
+            edit(loaded)
+            if loaded["state"].get(1) == {}:
+                loaded["state"][1] = {"step": torch.tensor(3.0)}
+            failures = compared(dataclasses.replace(resumed_run(), state_at_start=loaded)).failures()
+            self.assertEqual(failures, ["the loaded state differs from the saved one by inf"])
+
+    def test_other_world_sizes_may_round_differently(self) -> None:
+        rounded = dataclasses.replace(resumed_run(), losses=[2.0, 1.0 + LOSS_TOLERANCE / 2])
+        self.assertEqual(compared(rounded, must_be_bit_exact=False).failures(), [])
+        wrong = dataclasses.replace(resumed_run(), losses=[2.0, 1.0 + LOSS_TOLERANCE * 2])
+        self.assertEqual(len(compared(wrong, must_be_bit_exact=False).failures()), 1)
+
+
+class TestText(unittest.TestCase):
+    def test_ranks_share_the_batch_of_one_process(self) -> None:
+        text = Text(context=16, batch_size=12)
+        whole = text.batch(step=5)
+        for world_size in (2, 3, 4):
+            for part in (0, 1):
+                shared = [text.batch(5, rank, world_size)[part] for rank in range(world_size)]
+                self.assertTrue(torch.equal(torch.cat(shared), whole[part]))
+        self.assertTrue(torch.equal(whole[0][:, 1:], whole[1][:, :-1]))
+        self.assertFalse(torch.equal(whole[0], text.batch(step=6)[0]))
+
+    def test_unequal_parts_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="12 cannot be shared equally by 5"):
+            Text(16, 12).batch(0, 0, 5)
+
+
+def run_demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "demo", "--out", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+
+
+def test_a_short_demo(tmp_path: Path) -> None:
+    result = run_demo(tmp_path, "--steps", "6", "--save-after", "3")
+    assert result.returncode == 0, result.stderr
+    for name in ("4 ranks", "2 ranks", "3 ranks", "1 rank", "without FSDP"):
+        [line] = [line for line in result.stdout.splitlines() if line.startswith(f"{name} ")]
+        assert line.endswith("bit-exact" if name == "4 ranks" else "equal")
+        assert re.match(rf"{name} +3 ", line)  # steps
+    assert "Warning" not in result.stderr
+    assert "4 ranks resumed" in result.stderr  # a progress bar
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_resume_point_lies_inside_the_run(tmp_path: Path) -> None:
+    result = run_demo(tmp_path, "--steps", "3", "--save-after", "3")
+    assert result.returncode == 2
+    assert "--save-after must lie between 0 and --steps 3, not 3" in result.stderr

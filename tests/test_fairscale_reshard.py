@@ -1,0 +1,97 @@
+"""State saved at one world size comes back, bit for bit, at every other: uneven and empty shards, other units."""
+
+from __future__ import annotations
+
+import itertools
+import unittest
+
+from models import WRAPPINGS
+from parameterized import parameterized
+from training import (
+    HOWS,
+    STEPS,
+    WORLD_SIZES,
+    Full,
+    Pairs,
+    Plain,
+    Resume,
+    Setup,
+    Wrapped,
+    check_value,
+    gathered,
+    resumed,
+)
+
+from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+
+SETUPS = {
+    "amsgrad in nested units": Setup(*WRAPPINGS["middle"], "adamw_amsgrad"),
+    "momentum in one unit": Setup(*WRAPPINGS["one unit"], "sgd_momentum"),
+    "sgd without state": Setup(*WRAPPINGS["first"], "sgd"),
+    "nadam, flattened and not": Setup(*WRAPPINGS["deep, both"], "nadam"),
+    "adam with fewer elements than ranks": Setup(*WRAPPINGS["tiny"], "adam"),
+    "asgd with single elements": Setup(*WRAPPINGS["tiny, unflattened"], "asgd"),
+    "adam with awkward sizes": Setup(*WRAPPINGS["odd"], "adam"),
+    "peculiar with awkward sizes": Setup(*WRAPPINGS["odd, unflattened"], "peculiar"),
+    "peculiar in one flat parameter": Setup(*WRAPPINGS["odd"], "peculiar"),
+    "radam of scalars": Setup(*WRAPPINGS["scalars"], "radam"),
+    "rprop of siblings": Setup(*WRAPPINGS["siblings"], "rprop"),
+}
+
+
+RESUMES = Pairs(SETUPS)
+
+
+class PairsTest(unittest.TestCase):
+    @parameterized.expand(RESUMES.cases())
+    def test_resume(self, name: str, saved: int, now: int) -> None:
+        RESUMES.check(name, saved, now)
+
+    @parameterized.expand([(how,) for how in HOWS])
+    def test_there_and_back_through_every_world_size(self, how: str) -> None:
+        """The dict that comes out of the last world goes into the next."""
+        setups = [SETUPS["amsgrad in nested units"], SETUPS["adam with awkward sizes"]]
+        first = fulls = gathered(setups, 3)
+        for world_size in (4, 1, 2, 4, 3):
+            resumes = [Resume(setup, full, how) for setup, full in zip(setups, fulls, strict=True)]
+            fulls = run_on_ranks(pass_through, world_size, resumes)[0]
+        check_value("after five worlds", fulls, first)
+
+
+def pass_through(resumes: list[Resume]) -> list[Full | None]:
+    """Load and gather: what the next world gets."""
+    fulls = []
+    with fairscale_on_cpu():
+        for resume in resumes:
+            wrapped = Wrapped(resume.setup, params=Plain(resume.setup, range(STEPS)).params())
+            wrapped.load(wrapped.shard(resume.full, resume.how), resume.how)
+            fulls.append(wrapped.gather(0))
+    return fulls
+
+
+OF_MLP = ("one unit", "first", "every layer", "unflattened", "unflattened in flat")
+OF_DEEP = ("deep", "deep, no own", "deep, both")
+
+
+class WrappingsTest(unittest.TestCase):
+    """State saved under one wrapping comes back under another."""
+
+    @parameterized.expand([(wrapping,) for wrapping in OF_MLP + OF_DEEP])
+    def test_from_this_wrapping_into_all_others(self, wrapping: str) -> None:
+        source = Setup(*WRAPPINGS[wrapping], "adamw_amsgrad")
+        (full,) = gathered([source], 2)
+        targets = [other for other in (OF_MLP if wrapping in OF_MLP else OF_DEEP) if other != wrapping]
+        ways = itertools.cycle(HOWS)
+        resumed([Resume(Setup(*WRAPPINGS[target], "adamw_amsgrad"), full, next(ways)) for target in targets], 3)
+
+
+class PlainDictTest(unittest.TestCase):
+    """The state_dict() of the unwrapped optimizer itself is a full dict."""
+
+    @parameterized.expand([(world_size,) for world_size in WORLD_SIZES])
+    def test_resume_from_a_plain_optimizer(self, world_size: int) -> None:
+        wrappings = ("first", "every layer", "deep", "deep, both", "odd", "tied", "siblings")
+        setups = [Setup(*WRAPPINGS[wrapping], "nadam") for wrapping in wrappings]
+        fulls = [Plain(setup, range(STEPS)).optim.state_dict() for setup in setups]
+        ways = itertools.cycle(HOWS[:3] + HOWS)
+        resumed([Resume(setup, full, next(ways)) for setup, full in zip(setups, fulls, strict=True)], world_size)

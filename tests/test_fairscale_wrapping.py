@@ -1,0 +1,223 @@
+"""Every way to wrap: saved, resumed, and trained for real, with forward and backward and fairscale's own options."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import traceback
+import unittest
+from typing import Any
+
+import torch
+from models import WRAPPINGS, units
+from parameterized import parameterized
+from torch import Tensor, nn
+from training import (
+    STEPS,
+    Differs,
+    Full,
+    Pairs,
+    Plain,
+    Setup,
+    Wrapped,
+    check_close,
+    check_full,
+    check_value,
+    raise_problems,
+    tensors_in,
+)
+
+from fsdp_optim import FullyShardedDataParallel
+from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+
+BY_US = {name: Setup(model, wrapping) for name, (model, wrapping) in WRAPPINGS.items()}
+BY_FAIRSCALE = {
+    f"{name}, fairscale's own class": Setup(*WRAPPINGS[name], "adamw_amsgrad", fairscale=True)
+    for name in ("middle", "deep, both", "odd, unflattened", "siblings")
+}
+RESUMES = Pairs({**BY_US, **BY_FAIRSCALE}, at_four=[*BY_US, *BY_FAIRSCALE])
+
+
+class WrappingsTest(unittest.TestCase):
+    @parameterized.expand(RESUMES.cases())
+    def test_resume(self, name: str, saved: int, now: int) -> None:
+        RESUMES.check(name, saved, now)
+
+    def test_as_wrapper_cls(self) -> None:
+        texts = run_on_ranks(wrapped_by_fairscales_helpers, 2)
+        raise_problems([[text] for text in texts], [""])
+
+
+def with_fairscales_helpers(model: Any) -> nn.Module:
+    """What a user of fairscale already has, with our class."""
+    from fairscale.nn import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
+
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+        model[1] = auto_wrap(model[1], functools.partial(default_auto_wrap_policy, min_num_params=40))
+        model[3] = wrap(model[3])
+        return wrap(model)
+
+
+def wrapped_by_fairscales_helpers() -> str:
+    setup = Setup("deep", units("1.2", "1.3", "1", "3", ""))  # of 60 elements, 60, the 15 between, and 12
+    with fairscale_on_cpu():
+        wrapped = Wrapped(setup, range(STEPS), wrap=with_fairscales_helpers)
+        full = wrapped.gather(None)
+        try:
+            check_full(full, wrapped, Plain(setup, range(STEPS)))
+        except Differs as error:
+            return str(error)
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------- real training
+
+SAVED, END = 2, 4  # steps
+
+REAL = {
+    "one unit": Setup(*WRAPPINGS["one unit"], "sgd_momentum"),
+    "nested": Setup(*WRAPPINGS["middle"], "adamw_amsgrad"),
+    "wrapper in a wrapper": Setup(*WRAPPINGS["twice"]),
+    "deep": Setup(*WRAPPINGS["deep"], "nadam"),
+    "no parameters of their own": Setup(*WRAPPINGS["deep, no own"]),
+    "unflattened": Setup(*WRAPPINGS["unflattened layers"]),
+    "both": Setup(*WRAPPINGS["deep, both"], "adagrad"),
+    "tied": Setup(*WRAPPINGS["tied"]),
+    "siblings": Setup(*WRAPPINGS["siblings"], "rmsprop"),
+    "parameter without dimensions": Setup(*WRAPPINGS["odd"]),
+    "first unit frozen": Setup("mlp", units("0", "2", "4", ""), frozen=("0",)),
+    "middle unit frozen": Setup("mlp", units("2", ""), frozen=("2",)),
+    "layer not used": Setup("detour", units("last") + units("", flatten=False)),
+    "parameters kept after forward": Setup("mlp", units("2", "", reshard_after_forward=False)),
+    "on the CPU": Setup("mlp", units("2", "", move_params_to_cpu=True)),
+    "on the CPU, unflattened": Setup("deep", units("1.3", "", flatten=False, move_params_to_cpu=True)),
+}
+HALF = {
+    "mixed precision": units("2", "", mixed_precision=True),
+    "mixed precision, unflattened": units("2", "", flatten=False, mixed_precision=True),
+    "mixed precision, reduced in float32": units("2", "", mixed_precision=True, fp32_reduce_scatter=True),
+    "mixed precision on the CPU": units("2", "", mixed_precision=True, move_params_to_cpu=True),
+    "all of them": units("2", "", mixed_precision=True, fp32_reduce_scatter=True, move_params_to_cpu=True),
+}
+REAL |= {name: Setup("mlp", wrapping) for name, wrapping in HALF.items()}
+
+
+Saved = tuple[Full, dict[str, Tensor]]  # and the parameters
+
+
+def train_for_real(
+    names: list[str], start: int, stops: tuple[int, ...], given: dict[str, Saved]
+) -> dict[str, tuple[list[Saved], str]]:
+    """On one rank: what is gathered at each stop, and before the first when state is given; and what went wrong."""
+    with fairscale_on_cpu():
+        return {name: _train_one(REAL[name], start, stops, given.get(name)) for name in names}
+
+
+def _train_one(setup: Setup, start: int, stops: tuple[int, ...], given: Saved | None) -> tuple[list[Saved], str]:
+    try:
+        wrapped = Wrapped(setup, params=given[1] if given else None)
+        found = []
+        if given:
+            wrapped.load(wrapped.shard(given[0], "scatter"))
+            found.append(_gather_and_assemble(wrapped))
+        for begin, end in zip((start, *stops), stops, strict=False):
+            wrapped.train(range(begin, end))
+            found.append(_gather_and_assemble(wrapped))
+        return found, ""
+    except Exception:
+        return [], traceback.format_exc()
+
+
+def _gather_and_assemble(wrapped: Wrapped) -> Saved:
+    full = wrapped.gather(None)
+    state, params = wrapped.assemble()
+    assert full is not None
+    check_value(f"{wrapped.setup}: gathered", by_name(full), state)
+    return full, params
+
+
+def by_name(full: Full) -> dict[str, dict[str, Any]]:
+    names = {i: fqn for g in full["param_groups"] for i, fqn in zip(g["params"], g["param_names"], strict=True)}
+    return {names[i]: values for i, values in full["state"].items()}
+
+
+@functools.cache
+def all_straight(world_size: int) -> list[dict[str, tuple[list[Saved], str]]]:
+    return run_on_ranks(train_for_real, world_size, list(REAL), 0, (SAVED, END), {})
+
+
+def straight(name: str, world_size: int) -> list[Saved]:
+    """Never stopped; gathered at SAVED and at END."""
+    by_rank = all_straight(world_size)
+    raise_problems([[mine[name][1]] for mine in by_rank], [name])
+    return by_rank[0][name][0]
+
+
+@functools.cache
+def all_resumed(saved: int, now: int) -> list[dict[str, tuple[list[Saved], str]]]:
+    given = {name: stops[0] for name, (stops, problem) in all_straight(saved)[0].items() if not problem}
+    return run_on_ranks(train_for_real, now, list(given), SAVED, (END,), given)
+
+
+def resumed(name: str, saved: int, now: int) -> list[Saved]:
+    """Gathered right after loading, and at END."""
+    straight(name, saved)
+    by_rank = all_resumed(saved, now)
+    raise_problems([[mine[name][1]] for mine in by_rank], [name])
+    return by_rank[0][name][0]
+
+
+@functools.cache
+def plain_training(name: str) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """State and parameters of the unwrapped training at SAVED and at END."""
+    plain, found = Plain(REAL[name]), []
+    for steps in (range(SAVED), range(SAVED, END)):
+        plain.train(steps)
+        found.append((copy.deepcopy(plain.state()), plain.params()))
+    return found
+
+
+def rtol_for(name: str) -> float:
+    return 0.1 if name in HALF else 1e-5
+
+
+def check_training(where: str, name: str, got: Saved, want: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
+    """State and parameters are as close as their arithmetic lets them be."""
+    rtol = rtol_for(name)
+    for what, a, b in (("state", by_name(got[0]), want[0]), ("parameters", got[1], want[1])):
+        largest = max((float(t.abs().max()) for _, t in tensors_in(b) if t.numel()), default=1.0)
+        check_close(f"{where}: {what}", a, b, rtol=rtol, atol=rtol * largest)
+
+
+class RealTrainingTest(unittest.TestCase):
+    @parameterized.expand([(name, world_size) for name in REAL for world_size in (1, 2, 3)])
+    def test_as_the_unwrapped_training(self, name: str, world_size: int) -> None:
+        for stop, got, want in zip((SAVED, END), straight(name, world_size), plain_training(name), strict=True):
+            check_training(f"after {stop} steps", name, got, want)
+
+    @parameterized.expand([(name, world_size) for name in REAL for world_size in (1, 2, 3)])
+    def test_resumed_at_the_same_world_size_it_is_the_same_bit_for_bit(self, name: str, world_size: int) -> None:
+        for what, got, want in zip(
+            ("right after loading", "at the end"),
+            resumed(name, world_size, world_size),
+            straight(name, world_size),
+            strict=True,
+        ):
+            check_value(f"{what}: full dict", got[0], want[0])
+            check_value(f"{what}: parameters", got[1], want[1])
+
+    @parameterized.expand(
+        [(name, 2, 3 - 2 * (i % 2)) for i, name in enumerate(REAL)] + [("nested", 3, 4), ("both", 1, 4)]
+    )
+    def test_resumed_at_another_world_size(self, name: str, saved: int, now: int) -> None:
+        loaded, end = resumed(name, saved, now)
+        full, params = straight(name, saved)[0]
+        check_value("state right after loading", by_name(loaded[0]), by_name(full))
+        check_value("parameters right after loading", loaded[1], params)
+        check_value("groups", loaded[0]["param_groups"], full["param_groups"])
+        check_training("at the end", name, end, plain_training(name)[1])
+
+    @parameterized.expand([(name, 2) for name in HALF])
+    def test_mixed_precision_keeps_float32_state(self, name: str, world_size: int) -> None:
+        dtypes = {t.dtype for _, t in tensors_in(straight(name, world_size)[1][0])}
+        self.assertEqual(dtypes, {torch.float32})

@@ -1,0 +1,547 @@
+"""Boxes, Placements and Layouts against sets of elements."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from dataclasses import FrozenInstanceError, replace
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import fsdp_optim.layout
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout import (
+    Block,
+    Box,
+    Boxes,
+    FlatChunks,
+    Layout,
+    MeshBoxes,
+    Piece,
+    Placement,
+    Run,
+    Shape,
+    Whole,
+    bounds_of_box,
+    boxes_of_run,
+    ranks_in_order,
+    row_major_strides,
+)
+
+many = settings(max_examples=300, deadline=None, database=None)
+some = settings(max_examples=120, deadline=None, database=None)
+shapes = oracle.shapes
+flat_groups = shapes.flatmap(lambda shape: oracle.flat_groups({"w": shape, "x": (3,), "y": (0, 2)}))
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
+    shape = draw(oracle.shapes)
+    whole = Box((0,) * len(shape), shape)
+    return shape, draw(st.one_of(st.just(whole), oracle.boxes_in(shape))), draw(oracle.boxes_in(shape))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Shape, int, int]:
+    shape = draw(oracle.shapes)
+    start = draw(st.integers(0, prod(shape)))
+    return shape, start, draw(st.integers(start, prod(shape)))
+
+
+def shard_elements(placement: Placement, shard: int) -> dict[int, int]:
+    """A shard's {index into the local tensor: element}, as its blocks say."""
+    return {
+        block.offset + i: element
+        for block in placement.blocks(shard)
+        for i, element in enumerate(oracle.elements_of_box(placement.shape, block.box))
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- Box
+
+
+@many
+@given(two_boxes())
+def test_intersect_is_the_common_elements(case: tuple[Shape, Box, Box]) -> None:
+    shape, a, b = case
+    common = set(oracle.elements_of_box(shape, a)) & set(oracle.elements_of_box(shape, b))
+    found = a.intersect(b)
+    if not common:
+        assert found is None
+    else:
+        assert found is not None
+        assert set(oracle.elements_of_box(shape, found)) == common
+        assert found == b.intersect(a)
+
+
+@many
+@given(two_boxes())
+@example(((4, 4, 4), Box((0, 0, 0), (4, 4, 4)), Box((1, 1, 1), (2, 2, 2))))
+def test_subtract_leaves_every_other_element_once(case: tuple[Shape, Box, Box]) -> None:
+    shape, a, b = case
+    rest = a.subtract(b)
+    left = [element for box in rest for element in oracle.elements_of_box(shape, box)]
+    without_b = set(oracle.elements_of_box(shape, a)) - set(oracle.elements_of_box(shape, b))
+    assert sorted(left) == sorted(without_b)
+    assert all(box.numel for box in rest)
+    assert len(rest) <= max(2 * len(shape), 1)
+
+
+@some
+@given(two_boxes())
+def test_bounds_are_the_first_element_and_one_past_the_last(case: tuple[Shape, Box, Box]) -> None:
+    shape, box, _ = case
+    elements = oracle.elements_of_box(shape, box)
+    assert box.numel == len(elements)
+    if elements:
+        assert bounds_of_box(shape, box) == (min(elements), max(elements) + 1)
+
+
+@some
+@given(oracle.shapes.filter(all))
+def test_strides_are_those_of_numpy(shape: Shape) -> None:
+    assert row_major_strides(shape) == np.empty(shape, np.int8).strides
+
+
+@many
+@given(runs())
+@example(((), 0, 1))
+@example(((2, 2, 3, 2), 1, 23))
+def test_boxes_of_run_are_the_run_in_order(case: tuple[Shape, int, int]) -> None:
+    shape, start, stop = case
+    boxes = boxes_of_run(shape, start, stop)
+    elements = [element for box in boxes for element in oracle.elements_of_box(shape, box)]
+    assert elements == list(range(start, stop))
+    assert all(box.numel for box in boxes)
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+
+
+def test_boxes_of_run_takes_whole_rows_together() -> None:
+    assert boxes_of_run((4, 3), 2, 10) == (Box((0, 2), (1, 1)), Box((1, 0), (2, 3)), Box((3, 0), (1, 1)))
+    assert boxes_of_run((4, 3), 0, 12) == (Box((0, 0), (4, 3)),)
+    assert boxes_of_run((4, 3), 3, 9) == (Box((1, 0), (2, 3)),)
+    assert boxes_of_run((4, 3), 3, 3) == ()
+
+
+@pytest.mark.parametrize(("offsets", "sizes"), [((0,), (1, 2)), ((-1,), (2,)), ((0,), (-1,))])
+def test_impossible_boxes_are_refused(offsets: Shape, sizes: Shape) -> None:
+    with pytest.raises(LayoutError):
+        Box(offsets, sizes)
+
+
+# ------------------------------------------------------------------------------- what every Placement says
+
+
+@many
+@given(oracle.shapes.flatmap(oracle.placements))
+def test_placements_hold_what_the_oracle_says(placement: Placement) -> None:
+    check_placement(placement)
+
+
+def check_placement(placement: Placement) -> None:
+    held = oracle.held(placement)
+    assert placement.numel == prod(placement.shape)
+    assert placement.ranks == tuple(sorted(held))
+    seen = [rank for shard in range(placement.num_shards) for rank in placement.holders(shard)]
+    assert sorted(seen) == sorted(held), "every rank is a holder of one shard"
+    for shard in range(placement.num_shards):
+        elements, run = shard_elements(placement, shard), placement.run(shard)
+        for rank in placement.holders(shard):
+            assert placement.shard_of(rank) == shard
+            assert elements == held[rank]
+            assert placement.numel_on(rank) == len(held[rank])
+        if run is not None:
+            numbers = range(run.stop - run.start)
+            assert {run.offset + i: run.start + i for i in numbers} == elements
+    assert placement.shard_of(99) is None
+    assert placement.numel_on(99) == 0
+
+
+@many
+@given(oracle.shapes.flatmap(oracle.placements), st.data())
+def test_shards_over_misses_no_shard(placement: Placement, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, placement.numel))
+    stop = data.draw(st.integers(start, placement.numel))
+    holding = {
+        shard
+        for shard in range(placement.num_shards)
+        if set(shard_elements(placement, shard).values()) & set(range(start, stop))
+    }
+    shards = placement.shards_over(start, stop)
+    assert len(set(shards)) == len(shards)
+    assert holding <= set(shards) <= set(range(placement.num_shards))
+    rows = isinstance(placement, MeshBoxes) and placement.splits == ((0, 0),)
+    if rows or isinstance(placement, FlatChunks):
+        assert holding == set(shards), "exact, or a plan for many ranks visits all of them"
+
+
+@many
+@given(oracle.shapes.flatmap(lambda shape: st.tuples(oracle.placements(shape), oracle.placements(shape))))
+def test_joined_placements_hold_what_both_hold(pair: tuple[Placement, Placement]) -> None:
+    one, other = pair
+    joined = one.join(other)
+    again = one.join(one)
+    assert again is not None
+    assert oracle.held(again) == oracle.held(one)
+    if joined is not None:
+        check_placement(joined)
+        assert oracle.held(joined) == oracle.held(one) | oracle.held(other)
+
+
+@some
+@given(st.data(), oracle.shapes)
+def test_replicas_on_other_ranks_join(data: st.DataObject, shape: Shape) -> None:
+    """The same cut, ten ranks further on; not another cut, nor another place in the local tensor."""
+    one = data.draw(oracle.placements(shape))
+    assert one.join(Whole((*shape, 2), (99,))) is None
+    if isinstance(one, Boxes):
+        return
+    other: Placement
+    unlike: Placement
+    if isinstance(one, Whole):
+        other = replace(one, on=[rank + 10 for rank in one.on])
+        unlike = replace(other, offset=one.offset + 1)
+    else:
+        assert isinstance(one, (FlatChunks, MeshBoxes))
+        other = replace(one, replicas=tuple([rank + 10 for rank in group] for group in one.replicas))
+        if isinstance(other, FlatChunks):
+            unlike = replace(other, own_tensor=not other.own_tensor)
+        else:
+            unlike = replace(other, mesh_shape=(*other.mesh_shape, 1))
+    joined = one.join(other)
+    assert joined is not None
+    assert joined == other.join(one)
+    check_placement(joined)
+    assert oracle.held(joined) == oracle.held(one) | oracle.held(other)
+    assert one.join(unlike) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (MeshBoxes((4,), (2,), ((0, 0),), ((0, 1),)), MeshBoxes((4,), (3,), ((0, 0),), ((2, 3, 4),))),
+        (FlatChunks((4,), 0, 2, ((0, 1),)), FlatChunks((4,), 0, 2, ((2, 3, 4),))),
+    ],
+)
+def test_groups_of_another_size_do_not_join(one: Placement, other: Placement) -> None:
+    assert one.join(other) is None
+
+
+def test_a_rank_that_would_hold_two_shards_does_not_join() -> None:
+    flat = FlatChunks((4,), 0, 2, ((0, 1),))
+    assert flat.join(FlatChunks((4,), 0, 2, ((1, 0),))) is None
+    assert flat.join(FlatChunks((4,), 0, 2, ((3, 2), (0, 1)))) == FlatChunks((4,), 0, 2, ((0, 1), (3, 2)))
+
+
+@some
+@given(st.lists(st.integers(0, 20), unique=True, max_size=5))
+def test_ranks_stay_in_order(ranks: list[int]) -> None:
+    assert list(ranks_in_order(ranks)) == ranks
+    assert ranks_in_order(ranks) == ranks_in_order(tuple(ranks)) == ranks_in_order(iter(ranks))
+
+
+def test_evenly_spaced_ranks_are_a_range() -> None:
+    assert ranks_in_order([3]) == range(3, 4)
+    assert ranks_in_order([4, 6, 8]) == range(4, 9, 2)
+    assert ranks_in_order(()) == range(0) == ranks_in_order(range(4, 4))
+    assert ranks_in_order(range(2, 0, -1)) == (2, 1)
+    for ranks in ((4, 6, 7), (6, 4), (2, 2), (4, 6, 8, 11)):
+        assert ranks_in_order(ranks) == ranks
+
+
+# ------------------------------------------------------------------------------------------------ FlatChunks
+
+
+@many
+@given(flat_groups)
+def test_parameters_of_one_flat_parameter(group: dict[str, FlatChunks]) -> None:
+    total = sum(placement.numel for placement in group.values())
+    local: Counter[int] = Counter()
+    for placement in group.values():
+        check_placement(placement)
+        assert placement.gap() is None
+        assert not placement.overlapping
+        for rank in placement.replicas[0]:
+            local[rank] += placement.numel_on(rank)
+    assert sum(local.values()) == total
+    assert max(local.values()) <= group["w"].chunk_numel
+
+
+@many
+@given(st.lists(oracle.shapes, min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 5))
+def test_cuts_where_torch_chunk_cuts(shapes: list[Shape], world: int, first_rank: int) -> None:
+    flat = torch.cat([torch.full((prod(shape),), i) for i, shape in enumerate(shapes)])
+    chunks = [chunk.tolist() for chunk in flat.chunk(world)] if len(flat) else []
+    chunks += [[]] * (world - len(chunks))
+    group = tuple(range(first_rank, first_rank + world))
+    start = 0
+    for i, shape in enumerate(shapes):
+        placement = FlatChunks(shape, start, -(-len(flat) // world), (group,))
+        for shard, rank in enumerate(group):
+            places = [place for place, owner in enumerate(chunks[shard]) if owner == i]
+            assert sorted(shard_elements(placement, shard)) == places
+            assert placement.numel_on(rank) == len(places)
+        start += prod(shape)
+
+
+@some
+@given(oracle.shapes.flatmap(lambda shape: oracle.flat_groups({"w": shape, "x": (2,)}, complete=False)))
+def test_flat_chunks_that_are_too_short_have_a_gap(group: dict[str, FlatChunks]) -> None:
+    for placement in group.values():
+        check_placement(placement)
+        assert set(placement.shards_over(0, placement.numel)) <= set(range(placement.num_shards))
+        if placement.numel:
+            assert placement.gap() == oracle.first_range(oracle.missing(placement))
+
+
+def test_a_parameter_without_elements_has_no_gap_past_the_last_chunk() -> None:
+    assert FlatChunks((0,), start=5, chunk_numel=2, replicas=((0, 1),)).gap() is None
+
+
+def test_flat_chunks_by_hand() -> None:
+    """The picture in the docstring, on ranks that do not start at 0: | a a a a | a b b b | c c . . |"""
+    group = ((4, 5, 6),)
+    a, b, c = FlatChunks((5,), 0, 4, group), FlatChunks((3,), 5, 4, group), FlatChunks((2,), 8, 4, group)
+    assert [a.run(i) for i in range(3)] == [Run(0, 4, 0), Run(4, 5, 0), Run(5, 5, 0)]
+    assert [b.run(i) for i in range(3)] == [Run(0, 0, 0), Run(0, 3, 1), Run(3, 3, 0)]
+    assert [c.numel_on(rank) for rank in (3, 4, 5, 6)] == [0, 0, 0, 2]
+    assert FlatChunks((3,), 5, 4, group, own_tensor=True).run(1) == Run(0, 3, 0)
+    assert a.holders(1) == (5,)
+    assert FlatChunks((5,), 0, 4, ((4, 5, 6), (8, 9, 7))).holders(2) == (6, 7)
+
+
+@pytest.mark.parametrize("replicas", [(), ((),), ((0, 1), (2,))])
+def test_replicas_of_unlike_size_are_refused(replicas: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(LayoutError, match="groups of one size"):
+        FlatChunks((4,), 0, 2, replicas)
+
+
+@pytest.mark.parametrize(("start", "chunk_numel"), [(-1, 2), (0, -2)])
+def test_negative_numbers_are_refused(start: int, chunk_numel: int) -> None:
+    with pytest.raises(LayoutError, match="must not be negative"):
+        FlatChunks((4,), start, chunk_numel, ((0, 1),))
+
+
+# ------------------------------------------------------------------------------------------------- MeshBoxes
+
+
+@some
+@given(oracle.shapes.flatmap(oracle.mesh_placements))
+def test_a_mesh_cuts_where_torch_chunk_cuts(placement: MeshBoxes) -> None:
+    """As DTensor does: dimension by dimension of the mesh, ranks that get no chunk get nothing."""
+    for group in placement.replicas:
+        for rank, coordinate in zip(group, np.ndindex(placement.mesh_shape), strict=True):
+            local = torch.arange(placement.numel).reshape(placement.shape)
+            for mesh_dim, dim in placement.splits:
+                chunks = local.chunk(placement.mesh_shape[mesh_dim], dim)
+                mine = coordinate[mesh_dim]
+                local = chunks[mine] if mine < len(chunks) else local.narrow(dim, 0, 0)
+            shard = placement.shard_of(rank)
+            assert shard is not None
+            assert shard_elements(placement, shard) == dict(enumerate(local.reshape(-1).tolist()))
+
+
+def test_a_mesh_by_hand() -> None:
+    """The picture in the docstring, on ranks that do not start at 0."""
+    placement = MeshBoxes((3, 4), (2, 2), ((1, 1), (0, 0)), ((4, 5, 6, 7),))
+    boxes = [Box((0, 0), (2, 2)), Box((0, 2), (2, 2)), Box((2, 0), (1, 2)), Box((2, 2), (1, 2))]
+    layout = Layout({"w": placement})
+    for rank, box in enumerate(boxes, start=4):
+        assert list(layout.pieces(rank)) == [Piece("w", box, rank, 0)]
+    rows = MeshBoxes((3, 4), (2, 2), ((1, 0),), ((4, 5, 6, 7), (0, 1, 2, 3)))
+    assert [rows.holders(shard) for shard in range(2)] == [(4, 6, 0, 2), (5, 7, 1, 3)]
+    assert [rows.run(shard) for shard in range(2)] == [Run(0, 8, 0), Run(8, 12, 0)]
+    assert list(rows.shards_over(7, 8)) == [0]
+    assert placement.run(0) is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "splits", "group"),
+    [
+        ((2, 2), (), (0, 1, 2)),
+        ((2, 2), ((0, 0), (0, 1)), (0, 1, 2, 3)),
+        ((2,), ((1, 0),), (0, 1)),
+        ((2,), ((0, 2),), (0, 1)),
+    ],
+)
+def test_impossible_meshes_are_refused(mesh: Shape, splits: tuple[tuple[int, int]], group: Shape) -> None:
+    with pytest.raises(LayoutError):
+        MeshBoxes((3, 4), mesh, splits, (group,))
+
+
+def test_a_mesh_without_ranks_holds_nothing() -> None:
+    with pytest.raises(LayoutError):
+        Layout({"w": MeshBoxes((3, 4), (2,), ((0, 0),), ())})
+
+
+# ----------------------------------------------------------------------------------------------------- Boxes
+
+
+@many
+@given(oracle.shapes.flatmap(oracle.boxes_placements))
+def test_boxes_know_whether_they_overlap(placement: Boxes) -> None:
+    assert placement.gap() is None
+    count: Counter[int] = Counter()
+    for shard in range(placement.num_shards):
+        for block in placement.blocks(shard):
+            count.update(oracle.elements_of_box(placement.shape, block.box))
+    assert placement.overlapping == any(n > 1 for n in count.values())
+
+
+@many
+@given(oracle.shapes.flatmap(lambda shape: oracle.boxes_placements(shape, complete=False)))
+def test_boxes_find_a_gap_where_there_is_one(placement: Boxes) -> None:
+    missing, gap = oracle.missing(placement), placement.gap()
+    assert (gap is None) == (not missing)
+    if gap is not None:
+        assert gap[0] == missing[0]
+
+
+@pytest.mark.parametrize(
+    ("box", "gap"),
+    [
+        (Box((0, 0), (3, 3)), (3, 4)),  # the last column is missing; gap() is (3, 12), most of which is held
+        (Box((1, 2), (2, 2)), (0, 6)),  # a row and a half are missing; gap() is (0, 4)
+    ],
+)
+def test_the_gap_is_the_first_range_of_missing_elements(box: Box, gap: tuple[int, int]) -> None:
+    placement = Boxes((3, 4), ((0, (Block(box, 0),)),))
+    assert oracle.first_range(oracle.missing(placement)) == gap
+    assert placement.gap() == gap
+
+
+def test_ranks_with_the_same_blocks_are_holders_of_one_shard() -> None:
+    top, bottom = Block(Box((0, 0), (1, 2)), 0), Block(Box((1, 0), (1, 2)), 0)
+    placement = Boxes((2, 2), ((5, (top,)), (3, (bottom,)), (4, (top,)), (9, ())))
+    assert [placement.holders(shard) for shard in range(placement.num_shards)] == [(5, 4), (3,), (9,)]
+    assert placement.ranks == (3, 4, 5, 9)
+    assert not placement.overlapping
+
+
+def test_a_box_on_two_ranks_at_different_offsets_overlaps() -> None:
+    box = Box((0,), (2,))
+    assert Boxes((2,), ((0, (Block(box, 0),)), (1, (Block(box, 7),)))).overlapping
+
+
+def test_impossible_placements_are_refused() -> None:
+    block = Block(Box((1, 0), (1, 3)), 0)
+    with pytest.raises(LayoutError, match="listed once"):
+        Boxes((2, 3), ((0, (block,)), (0, ())))
+    for shape in ((2, 2), (1, 3), (6,), ()):
+        with pytest.raises(LayoutError, match=r"^rank 7: .* lies outside"):
+            Boxes(shape, ((7, (block,)),))
+
+
+# ---------------------------------------------------------------------------------------------------- Layout
+
+
+@some
+@given(oracle.layout_pairs())
+def test_pieces_are_everything_that_a_rank_holds(pair: tuple[Layout, Layout]) -> None:
+    layout = pair[0]
+    assert set(layout.ranks) == {rank for p in layout.placements.values() for rank in oracle.held(p)}
+    assert layout.ranks == tuple(sorted(set(layout.ranks)))
+    for rank in (*layout.ranks, 99):
+        found: dict[str, dict[int, int]] = {fqn: {} for fqn in layout.fqns}
+        for piece in layout.pieces(rank):
+            assert piece.rank == rank
+            elements = oracle.elements_of_box(layout.placements[piece.fqn].shape, piece.box)
+            found[piece.fqn] |= {piece.offset + i: element for i, element in enumerate(elements)}
+        assert found == {fqn: oracle.held(p).get(rank, {}) for fqn, p in layout.placements.items()}
+
+
+def test_a_layout_by_hand() -> None:
+    layout = Layout({"b": FlatChunks((2, 2), 1, 3, ((1, 0),)), "a": Whole((), (7,), offset=2)})
+    assert layout.fqns == ("b", "a")
+    assert layout.ranks == (0, 1, 7)
+    assert list(layout.pieces(1)) == [Piece("b", Box((0, 0), (1, 2)), 1, 1)]
+    assert list(layout.pieces(7)) == [Piece("a", Box((), ()), 7, 2)]
+    assert layout.only(["a"]).placements == {"a": Whole((), (7,), offset=2)}
+    assert layout.only(["a", "b"]).fqns == ("a", "b")
+    assert layout.whole_on([3, 4]) == Layout({"b": Whole((2, 2), (3, 4)), "a": Whole((), (3, 4))})
+
+
+def missing_elements() -> list[tuple[Placement, str]]:
+    boxes = Boxes((6,), ((0, (Block(Box((0,), (3,)), 0),)), (4, (Block(Box((2,), (2,)), 0),)), (5, ())))
+    hole = Boxes((2, 3), ((0, (Block(Box((0, 0), (1, 2)), 0), Block(Box((1, 0), (1, 3)), 2))),))
+    return [
+        (boxes, "elements [4, 6) are held by no rank (world size 3)"),
+        (hole, "elements [2, 3) are held by no rank (world size 1)"),
+        (Boxes((), ()), "elements [0, 1) are held by no rank (world size 0)"),
+        (FlatChunks((6,), 2, 2, ((3, 4, 5),)), "elements [4, 6) are held by no rank (world size 3)"),
+        (FlatChunks((6,), 9, 2, ((3, 4), (5, 6))), "elements [0, 6) are held by no rank (world size 4)"),
+        (Whole((2, 2), ()), "elements [0, 4) are held by no rank (world size 0)"),
+    ]
+
+
+@pytest.mark.parametrize(("placement", "message"), missing_elements())
+def test_a_layout_names_what_no_rank_holds(placement: Placement, message: str) -> None:
+    with pytest.raises(LayoutError) as raised:
+        Layout({"fine": Whole((2,), (0,)), "decoder.0.weight": placement})
+    assert str(raised.value) == f"decoder.0.weight: {message}"
+
+
+def test_parameters_without_elements_need_no_holder() -> None:
+    for placement in (Whole((0, 3), ()), Boxes((0,), ()), FlatChunks((2, 0), 0, 0, ((0, 1),))):
+        layout = Layout({"w": placement})
+        assert not [piece for rank in (0, 1) for piece in layout.pieces(rank)]
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Box((), ()), "sizes"),
+        (Whole((), (0,)), "on"),
+        (FlatChunks((1,), 0, 1, ((0,),)), "start"),
+        (Boxes((0,), ()), "by_rank"),
+        (MeshBoxes((), (1,), (), ((0,),)), "splits"),
+        (Layout(), "placements"),
+    ],
+)
+def test_values_are_frozen(value: object, name: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, name, ())
+
+
+# ---------------------------------------------------------------------------------------------------- arrows
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("errors.py", set()),
+        ("layout.py", {"fsdp_optim.errors"}),
+        ("plan.py", {"fsdp_optim.errors", "fsdp_optim.layout"}),
+    ],
+)
+def test_imports_only_the_standard_library_and_what_lies_below(name: str, ours: set[str]) -> None:
+    source = (Path(fsdp_optim.layout.__file__).parent / name).read_text()
+    modules = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where they lead"
+            modules.add(str(node.module))
+        elif isinstance(node, ast.Name):
+            assert node.id not in ("__import__", "importlib")
+    assert {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names} <= ours
+
+
+def test_a_rank_that_is_listed_twice_is_refused() -> None:
+    for make in (
+        lambda: FlatChunks((4,), 0, 2, ((0, 1), (1, 0))),
+        lambda: FlatChunks((4,), 0, 2, ((1, 1),)),
+        lambda: MeshBoxes((4,), (2,), ((0, 0),), ((0, 1), (1, 2))),
+        lambda: Whole((1,), (1, 1)),
+    ):
+        with pytest.raises(LayoutError, match="listed twice"):
+            make()

@@ -1,0 +1,224 @@
+"""Every (wrapper, world size) -> (wrapper, world size): gather there, shard here, gather again; all to the bit.
+
+The oracle is the same optimizer on the unwrapped model. Starting a run of ranks costs more than many gathers, so that one
+run gathers all sources of a world size, and one run loads all sources into one target.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+import traceback
+import unittest
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from parameterized import parameterized
+from wrapping import WORLD_SIZES, WRAPPERS, Differs, Oracle, Trained, adam, check_full, check_same, cpu, local_of, sgd
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+OPTIMIZERS = {"Adam": adam, "SGD with momentum": sgd}
+TABLE = Path(__file__).parents[1] / "build" / "matrix.md"
+
+Source = tuple[str, int]
+
+TORCH_REFUSES: Mapping[Source, str] = {}
+"""(wrapper, world size) -> torch's words, where torch itself does not build the wrapper. Anything else has to run."""
+
+ran: dict[tuple[Source, Source], str] = {}
+"""What this session really ran, and how it ended."""
+
+
+def build(wrapper: str, optimizer: str, steps: int) -> Trained | str:
+    """The trained wrapper, or torch's words."""
+    if (wrapper, dist.get_world_size()) not in TORCH_REFUSES:
+        return Trained(wrapper, OPTIMIZERS[optimizer], steps)
+    try:
+        return Trained(wrapper, OPTIMIZERS[optimizer], steps)
+    except Exception as error:
+        return str(error)
+
+
+def gather_everything() -> dict[tuple[str, str], Any]:
+    """On one rank: (wrapper, optimizer) -> full dict, torch's words, or what went wrong."""
+    found: dict[tuple[str, str], Any] = {}
+    recipient = dist.get_world_size() - 1
+    with cpu():
+        for wrapper, optimizer in itertools.product(WRAPPERS, OPTIMIZERS):
+            try:
+                trained = build(wrapper, optimizer, 3)
+                full = trained if isinstance(trained, str) else trained.gather(recipient)
+            except Exception:
+                full = traceback.format_exc()
+            if full is not None and dist.get_rank() != recipient and not isinstance(full, str):
+                full = f"rank {dist.get_rank()} is no recipient and got a {type(full).__name__}"
+            found[wrapper, optimizer] = full
+    return found
+
+
+@functools.cache
+def gathered(world_size: int) -> dict[tuple[str, str], Any]:
+    """(wrapper, optimizer) -> the recipient's full dict, or the first rank's words."""
+    by_rank = run_on_ranks(gather_everything, world_size, timeout=300.0)
+    return {
+        key: next((mine[key] for mine in by_rank if isinstance(mine[key], str)), by_rank[-1][key]) for key in by_rank[0]
+    }
+
+
+@functools.cache
+def wanted(optimizer: str) -> dict[str, Any]:
+    return Oracle(OPTIMIZERS[optimizer]).full()
+
+
+def load_everything(wrapper: str, sources: Mapping[tuple[Source, str], Any]) -> dict[tuple[Source, str], str]:
+    """On one rank: shard, load and gather again every source; "" or what was wrong."""
+    found: dict[tuple[Source, str], str] = {}
+    with cpu():
+        trained_on = {optimizer: Trained(wrapper, make) for optimizer, make in OPTIMIZERS.items()}
+        targets = {optimizer: Trained(wrapper, make, steps=0) for optimizer, make in OPTIMIZERS.items()}
+        for number, ((source, optimizer), full) in enumerate(sources.items()):
+            try:
+                _load_one(targets[optimizer], trained_on[optimizer], full, number, wanted(optimizer))
+                found[source, optimizer] = ""
+            except Exception:
+                found[source, optimizer] = traceback.format_exc()
+    return found
+
+
+def _load_one(target: Trained, alike: Trained, full: Any, number: int, oracle: Mapping[str, Any]) -> None:
+    """`alike`: the same wrapper, that has trained itself."""
+    world_size = dist.get_world_size()
+    recipient = number % world_size
+    target.fresh_optimizer()
+    if target.optim.state:
+        raise Differs("the optimizer was to be new, and has state")
+    # both ways to get a shard, in turn
+    shard = target.shard(full) if number % 2 else target.scatter(full, (number // 2) % world_size)
+    fsdp_optim.load_optim_state_dict(target.optim, shard)
+    again = target.gather(recipient)
+    # Comparisons come after the last collective call, so that a rank that finds something leaves nobody waiting.
+    check_same("this rank's state", local_state(target), local_state(alike))
+    if dist.get_rank() == recipient:
+        check_full("gathered again", again, oracle)
+    elif again is not None:
+        raise Differs(f"rank {dist.get_rank()} is no recipient and got a {type(again).__name__}")
+
+
+def local_state(trained: Trained) -> list[dict[str, Any]]:
+    """This rank's elements of every live parameter's state; elements of padding count as nothing."""
+    found = []
+    for param, index in zip(trained.params, trained.index, strict=True):
+        real = index >= min(trained.numbers.start.values())
+        values = {}
+        for name, value in trained.optim.state[param].items():
+            local = local_of(value)
+            values[name] = local.reshape(-1)[real] if local.numel() == index.numel() and local.dim() else local
+        found.append({name: values[name] for name in sorted(values)})
+    return found
+
+
+@functools.cache
+def loaded(wrapper: str, world_size: int) -> dict[tuple[Source, str], str]:
+    """By source and optimizer: "" or what was wrong with it, of the first rank that found something."""
+    sources = {
+        ((source, size), optimizer): full
+        for size in WORLD_SIZES
+        for (source, optimizer), full in gathered(size).items()
+        if not isinstance(full, str)
+    }
+    by_rank = run_on_ranks(load_everything, world_size, wrapper, sources, timeout=300.0)
+    found = {key: next((mine[key] for mine in by_rank if mine[key]), "") for key in by_rank[0]}
+    for (source, _), text in found.items():
+        pair = (source, (wrapper, world_size))
+        ran[pair] = "differs" if text or ran.get(pair) == "differs" else "exact"
+    return found
+
+
+class GatherTest(unittest.TestCase):
+    @parameterized.expand(list(itertools.product(WRAPPERS, WORLD_SIZES, OPTIMIZERS)))
+    def test_gathered_state_is_the_unwrapped_optimizers(self, wrapper: str, world_size: int, optimizer: str) -> None:
+        full = gathered(world_size)[wrapper, optimizer]
+        _skip_if_refused(self, wrapper, world_size, full)
+        if isinstance(full, str):
+            raise Differs(full)
+        check_full(f"{wrapper} on {world_size} ranks", full, wanted(optimizer))
+
+
+class PairsTest(unittest.TestCase):
+    @parameterized.expand(list(itertools.product(WRAPPERS, WORLD_SIZES)))
+    def test_every_source_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
+        _skip_if_refused(self, wrapper, world_size, gathered(world_size)[wrapper, "Adam"])
+        found = loaded(wrapper, world_size)
+        wrong = [f"{source}, {optimizer}:\n{text}" for (source, optimizer), text in found.items() if text]
+        if wrong:
+            raise Differs(f"{len(wrong)} of {len(found)} sources into {wrapper} on {world_size} ranks\n{wrong[0]}")
+        missing = {
+            ((source, size), optimizer)
+            for source, size, optimizer in itertools.product(WRAPPERS, WORLD_SIZES, OPTIMIZERS)
+            if (source, size) not in TORCH_REFUSES
+        } - set(found)
+        if missing:
+            raise Differs(f"{len(missing)} sources were not there to be loaded: {sorted(missing)[:5]}")
+
+
+class TableTest(unittest.TestCase):
+    """Last in the file: what ran, for the terminal and for the docs."""
+
+    def test_zz_table_of_the_pairs_that_ran(self) -> None:
+        if not ran:
+            self.skipTest("no pair ran in this session")
+        text = table()
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(text)
+        print(f"\n{text}")
+        every = len(WRAPPERS) * len(WORLD_SIZES)
+        exact = sum(result == "exact" for result in ran.values())
+        if len({target for _, target in ran}) == every:  # all targets ran, not a selection of tests
+            self.assertEqual(exact, (every - len(TORCH_REFUSES)) ** 2)
+
+
+def table() -> str:
+    """Rows: from; columns: to; each cell: the pairs of world sizes that ran and were exact, of those that could."""
+    lines = [
+        "Pairs of world sizes (1 to 4 each, so 16) between wrappers whose state came back bit for bit, with "
+        f"{' and '.join(OPTIMIZERS)}. Rows: gathered from; columns: loaded into.",
+        "",
+        f"| | {' | '.join(WRAPPERS)} |",
+        f"|---|{'---|' * len(WRAPPERS)}",
+    ]
+    for source in WRAPPERS:
+        cells = []
+        for target in WRAPPERS:
+            results = [result for ((s, _), (t, _)), result in ran.items() if (s, t) == (source, target)]
+            exact = results.count("exact")
+            cells.append(f"{exact}" if exact == len(results) else f"{exact} of {len(results)}")
+        lines.append(f"| **{source}** | {' | '.join(cells)} |")
+    exact = sum(result == "exact" for result in ran.values())
+    lines += ["", f"{len(ran)} pairs ran, {exact} of them exact."]
+    lines += [f"torch refuses {w} on {n} ranks: {words}" for (w, n), words in TORCH_REFUSES.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _skip_if_refused(test: unittest.TestCase, wrapper: str, world_size: int, full: Any) -> None:
+    words = TORCH_REFUSES.get((wrapper, world_size))
+    if words is not None:
+        if not isinstance(full, str) or words not in full:
+            raise Differs(f"torch was to refuse {wrapper} on {world_size} ranks with {words!r}: {full!r}")
+        test.skipTest(f"torch refuses {wrapper} on {world_size} ranks: {words}")
+
+
+def main() -> None:
+    """All pairs, and their table: `python tests/test_matrix.py`."""
+    start = time.monotonic()
+    for wrapper, world_size in itertools.product(WRAPPERS, WORLD_SIZES):
+        loaded(wrapper, world_size)
+    print(table(), f"{time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""State that is not shaped like its parameter: kept per rank on the same layout, refused by name on another."""
+
+from __future__ import annotations
+
+import itertools
+import unittest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import nn
+from wrapping import (
+    STEPS,
+    WRAPPERS,
+    Differs,
+    Net,
+    Trained,
+    check_refused,
+    check_same,
+    cpu,
+    error_text,
+    local_of,
+    snapshot,
+)
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+
+class Blockwise(torch.optim.Optimizer):
+    """As quantised optimizers do: numbers per block of this rank's elements, and a table; and one ordinary moment."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                local = local_of(param.grad).reshape(-1)
+                blocks = max(-(-local.numel() // 4), 1)
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["moment"] = torch.zeros_like(param)
+                    state["absmax"] = torch.zeros(blocks, 2)
+                    state["codes"] = torch.zeros(blocks * 4 + 1, dtype=torch.uint8)
+                    state["table"] = [0.5, "signed"]
+                state["step"] += 1
+                state["moment"].add_(param.grad)
+                for i, block in enumerate(local.split(4)):
+                    state["absmax"][i] += torch.stack([block.abs().max(), block.sum()])
+                codes = (local * 16).abs().clamp(0, 255).to(torch.uint8)
+                state["codes"][1 : 1 + len(codes)] = codes
+
+
+OPAQUE = ("absmax", "codes", "table")
+
+
+def opaque_state(trained: Trained) -> list[dict[str, Any]]:
+    return [{name: trained.optim.state[param].get(name) for name in OPAQUE} for param in trained.params]
+
+
+def same_layout(wrapper: str) -> None:
+    with cpu():
+        trained, target = (Trained(wrapper, Blockwise, steps) for steps in (STEPS, 0))
+        before = snapshot(trained)
+        fulls = {key_by: trained.gather(None, key_by) for key_by in ("id", "name")}
+        to_last = trained.gather(dist.get_world_size() - 1)
+        check_same("after gathering", snapshot(trained), before)
+        wanted = opaque_state(trained)
+        for what, full in fulls.items():
+            target.fresh_optimizer()
+            fsdp_optim.load_optim_state_dict(target.optim, target.shard(full))
+            check_same(f"opaque values, by {what}", opaque_state(target), wanted)
+        target.fresh_optimizer()
+        fsdp_optim.load_optim_state_dict(target.optim, target.scatter(to_last, dist.get_world_size() - 1))
+        check_same("opaque values, scattered", opaque_state(target), wanted)
+        again = target.gather(None)
+        check_same("gathered again", again["state"], fulls["id"]["state"])
+        # what is in the dict is its own: training on leaves it alone
+        kept = {name: value.clone() for name, value in again["state"][0].items() if isinstance(value, torch.Tensor)}
+        target.step([9])
+        for name, value in kept.items():
+            check_same(f"{name} after a step", again["state"][0][name], value)
+
+
+def gathered(wrapper: str) -> Any:
+    with cpu():
+        return Trained(wrapper, Blockwise).gather(0)
+
+
+def into(wrapper: str, full: Any) -> list[tuple[str, str]]:
+    with cpu():
+        target = Trained(wrapper, Blockwise, steps=0)
+        before = snapshot(target)
+        errors = [error_text(lambda: target.shard(full)), error_text(lambda: target.scatter(full))]
+        check_same("after being refused", snapshot(target), before)
+        return errors
+
+
+class OpaqueTest(unittest.TestCase):
+    @parameterized.expand(list(itertools.product(WRAPPERS, (1, 2, 3))))
+    def test_same_layout_gets_every_rank_its_own(self, wrapper: str, world_size: int) -> None:
+        run_on_ranks(same_layout, world_size, wrapper)
+
+    @parameterized.expand(
+        [
+            ("FSDP1 flat", 2, "FSDP1 flat", 3),
+            ("FSDP1 orig", 2, "FSDP1 orig", 4),
+            ("FSDP2", 2, "FSDP2", 3),
+            ("FSDP2", 3, "plain", 1),
+            ("fairscale flat", 2, "fairscale flat", 4),
+            ("fairscale flat", 2, "FSDP2", 2),
+            ("FSDP1 orig", 2, "FSDP2", 2),
+            ("FSDP1 flat", 2, "plain", 1),
+            ("plain", 1, "FSDP2", 2),
+            ("DDP", 2, "FSDP1 flat", 2),
+            ("HSDP", 4, "FSDP2", 4),
+        ]
+    )
+    def test_another_layout_is_refused_by_name(self, wrapper: str, size: int, target: str, target_size: int) -> None:
+        full = run_on_ranks(gathered, size, wrapper)[0]
+        by_rank = run_on_ranks(into, target_size, target, full)
+        for place, verb in enumerate(("shard", "scatter")):
+            errors = [mine[place] for mine in by_rank]
+            self.assertEqual({kind for kind, _ in errors}, {"StateError"}, errors)
+            for _, text in errors:
+                self.assertTrue(any(name in text for name in OPAQUE), f"{verb}: {text}")
+                self.assertTrue(any(name in text for name, _ in Net().named_parameters()), f"{verb}: {text}")
+        check_refused("scatter", [mine[1] for mine in by_rank], "StateError")
+
+    @parameterized.expand([("plain", 1, "DDP", 3), ("DDP", 2, "plain", 1), ("plain", 2, "plain", 1)])
+    def test_whole_parameters_are_one_layout(self, wrapper: str, size: int, target: str, target_size: int) -> None:
+        """Every rank has the same whole value: nothing depends on how many there are."""
+        full = run_on_ranks(gathered, size, wrapper)[0]
+        for mine in run_on_ranks(into, target_size, target, full):
+            self.assertEqual(mine, [("", ""), ("", "")])
+
+
+# ------------------------------------------------------------------------------------------- torchao
+
+
+class Wide(nn.Module):
+    """Large enough for torchao, which quantises from 4,096 elements on, by blocks of 256."""
+
+    units = ("first", "")
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.last = nn.Linear(128, 64, bias=False)
+
+
+def eight_bits(params: Any) -> Any:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=0.01)
+
+
+def adam_of_eight_bits() -> None:
+    trained, target = (Trained("FSDP2", eight_bits, steps, Wide) for steps in (2, 0))
+    full = trained.gather(None)
+    fsdp_optim.load_optim_state_dict(target.optim, target.shard(full))
+    again = target.gather(None)
+    for trained_on in (trained, target):
+        trained_on.step([5])
+    moments = [
+        [local_of(one.optim.state[param]["exp_avg"]).dequantize() if param.dim() > 1 else None for param in one.params]
+        for one in (trained, target)
+    ]
+    if list(again["state"]) != list(full["state"]):
+        raise Differs(f"{list(again['state'])}, not {list(full['state'])}")
+    check_same("moments, trained on", moments[1], moments[0])
+
+
+class TorchaoTest(unittest.TestCase):
+    def test_8_bit_adam_on_fsdp2(self) -> None:
+        try:
+            import torchao.optim  # noqa: F401
+        except ImportError as error:
+            self.skipTest(f"torchao is not installed: {error}")
+        run_on_ranks(adam_of_eight_bits, 2)

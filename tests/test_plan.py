@@ -1,0 +1,320 @@
+"""Plans, executed one element at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import ClassVar
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
+from fsdp_optim.plan import Copy, plan, plan_into
+
+most = settings(max_examples=650, deadline=None, database=None)
+some = settings(max_examples=200, deadline=None, database=None)
+
+
+def arrays_of(source: Layout, target: Layout) -> tuple[oracle.Arrays, oracle.Arrays]:
+    numbering = {fqn: i for i, fqn in enumerate(source.fqns)}
+    return oracle.local_arrays(source, numbering), oracle.local_arrays(target, numbering)
+
+
+def by_pair(copies: Iterable[Copy]) -> dict[tuple[int, int], list[Copy]]:
+    pairs: dict[tuple[int, int], list[Copy]] = {}
+    for copy in copies:
+        pairs.setdefault((copy.source_rank, copy.target_rank), []).append(copy)
+    return pairs
+
+
+def check_plan(source: Layout, target: Layout) -> tuple[Copy, ...]:
+    """Execute the plan and compare every element; from others, a rank takes only what it does not hold."""
+    copies = plan(source, target)
+    before, wanted = arrays_of(source, target)
+    after = oracle.execute(copies, before, wanted)
+    assert after.keys() == wanted.keys()
+    for key, array in wanted.items():
+        assert after[key].tolist() == array.tolist(), key
+    for copy in copies:
+        assert copy.numel == len(oracle.addresses(copy)) > 0
+        if copy.source_rank != copy.target_rank:
+            sent = {before[copy.fqn, copy.source_rank][at] for at, _ in oracle.addresses(copy)}
+            own = before.get((copy.fqn, copy.target_rank))
+            assert own is None or not sent & set(own), f"the target rank holds some of it: {copy}"
+    return copies
+
+
+@most
+@given(oracle.layout_pairs())
+def test_a_plan_fills_every_target_element_once(pair: tuple[Layout, Layout]) -> None:
+    check_plan(*pair)
+
+
+@some
+@given(oracle.layout_pairs())
+def test_from_a_layout_to_itself_nothing_is_sent(pair: tuple[Layout, Layout]) -> None:
+    layout = pair[0]
+    assert all(copy.source_rank == copy.target_rank for copy in check_plan(layout, layout))
+
+
+@most
+@given(oracle.layout_pairs())
+def test_every_rank_plans_the_same_copies_in_the_same_order(pair: tuple[Layout, Layout]) -> None:
+    copies = plan(*pair)
+    pairs = by_pair(copies)
+    for rank in (*oracle.RANKS, 99):
+        mine = by_pair(plan(*pair, rank=rank))
+        assert mine == {ends: between for ends, between in pairs.items() if rank in ends}
+        assert plan_into(*pair, rank) == tuple(copy for copy in copies if copy.target_rank == rank)
+
+
+@some
+@given(oracle.layout_pairs())
+def test_contiguous_dimensions_are_one(pair: tuple[Layout, Layout]) -> None:
+    for copy in plan(*pair):
+        addresses = oracle.addresses(copy)
+        steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(addresses)}
+        contiguous = steps <= {(1, 1)}
+        assert copy.is_run == contiguous
+        assert len(copy.sizes) == 1 or not contiguous
+        assert len(copy.sizes) == len(copy.source_strides) == len(copy.target_strides) >= 1
+        assert all(size > 1 for size in copy.sizes) or copy.sizes == (1,)
+        dims = list(zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True))
+        for (_, *outer), (size, *inner) in pairwise(dims):
+            assert outer != [size * stride for stride in inner], f"two dimensions could be one: {copy}"
+
+
+@some
+@given(oracle.shapes, st.data())
+def test_runs_need_one_copy_for_two_ranks(shape: tuple[int, ...], data: st.DataObject) -> None:
+    placements = oracle.placements(shape).filter(lambda p: all(map(p.run, range(p.num_shards))))
+    source, target = (Layout({"w": data.draw(placements)}) for _ in range(2))
+    copies = plan(source, target)
+    assert all(copy.is_run for copy in copies)
+    assert all(len(group) == 1 for group in by_pair(copies).values())
+
+
+class Vague(FlatChunks):
+    """FlatChunks that name more shards than needed, as they may."""
+
+    def shards_over(self, start: int, stop: int) -> range:
+        return range(self.num_shards)
+
+
+def test_shards_that_hold_nothing_of_it_make_no_copy() -> None:
+    four, two = ((0, 1, 2, 3),), ((3, 4),)
+    source, target = Layout({"w": Vague((12,), 0, 3, four)}), Layout({"w": Vague((12,), 0, 6, two)})
+    exact = plan(Layout({"w": FlatChunks((12,), 0, 3, four)}), Layout({"w": FlatChunks((12,), 0, 6, two)}))
+    assert len(exact) == 4
+    assert plan(source, target) == exact
+    for rank in range(5):
+        assert by_pair(plan(source, target, rank=rank)) == by_pair(
+            c for c in exact if rank in (c.source_rank, c.target_rank)
+        )
+
+
+# -------------------------------------------------------------------------------------------- plans by hand
+
+
+def test_gather_a_flat_parameter() -> None:
+    """The picture in FlatChunks: b lies 5 elements in; rank 5 holds it after the last element of a."""
+    source = Layout({"a": FlatChunks((5,), 0, 4, ((4, 5, 6),)), "b": FlatChunks((3, 1), 5, 4, ((4, 5, 6),))})
+    assert plan(source, source.whole_on([4])) == (
+        Copy("a", 4, 4, (4,), 0, (1,), 0, (1,)),
+        Copy("a", 5, 4, (1,), 0, (1,), 4, (1,)),
+        Copy("b", 5, 4, (3,), 1, (1,), 0, (1,)),
+    )
+
+
+def test_columns_are_strided() -> None:
+    columns = Boxes((3, 4), tuple((r, (Block(Box((0, 2 * r), (3, 2)), 1),)) for r in (0, 1)))
+    source, target = Layout({"w": columns}), Layout({"w": Whole((3, 4), (7,))})
+    assert plan(source, target) == (
+        Copy("w", 0, 7, (3, 2), 1, (2, 1), 0, (4, 1)),
+        Copy("w", 1, 7, (3, 2), 1, (2, 1), 2, (4, 1)),
+    )
+    column = Layout({"w": Boxes((3, 4), tuple((r, (Block(Box((0, r), (3, 1)), 0),)) for r in range(4)))})
+    copy = plan(column, target)[0]
+    assert (copy.sizes, copy.source_strides, copy.target_strides, copy.is_run) == ((3,), (1,), (4,), False)
+
+
+def test_rows_of_the_same_width_are_one_run() -> None:
+    halves = tuple((r, (Block(Box((2 * r, 0, 0), (2, 2, 3)), 0),)) for r in (0, 1))
+    rows = Layout({"w": Boxes((4, 2, 3), halves)})
+    assert plan(rows, rows.whole_on([0])) == (
+        Copy("w", 0, 0, (12,), 0, (1,), 0, (1,)),
+        Copy("w", 1, 0, (12,), 0, (1,), 12, (1,)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- replicas
+
+
+def sent(copies: Iterable[Copy]) -> Counter[int]:
+    """How many elements every rank sends to others."""
+    count: Counter[int] = Counter()
+    for copy in copies:
+        if copy.source_rank != copy.target_rank:
+            count[copy.source_rank] += copy.numel
+    return count
+
+
+replica_groups = st.sampled_from([((0, 1), (2, 3)), ((0,), (1,), (2,)), ((3, 4), (0, 1), (6, 7)), ((5,),)])
+
+
+@some
+@given(replica_groups, st.lists(st.integers(0, 30), min_size=1, max_size=12))
+def test_a_recipient_reads_evenly(groups: tuple[tuple[int, ...], ...], numels: list[int]) -> None:
+    """Every parameter is read from one replica; no replica is ahead of another by more than one parameter."""
+    world = len(groups[0])
+    source = Layout({f"p{i}": FlatChunks((n,), 0, -(-n // world), groups) for i, n in enumerate(numels)})
+    copies = plan(source, source.whole_on([99]))
+    group_of = {rank: i for i, group in enumerate(groups) for rank in group}
+    loads = [0] * len(groups)
+    for rank, numel in sent(copies).items():
+        loads[group_of[rank]] += numel
+    assert sum(loads) == sum(numels)
+    assert max(loads) - min(loads) <= max(numels)
+    for fqn in source.fqns:
+        assert len({group_of[copy.source_rank] for copy in copies if copy.fqn == fqn}) <= 1
+
+
+@some
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(4, 9), st.integers(1, 3))
+def test_neighbours_read_evenly(replicas: int, times: int, first: int, parameters: int) -> None:
+    """Consecutive ranks without the state, as many for each replica."""
+    source = Layout({f"p{i}": Whole((3, 2), tuple(range(replicas))) for i in range(parameters)})
+    copies = plan(source, source.whole_on(range(first, first + replicas * times)))
+    assert sent(copies) == dict.fromkeys(range(replicas), 6 * times * parameters)
+
+
+@pytest.mark.parametrize(
+    "on",
+    [
+        [(i % 4,) for i in range(8)],  # whole tensors dealt to the ranks: ranks 2 and 3 send nothing
+        [(8, 10, 12, 14)] * 1,  # every second rank: all read the same replica
+    ],
+)
+def test_replicas_are_even_for_any_target_ranks(on: list[tuple[int, ...]]) -> None:
+    source = Layout({f"p{i}": FlatChunks((8,), 0, 4, ((0, 1), (2, 3))) for i in range(len(on))})
+    target = Layout({f"p{i}": Whole((8,), ranks) for i, ranks in enumerate(on)})
+    count = sent(check_plan(source, target))
+    loads = [count[0] + count[1], count[2] + count[3]]
+    assert max(loads) - min(loads) <= 8
+
+
+# --------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_missing_parameter_is_named() -> None:
+    source, target = (
+        Layout({"a": Whole((2,), (0,))}),
+        Layout({"a": Whole((2,), (0,)), "b.c": Whole((0,), (0,))}),
+    )
+    with pytest.raises(LayoutError, match=r"^b\.c: the target has this parameter, the source does not$"):
+        plan(source, target)
+    assert len(plan(target, source)) == 1, "the source may have more"
+
+
+@pytest.mark.parametrize("theirs", [(6,), (3, 2), (2, 3, 1), (), (0,)])
+@pytest.mark.parametrize("rank", [None, 0, 5])
+def test_another_shape_is_named(theirs: tuple[int, ...], rank: int | None) -> None:
+    source, target = Layout({"w": Whole((2, 3), (0,))}), Layout({"w": Whole(theirs, (0,))})
+    with pytest.raises(LayoutError) as raised:
+        plan(source, target, rank=rank)
+    assert str(raised.value) == f"w: shape [2, 3] in the source, {list(theirs)} in the target"
+
+
+# ---------------------------------------------------------------------------------------------------- scale
+
+
+class Counted(FlatChunks):
+    """FlatChunks that count what a plan asks them."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def run(self, shard: int) -> Run:
+        self.calls["run"] += 1
+        return super().run(shard)
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        self.calls["blocks"] += 1
+        return super().blocks(shard)
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        self.calls["holders"] += 1
+        return super().holders(shard)
+
+
+class CountedMesh(MeshBoxes):
+    """MeshBoxes that count, too: every question comes down to a Box."""
+
+    def box(self, shard: int) -> Box:
+        Counted.calls["box"] += 1
+        return super().box(shard)
+
+
+WORLD, PARAMETERS = 4096, 200
+
+
+def one_flat_parameter(world: int, kind: type[FlatChunks]) -> Layout:
+    """200 parameters of many sizes in one flat parameter on `world` ranks."""
+    shapes = [(37 * i % 101 + 1, 64 + i) for i in range(PARAMETERS)]
+    chunk = -(-sum(a * b for a, b in shapes) // world)
+    placements: dict[str, Placement] = {}
+    start = 0
+    for i, shape in enumerate(shapes):
+        placements[f"p{i}"] = kind(shape, start, chunk, (tuple(range(world)),))
+        start += shape[0] * shape[1]
+    return Layout(placements)
+
+
+@pytest.fixture
+def calls() -> Counter[str]:
+    Counted.calls.clear()
+    return Counted.calls
+
+
+@pytest.mark.parametrize("rank", [1, 2047, 4095])
+def test_a_sender_among_4096_ranks_asks_only_about_itself(rank: int, calls: Counter[str]) -> None:
+    source = one_flat_parameter(WORLD, Counted)
+    copies = plan(source, source.whole_on([0]), rank=rank)
+    assert sum(copy.numel for copy in copies) == sum(p.numel_on(rank) for p in source.placements.values())
+    assert all(copy.source_rank == rank and copy.target_rank == 0 and copy.is_run for copy in copies)
+    assert calls.total() <= 8 * PARAMETERS
+
+
+def test_a_recipient_among_4096_ranks_asks_about_what_it_gets(calls: Counter[str]) -> None:
+    source = one_flat_parameter(WORLD, Counted)
+    copies = plan(source, source.whole_on([0]), rank=0)
+    assert sum(copy.numel for copy in copies) == sum(p.numel for p in source.placements.values())
+    assert len(copies) < WORLD + PARAMETERS, "one for every rank, and one for every border between parameters"
+    assert calls.total() <= 8 * (WORLD + PARAMETERS)
+
+
+def test_from_4096_ranks_to_3000_asks_about_neighbours(calls: Counter[str]) -> None:
+    source, target = one_flat_parameter(WORLD, Counted), one_flat_parameter(3000, Counted)
+    copies = plan(source, target, rank=1234)
+    received = sum(copy.numel for copy in copies if copy.target_rank == 1234)
+    assert received == sum(p.numel_on(1234) for p in target.placements.values()) > 0
+    assert 0 < len(copies) <= 20
+    assert calls.total() <= 12 * PARAMETERS
+
+
+def test_from_4096_ranks_to_3000_of_a_mesh_asks_about_neighbours(calls: Counter[str]) -> None:
+    def rows(world: int) -> Layout:
+        shapes = [(10_000 + i, 64) for i in range(20)]
+        placed = {f"p{i}": CountedMesh(s, (world,), ((0, 0),), (range(world),)) for i, s in enumerate(shapes)}
+        return Layout(placed)
+
+    source, target = rows(WORLD), rows(3000)
+    copies = plan(source, target, rank=1234)
+    received = sum(copy.numel for copy in copies if copy.target_rank == 1234)
+    assert received == sum(p.numel_on(1234) for p in target.placements.values()) > 0
+    assert len(copies) <= 6 * 20
+    assert calls.total() <= 30 * 20

@@ -1,0 +1,615 @@
+"""Units on other process groups than the root's: experts, BatchNorm, halves of the world, replicas, groups without rank 0.
+
+A run of ranks is slow to start and quick to go on, so that every run goes through many cases.
+"""
+
+from __future__ import annotations
+
+import logging
+import unittest
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.internal.parallel import get_process_group_cached
+from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
+from fairscale.nn.data_parallel import auto_wrap_bn
+from helpers_groups import (
+    Net,
+    Sharded,
+    adam,
+    by_name,
+    check_alike,
+    check_full,
+    check_gathered,
+    check_same,
+    error_of,
+    frozen_copy,
+    names_in,
+    new_groups,
+    numbers,
+    plain_by_name,
+    plain_net,
+    step_plain,
+    told_by,
+)
+from parameterized import parameterized
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+
+STEPS = 3
+
+
+# ------------------------------------------------------------------------------------------- experts
+
+
+class Experts(nn.Module):
+    """A trunk, some experts, a head. The plain model has all experts, a rank has its own ones."""
+
+    def __init__(self, keys: Sequence[int | str]) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 5)
+        self.experts = nn.ModuleDict({str(key): nn.Linear(5, 3) for key in keys})
+        self.head = nn.Linear(3, 2)
+
+
+Distribution = Sequence[Sequence[int]]
+"""For every rank the experts that it has, by their numbers in the whole job; the rank itself calls them 0, 1, ..."""
+
+
+def rename_experts(mine: Sequence[int]) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        parts = name.split(".")
+        if parts[0] == "experts":
+            parts[1] = str(mine[int(parts[1])])
+        return ".".join(parts)
+
+    return rename
+
+
+def name_of_experts(distribution: Distribution) -> Callable[[str, int], str]:
+    def name_of(fqn: str, rank: int) -> str:
+        return rename_experts(distribution[rank])(fqn)
+
+    return name_of
+
+
+def with_experts(
+    mine: Sequence[int], steps: int = STEPS, no_broadcast: bool = True, keys: Sequence[int | str] | None = None
+) -> tuple[Any, torch.optim.Optimizer, Sharded]:
+    """The model of this rank: a unit on a group of one for each of its experts, the rest on all ranks."""
+    rename = rename_experts(mine) if keys is None else str
+    net = Experts(range(len(mine)) if keys is None else keys)
+    sharded = Sharded(net, rename)
+    alone = new_groups(*([rank] for rank in range(dist.get_world_size())))
+    for key, expert in net.experts.items():
+        net.experts[key] = sharded.wrap(expert, process_group=alone, no_broadcast_optim_state=no_broadcast)
+    model = sharded.wrap(net)
+    optim = adam(model.parameters())
+    sharded.step(optim, range(steps))
+    return model, optim, sharded
+
+
+def plain_experts(num: int, steps: int = STEPS) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return plain_net(steps, model=Experts(range(num)))
+
+
+@fairscale_on_cpu()
+def gather_all_experts(no_broadcast: bool) -> None:
+    distribution = [[0], [1], [2]]
+    plain, plain_optim = plain_experts(3)
+    model, optim, _ = with_experts(distribution[dist.get_rank()], no_broadcast=no_broadcast)
+    name_of = name_of_experts(distribution)
+    for recipient in (0, 1, 2, None):
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, collect="all", name_of=name_of)
+        check_gathered(full, recipient, plain, plain_optim)
+        if full is not None and full["uncollected_local_ids"]:
+            raise AssertionError(f"all are collected, but listed as uncollected: {full['uncollected_local_ids']}")
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", name_of=name_of)
+    check_same(full["state"], plain_by_name(plain, plain_optim), "state by name")
+    listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None, collect="all", name_of=name_of))
+    check_same(listed, plain_by_name(plain, plain_optim), "iterated")
+
+
+@fairscale_on_cpu()
+def gather_experts_from_anywhere(distribution: Distribution) -> None:
+    """The ids do not depend on which rank has which expert: they are the unwrapped model's."""
+    plain, plain_optim = plain_experts(3)
+    model, optim, _ = with_experts(distribution[dist.get_rank()])
+    name_of = name_of_experts(distribution)
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, collect="all", name_of=name_of)
+    check_same(by_name(full), plain_by_name(plain, plain_optim), "state by name")
+    check_gathered(full, None, plain, plain_optim)
+
+
+@fairscale_on_cpu()
+def resume_experts(distribution: Distribution, verb: str) -> None:
+    """Every rank gets its own experts' state from a dict with all experts, as its own optimizer would have it."""
+    rank = dist.get_rank()
+    plain, plain_optim = plain_experts(4)
+    full = {**plain_optim.state_dict(), "param_id_map": {}, "num_padded": [], "uncollected_local_ids": []}
+    full["param_groups"] = [{**full["param_groups"][0], "param_names": names_in(plain)}]
+    trained = frozen_copy(with_experts(distribution[rank])[1])
+    model, optim, sharded = with_experts(distribution[rank], steps=0)
+    name_of = name_of_experts(distribution)
+    if verb == "shard":
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of)
+    elif verb == "by name":
+        named = {**full, "state": plain_by_name(plain, plain_optim)}
+        named["param_groups"] = [{**full["param_groups"][0], "params": names_in(plain)}]
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, named, name_of=name_of)
+    elif verb == "method":
+        shard = model.get_shard_from_optim_state_dict(full, optim, name_of=name_of)
+    else:
+        source = len(distribution) - 1
+        mine = full if rank == source else None
+        shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source, name_of=name_of)
+    check_same(shard, trained, f"{verb} on rank {rank}")
+    fsdp_optim.load_optim_state_dict(optim, shard)
+    sharded.step(optim, [STEPS])
+
+
+@fairscale_on_cpu()
+def same_experts_gathered_and_given_back() -> None:
+    """The whole way round, with what gather itself gave."""
+    rank = dist.get_rank()
+    saved, loaded = [[0], [1], [2]], [[2], [0], [1]]
+    model, optim, _ = with_experts(saved[rank])
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, collect="all", name_of=name_of_experts(saved))
+    wanted = frozen_copy(with_experts(loaded[rank])[1])
+    model, optim, _ = with_experts(loaded[rank], steps=0)
+    name_of = name_of_experts(loaded)
+    check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of), wanted, "shard")
+
+
+@fairscale_on_cpu()
+def gather_own_experts_only() -> None:
+    """fairscale's meaning of no_broadcast_optim_state: no `collect`, no `name_of`."""
+    rank = dist.get_rank()
+    model, optim, _ = with_experts([rank])
+    local_ids = {id(param): local_id for local_id, param in enumerate(optim.param_groups[0]["params"])}
+    (expert_id,) = (local_ids[id(param)] for param in model.module.experts.parameters())
+    plain, plain_optim = plain_experts(3)
+    wanted = {
+        name.replace(f"experts.{rank}.", "experts.0."): values
+        for name, values in plain_by_name(plain, plain_optim).items()
+        if not name.startswith("experts.") or name.startswith(f"experts.{rank}.")
+    }
+    for recipient in (0, 1, 2, None):
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient)
+        if recipient not in (rank, None):
+            check_same(full, None, "of another rank than the recipient")
+            continue
+        check_same(by_name(full), wanted, f"state on rank {rank}: its own expert, no other's")
+        check_same(full["uncollected_local_ids"], [expert_id], "uncollected_local_ids")
+        names = full["param_groups"][0]["param_names"]
+        uncollected = {names[key] for key, local_id in full["param_id_map"].items() if local_id == expert_id}
+        check_same(sorted(uncollected), ["experts.0.bias", "experts.0.weight"], "originals of the uncollected")
+
+
+class Warnings(logging.Handler):
+    """What the library warns of on this rank."""
+
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logging.getLogger("fsdp_optim").addHandler(self)
+        return self.lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.lines.append(record.getMessage())
+
+    def __exit__(self, *exc_info: object) -> None:
+        logging.getLogger("fsdp_optim").removeHandler(self)
+
+
+@fairscale_on_cpu()
+def load_uncollected(verb: str) -> None:
+    """The recipient's expert goes to every rank, as fairscale gives it, and a warning is logged."""
+    rank = dist.get_rank()
+    for source in (0, 1):
+        model, optim, _ = with_experts([rank])
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, source)
+        wanted = frozen_copy(with_experts([source])[1])  # this rank's trunk and head, the source's expert
+        model, optim, _ = with_experts([rank], steps=0)
+        full = told_by(source, full)
+        with Warnings() as warnings:
+            if verb == "shard":
+                shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)
+            else:
+                mine = full if rank == source else None
+                shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source)
+        check_same(shard, wanted, f"{verb} on rank {rank} of what rank {source} gathered")
+        if not any("experts.0.weight" in line and "no_broadcast_optim_state" in line for line in warnings):
+            raise AssertionError(f"no warning on rank {rank}: {warnings}")
+
+
+@fairscale_on_cpu()
+def gather_colliding() -> list[tuple[str, str, float]]:
+    """Ranks whose experts have one name: the errors for the same shapes, and for different ones, twice each."""
+    rank = dist.get_rank()
+    alone = new_groups(*([r] for r in range(dist.get_world_size())))
+    errors = []
+    for shapes_differ in (False, True):
+        for collect in ("wrapper", "all"):
+            net = Experts([0])
+            net.experts["0"] = nn.Linear(6, 3) if shapes_differ and rank == 1 else net.experts["0"]
+            sharded = Sharded(net, rename_experts([rank]))
+            flags = {"no_broadcast_optim_state": collect == "all"}
+            net.experts["0"] = sharded.wrap(net.experts["0"], process_group=alone, **flags)
+            model = sharded.wrap(net)
+            optim = adam(model.parameters())
+            sharded.step(optim, range(STEPS))
+            call = lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, collect=collect)  # noqa: B023, E731
+            errors.append(error_of(call))
+    return errors
+
+
+@fairscale_on_cpu()
+def gather_keyed_by_rank(key_of_rank: Sequence[int]) -> None:
+    """Ranks whose experts have names of their own already."""
+    rank = dist.get_rank()
+    plain, plain_optim = plain_experts(len(key_of_rank))
+    for no_broadcast in (True, False):
+        key = key_of_rank[rank]
+        model, optim, _ = with_experts([key], no_broadcast=no_broadcast, keys=[key])
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, collect="all" if no_broadcast else "wrapper")
+        if full is not None:
+            check_same(by_name(full), plain_by_name(plain, plain_optim), "state by name")
+        check_gathered(full, 0, plain, plain_optim)
+
+
+class TestExperts(unittest.TestCase):
+    """Units on groups of one rank."""
+
+    @parameterized.expand([(True,), (False,)])
+    def test_every_expert_is_gathered_under_its_own_name(self, no_broadcast: bool) -> None:
+        run_on_ranks(gather_all_experts, 3, no_broadcast)
+
+    @parameterized.expand([([[2], [0], [1]],), ([[1], [2], [0]],), ([[0, 1], [2]],), ([[2], [0, 1]],)])
+    def test_ids_do_not_depend_on_which_rank_has_which_experts(self, distribution: Distribution) -> None:
+        run_on_ranks(gather_experts_from_anywhere, len(distribution), distribution)
+
+    @parameterized.expand(
+        [
+            ("shard", [[0], [1], [2], [3]]),
+            ("shard", [[2], [3], [0], [1]]),
+            ("shard", [[3, 1], [], [0, 2]]),  # fewer ranks, one of which has none
+            ("method", [[1, 0], [3, 2]]),
+            ("by name", [[1, 0], [3, 2]]),
+            ("scatter", [[2], [3], [0], [1]]),
+            ("scatter", [[3, 1], [], [0, 2]]),
+        ]
+    )
+    def test_each_rank_gets_its_own_experts_back(self, verb: str, distribution: Distribution) -> None:
+        run_on_ranks(resume_experts, len(distribution), distribution, verb)
+
+    def test_what_was_gathered_is_given_back(self) -> None:
+        run_on_ranks(same_experts_gathered_and_given_back, 3)
+
+    def test_no_broadcast_optim_state_means_what_it_means_to_fairscale(self) -> None:
+        run_on_ranks(gather_own_experts_only, 3)
+
+    @parameterized.expand([("shard",), ("scatter",)])
+    def test_an_uncollected_expert_is_given_to_every_rank_with_a_warning(self, verb: str) -> None:
+        run_on_ranks(load_uncollected, 2, verb)
+
+    def test_different_experts_of_one_name_are_an_error_that_names_name_of(self) -> None:
+        for index, errors in enumerate(zip(*run_on_ranks(gather_colliding, 2), strict=True)):
+            numbers_told = ("rank 0", "rank 1") if index < 2 else ("[3, 5]", "[3, 6]")
+            check_alike(errors, "StateError", "experts.0.", "name_of", *numbers_told)
+
+    @parameterized.expand([([0, 1, 2],), ([2, 0, 1],)])
+    def test_experts_with_names_of_their_own_need_no_name_of(self, key_of_rank: Sequence[int]) -> None:
+        run_on_ranks(gather_keyed_by_rank, 3, key_of_rank)
+
+
+# ------------------------------------------------------------------------------------------- BatchNorm
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 2)
+        self.bn = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 2)
+
+
+def bn_alone(fqn: str, rank: int) -> str:
+    return f"rank{rank}.{fqn}" if fqn.startswith("bn.") else fqn
+
+
+def with_batch_norm(drifted: bool) -> tuple[Any, torch.optim.Optimizer]:
+    """BatchNorm in a group of this rank alone, whose gradients nobody averages."""
+    rank = dist.get_rank()
+    net = Normed()
+    sharded = Sharded(net, (lambda name: bn_alone(name, rank)) if drifted else str)
+    get_process_group_cached()
+    for r in range(dist.get_world_size()):  # all ranks make all groups, and auto_wrap_bn finds this one's
+        get_process_group_cached(ranks=[r])
+    wrapped = auto_wrap_bn(net, single_rank_pg=True)
+    if not isinstance(wrapped.bn, FairscaleFSDP) or wrapped.bn.world_size != 1:
+        raise AssertionError(f"this is not the model that is to be tested: {wrapped}")
+    sharded.adopt(wrapped.bn, ["bn.weight", "bn.bias"])
+    model = sharded.wrap(wrapped)
+    optim = adam(model.parameters())
+    sharded.step(optim, range(STEPS))
+    return model, optim
+
+
+def train_normed(rank: int) -> dict[str, Any]:
+    """State by name of a plain model whose BatchNorm has the numbers of one rank."""
+    net = Normed()
+    for name, param in net.named_parameters():
+        param.data.copy_(numbers(f"{bn_alone(name, rank)} values", param.shape))
+    optim = adam(net.parameters())
+    for step in range(STEPS):
+        for name, param in net.named_parameters():
+            param.grad = numbers(f"{bn_alone(name, rank)} gradient {step}", param.shape)
+        optim.step()
+    return {bn_alone(name, rank): dict(optim.state[param]) for name, param in net.named_parameters()}
+
+
+@fairscale_on_cpu()
+def gather_batch_norm() -> tuple[str, str, float]:
+    model, optim = with_batch_norm(drifted=False)
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim)
+    check_gathered(full, 0, *plain_net(model=Normed()))
+    check_same(model.get_shard_from_optim_state_dict(told_by(0, full), optim), frozen_copy(optim), "shard")
+    check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, full), frozen_copy(optim), "scatter")
+
+    model, optim = with_batch_norm(drifted=True)
+    error = error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, name_of=bn_alone)
+    check_same(by_name(full), {**train_normed(0), **train_normed(1)}, "drifted apart")
+    return error
+
+
+class TestBatchNorm(unittest.TestCase):
+    def test_equal_ones_are_replicas_and_others_an_error_or_have_names(self) -> None:
+        check_alike(run_on_ranks(gather_batch_norm, 2), "StateError", "bn.weight", "name_of")
+
+
+# ------------------------------------------------------------------------------------------- halves, replicas
+
+
+def on_half(halves: Sequence[Sequence[int]], steps: int = STEPS, **kwargs: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """The middle's first layer lives on half of the ranks at a time, the rest on all."""
+    net = Net()
+    sharded = Sharded(net)
+    net.middle[0] = sharded.wrap(net.middle[0], process_group=new_groups(*halves), **kwargs)
+    model = sharded.wrap(net)
+    optim = adam(model.parameters())
+    sharded.step(optim, range(steps))
+    return model, optim
+
+
+ALL_HALVES = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 1], [0, 2]]
+
+
+@fairscale_on_cpu()
+def gather_replicas(flatten: bool) -> None:
+    plain, plain_optim = plain_net()
+    rank = dist.get_rank()
+    for halves in ALL_HALVES:
+        model, optim = on_half(halves, flatten_parameters=flatten)
+        wanted = frozen_copy(optim)
+        for recipient in (0, 3, None):
+            full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient)
+            check_gathered(full, recipient, plain, plain_optim)
+        model, optim = on_half(halves, steps=0, flatten_parameters=flatten)
+        check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, f"shard, {halves}")
+        mine = full if rank == 2 else None
+        check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, 2), wanted, f"scatter, {halves}")
+
+
+@fairscale_on_cpu()
+def gather_no_replicas() -> list[tuple[str, str, float]]:
+    """One element of one moment differs between what should be replicas; then one `step`; then one has no state."""
+    errors = []
+    for halves in ALL_HALVES:
+        for wrong in ("exp_avg", "step", None):
+            model, optim = on_half(halves)
+            state = optim.state[model.module.middle[0].params[0]]
+            if dist.get_rank() in halves[1]:
+                if wrong is None:
+                    state.clear()
+                else:
+                    state[wrong].view(-1)[0] += 1
+            errors.append(error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim)))  # noqa: B023
+    return errors
+
+
+@fairscale_on_cpu()
+def gather_different_halves() -> None:
+    """Each half has a layer of its own, under its own name: ranks of the other half do not have it at all."""
+    rank = dist.get_rank()
+    plain, plain_optim = plain_experts(2)
+    for halves in ALL_HALVES:
+        half = next(index for index, ranks in enumerate(halves) if rank in ranks)
+        net = Experts([half])
+        sharded = Sharded(net)
+        group = new_groups(*halves)
+        net.experts[str(half)] = sharded.wrap(net.experts[str(half)], process_group=group)
+        model = sharded.wrap(net)
+        optim = adam(model.parameters())
+        sharded.step(optim, range(STEPS))
+        for recipient in (0, 2, 3):
+            full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient)
+            if full is not None:
+                check_same(by_name(full), plain_by_name(plain, plain_optim), f"state by name, {halves}")
+                # 4 * 5 + 5 + 3 * 2 + 2 = 33 elements on 4 ranks: chunks of 9; 5 * 3 + 3 = 18 on 2 ranks: no padding
+                check_same(sorted(full["num_padded"]), [[0, 0], [0, 0], [0, 0, 0, 3]], f"num_padded, {halves}")
+            check_gathered(full, recipient, plain, plain_optim)
+            scattered = fsdp_optim.scatter_full_optim_state_dict(model, optim, full, recipient)
+            check_same(scattered, frozen_copy(optim), f"scattered from rank {recipient}, {halves}")
+
+
+class TestHalves(unittest.TestCase):
+    """A unit on half of the ranks at a time."""
+
+    @parameterized.expand([(True,), (False,)])
+    def test_replicas_are_gathered_and_given_back(self, flatten: bool) -> None:
+        run_on_ranks(gather_replicas, 4, flatten)
+
+    def test_different_state_under_one_name_is_an_error_that_names_name_of(self) -> None:
+        for index, errors in enumerate(zip(*run_on_ranks(gather_no_replicas, 4), strict=True)):
+            words = (["name_of"], ["step"], ["no state"])[index % 3]
+            check_alike(errors, "StateError", "middle.0.weight", "rank", *words)
+
+    def test_groups_without_the_recipient_are_gathered(self) -> None:
+        run_on_ranks(gather_different_halves, 4)
+
+
+# ------------------------------------------------------------------------------------------- other roots
+
+
+def on_group(ranks: Sequence[int], steps: int = STEPS, width: int = 7) -> tuple[Any, Any, Sharded]:
+    """A nested model on a group of some ranks only; on other ranks nothing."""
+    group = new_groups(ranks)
+    net = Net(width)
+    sharded = Sharded(net)
+    if dist.get_rank() not in ranks:
+        return None, None, sharded
+    options = {"process_group": group, "process_group_reduce_scatter": group}
+    net.middle[0] = sharded.wrap(net.middle[0], **options)
+    model = sharded.wrap(net, **options)
+    optim = adam(model.parameters())
+    sharded.step(optim, range(steps))
+    return model, optim, sharded
+
+
+@fairscale_on_cpu()
+def everything_on_the_last_two() -> list[tuple[str, str, float]] | None:
+    model, optim, sharded = on_group([2, 3])
+    fresh, fresh_optim, _ = on_group([2, 3], steps=0)
+    if model is None:
+        return None
+    plain, plain_optim = plain_net()
+    for recipient in (2, 3, None):
+        full = model.gather_full_optim_state_dict(optim, recipient)
+        check_gathered(full, recipient, plain, plain_optim)
+    wanted = frozen_copy(optim)
+    check_same(fresh.get_shard_from_optim_state_dict(full, fresh_optim), wanted, "shard")
+    for source in (2, 3):
+        mine = full if dist.get_rank() == source else None
+        shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, mine, source)
+        check_same(shard, wanted, f"scattered from rank {source}")
+    listed = dict(fsdp_optim.iter_full_optim_state(model, optim, recipient_rank=3))
+    state = plain_by_name(plain, plain_optim)
+    check_same(listed, state if dist.get_rank() == 3 else dict.fromkeys(state), "iterated")
+    errors = [error_of(lambda: model.gather_full_optim_state_dict(optim, r)) for r in (0, 1, 4, -1)]  # noqa: B023
+    errors += [error_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, 1))]
+    sharded.step(optim, [STEPS])
+    return errors
+
+
+@fairscale_on_cpu()
+def two_models_at_once(rounds: int) -> None:
+    """Ranks 0, 1 and ranks 2, 3 have a model each; one pair makes more calls, and others, than the other."""
+    rank = dist.get_rank()
+    a, a_optim, _ = on_group([0, 1])
+    b, b_optim, _ = on_group([2, 3], width=6)
+    model, optim, first, plain = (a, a_optim, 0, plain_net()) if rank < 2 else (b, b_optim, 2, plain_net(model=Net(6)))
+    for index in range(rounds if rank < 2 else 2 * rounds + 1):
+        recipient = first + index % 2
+        check_gathered(fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, timeout=20), recipient, *plain)
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, timeout=20)
+    check_gathered(full, None, *plain)
+    shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, full if rank == first + 1 else None, first + 1)
+    check_same(shard, frozen_copy(optim), f"scattered to rank {rank}")
+
+
+@fairscale_on_cpu()
+def one_of_two_models_fails() -> tuple[str, str, float]:
+    a, a_optim, _ = on_group([0, 1])
+    b, b_optim, _ = on_group([2, 3])
+    if a is not None:
+        check_gathered(fsdp_optim.gather_full_optim_state_dict(a, a_optim, None), None, *plain_net())
+        return "", "", 0.0
+    if dist.get_rank() == 3:
+        b_optim.state.clear()
+    return error_of(lambda: fsdp_optim.gather_full_optim_state_dict(b, b_optim, None))
+
+
+@fairscale_on_cpu()
+def two_models_of_the_same_ranks() -> None:
+    """A generator and a discriminator: calls about them alternate, each with its own optimizer."""
+    models = [on_group([0, 1]), on_group([0, 1], width=6)]
+    iterators = [fsdp_optim.iter_full_optim_state(m, o, None, bucket_nbytes=64) for m, o, _ in models]
+    pairs = list(zip(*iterators, strict=True))  # one parameter of the one, one of the other
+    for index, width in enumerate((7, 6)):
+        check_same(dict(pair[index] for pair in pairs), plain_by_name(*plain_net(model=Net(width))), f"width {width}")
+    for model, optim, _ in models:
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
+        check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), frozen_copy(optim), "shard")
+
+
+class TestOtherRoots(unittest.TestCase):
+    def test_a_root_without_rank_0(self) -> None:
+        found = run_on_ranks(everything_on_the_last_two, 4)[2:]
+        for wrong, errors in zip((0, 1, 4, -1, 1), zip(*found, strict=True), strict=True):
+            check_alike(errors, errors[0][0], f"_rank {wrong}", "[2, 3]")
+            assert errors[0][0] in fsdp_optim.__all__, errors[0]
+
+    def test_two_models_on_disjoint_groups_at_the_same_time(self) -> None:
+        run_on_ranks(two_models_at_once, 4, rounds=3)
+
+    def test_one_of_two_models_fails_and_the_other_does_not_notice(self) -> None:
+        found = run_on_ranks(one_of_two_models_fails, 4)
+        check_alike(found[2:], "StateError", "no state")
+
+    def test_two_models_of_the_same_ranks(self) -> None:
+        run_on_ranks(two_models_of_the_same_ranks, 2)
+
+
+# ------------------------------------------------------------------------------------------- mixtures
+
+
+class Deep(nn.Module):
+    """A parameter that is in no unit, a part on all ranks, one on half of them, and an expert of every rank."""
+
+    def __init__(self, experts: Sequence[int]) -> None:
+        super().__init__()
+        self.loose = nn.Parameter(torch.zeros(3))
+        self.whole = nn.Linear(3, 4)
+        self.some = nn.Linear(4, 5)
+        self.experts = nn.ModuleDict({str(expert): nn.Linear(5, 2) for expert in experts})
+
+
+@fairscale_on_cpu()
+def gather_everything() -> None:
+    rank = dist.get_rank()
+    half = new_groups([0, 3], [1, 2])
+    alone = new_groups([0], [1], [2], [3])
+    net = Deep([rank])
+    sharded = Sharded(net)
+    net.some = sharded.wrap(net.some, process_group=half, flatten_parameters=False)
+    net.experts[str(rank)] = sharded.wrap(net.experts[str(rank)], process_group=alone)
+    net.whole = sharded.wrap(net.whole)
+    optim = adam(net.parameters())
+    sharded.step(optim, range(STEPS))
+    full = fsdp_optim.gather_full_optim_state_dict(net, optim, recipient_rank=2)
+    check_gathered(full, 2, *plain_net(model=Deep(range(4))))
+    shard = fsdp_optim.scatter_full_optim_state_dict(net, optim, full, source_rank=2)
+    check_same(shard, frozen_copy(optim), f"scattered to rank {rank}")
+
+
+class TestMixture(unittest.TestCase):
+    def test_all_kinds_of_units_in_one_model_that_is_no_unit_itself(self) -> None:
+        run_on_ranks(gather_everything, 4)
+
+    def test_the_oracle_trains(self) -> None:
+        """The comparisons above mean something: steps change the state, and names have numbers of their own."""
+        plain, optim = plain_experts(2)
+        state = plain_by_name(plain, optim)
+        assert state["experts.0.bias"]["exp_avg"].abs().sum() > 0
+        assert not torch.equal(state["experts.0.bias"]["exp_avg"], state["experts.1.bias"]["exp_avg"])
+        before = state["trunk.bias"]["exp_avg"].clone()
+        step_plain(plain, optim, [STEPS])
+        assert not torch.equal(before, plain_by_name(plain, optim)["trunk.bias"]["exp_avg"])
+        with self.assertRaises(AssertionError):
+            check_full({**optim.state_dict(), "param_groups": [{"params": [], "param_names": []}]}, optim, [])

@@ -1,0 +1,692 @@
+"""Every way to wrap a model with torch: all verbs give, bit for bit, what the unwrapped optimizer has."""
+
+from __future__ import annotations
+
+import copy
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from wrapping import (
+    STEPS,
+    WRAPPERS,
+    Differs,
+    Net,
+    Oracle,
+    Trained,
+    adam,
+    check_refused,
+    check_same,
+    check_trip,
+    cpu,
+    error_text,
+    in_ddp,
+    in_fairscale,
+    in_fsdp1,
+    in_fsdp2,
+    in_fsdp2_over_tp,
+    in_hsdp,
+    mesh_2d,
+)
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+S = ShardingStrategy
+
+
+class Even(nn.Module):
+    """Dimensions that 2 and 4 divide, for what torch refuses to cut unevenly."""
+
+    units = ("first", "")
+    tensor_parallel = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 4, bias=False)
+
+
+def fsdp1(**kwargs: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: in_fsdp1(model, **kwargs)
+
+
+def fsdp1_hybrid(shape: tuple[int, int], strategy: S, orig: bool) -> Callable[[nn.Module], Any]:
+    return lambda model: in_fsdp1(model, device_mesh=mesh_2d(shape), sharding_strategy=strategy, use_orig_params=orig)
+
+
+def fsdp1_hybrid_groups(model: nn.Module) -> Any:
+    """HYBRID_SHARD over two process groups; the shards of a replica are not neighbours: ranks 0, 2 and 1, 3."""
+    rank = dist.get_rank()
+    within = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return in_fsdp1(model, process_group=(within, across), sharding_strategy=S.HYBRID_SHARD)
+
+
+def fsdp1_ignoring(orig: bool) -> Callable[[nn.Module], Any]:
+    def wrap(model: Any) -> Any:
+        return in_fsdp1(model, ignored_modules=[model.block[1], model.head], use_orig_params=orig)
+
+    return wrap
+
+
+def fsdp1_ignoring_parameters(model: Any) -> Any:
+    return in_fsdp1(model, ignored_states=[model.mix, model.stem.bias])
+
+
+def fsdp1_unit_on_halves(orig: bool) -> Callable[[nn.Module], Any]:
+    """A unit that ranks 0, 1 shard, and ranks 2, 3 again, in a model that all four shard."""
+
+    def wrap(model: Any) -> Any:
+        options = {"use_orig_params": orig, "device_id": torch.device("cpu")}
+        half = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+        model.block = TorchFSDP(model.block, process_group=half, **options)
+        return TorchFSDP(model, **options)
+
+    return wrap
+
+
+def fsdp1_kinds_mixed(model: Any) -> Any:
+    """One unit of each kind in one model."""
+    options = {"device_id": torch.device("cpu")}
+    model.stem = TorchFSDP(model.stem, use_orig_params=True, **options)
+    model.block = TorchFSDP(model.block, sharding_strategy=S.SHARD_GRAD_OP, use_orig_params=True, **options)
+    model.head = TorchFSDP(model.head, sharding_strategy=S.NO_SHARD, use_orig_params=True, **options)
+    return TorchFSDP(model, use_orig_params=True, **options)
+
+
+FSDP1: dict[str, tuple[int, Callable[[nn.Module], Any]]] = {
+    **{
+        f"{strategy.name}, {'orig' if orig else 'flat'}": (3, fsdp1(sharding_strategy=strategy, use_orig_params=orig))
+        for strategy in (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD)
+        for orig in (False, True)
+    },
+    **{
+        f"{strategy.name} {shape}, {'orig' if orig else 'flat'}": (4, fsdp1_hybrid(shape, strategy, orig))
+        for strategy in (S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2)
+        for shape in ((2, 2), (1, 4), (4, 1))
+        for orig in (False, True)
+    },
+    "HYBRID_SHARD on process groups": (4, fsdp1_hybrid_groups),
+    "one unit": (3, lambda model: TorchFSDP(model, device_id=torch.device("cpu"))),
+    "one unit, orig": (3, lambda model: TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params=True)),
+    "mixed precision": (2, fsdp1(mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16))),
+    "mixed precision, orig": (2, fsdp1(mixed_precision=MixedPrecision(torch.float16), use_orig_params=True)),
+    "CPU offload": (2, fsdp1(cpu_offload=CPUOffload(True))),
+    "CPU offload, orig": (3, fsdp1(cpu_offload=CPUOffload(True), use_orig_params=True)),
+    "ignored modules": (3, fsdp1_ignoring(False)),
+    "ignored modules, orig": (3, fsdp1_ignoring(True)),
+    "ignored parameters": (2, fsdp1_ignoring_parameters),
+    "unit on two halves": (4, fsdp1_unit_on_halves(False)),
+    "unit on two halves, orig": (4, fsdp1_unit_on_halves(True)),
+    "kinds mixed": (3, fsdp1_kinds_mixed),
+}
+
+
+def fsdp2(**kwargs: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: in_fsdp2(model, **kwargs)
+
+
+def fsdp2_on(ranks: Any, **kwargs: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: in_fsdp2(model, DeviceMesh("cpu", ranks), **kwargs)
+
+
+def hsdp_on(ranks: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: in_fsdp2(model, DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard")))
+
+
+def shard_last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+def hsdp_over_tp(model: Any) -> Any:
+    """Three mesh dimensions: replicas, shards, tensor parallel."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    parallelize_module(model, mesh["tp"], dict(model.tensor_parallel))
+    return in_fsdp2(model, mesh["replicate", "shard"])
+
+
+def fsdp2_beside_plain(model: Any) -> Any:
+    """Only one module is sharded; the rest are ordinary parameters, equal on all ranks."""
+    fully_shard(model.block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def fsdp2_unit_on_halves(model: Any) -> Any:
+    half = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][dist.get_rank() // 2]
+    fully_shard(model.block, mesh=half)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+
+
+def fsdp2_ignoring(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(model, mesh=mesh, ignored_params={model.mix, *model.head.parameters()})
+
+
+FSDP2: dict[str, tuple[int, Callable[[nn.Module], Any], type[nn.Module]]] = {
+    "1-D mesh": (3, fsdp2(), Net),
+    "reshard_after_forward=True": (2, fsdp2(reshard_after_forward=True), Net),
+    "reshard_after_forward=False": (2, fsdp2(reshard_after_forward=False), Net),
+    "reshard_after_forward=2": (4, fsdp2(reshard_after_forward=2), Net),
+    "HSDP 2 x 2": (4, lambda model: in_hsdp(model, (2, 2)), Net),
+    "HSDP 1 x 3": (3, lambda model: in_hsdp(model, (1, 3)), Net),
+    "HSDP 3 x 1": (3, lambda model: in_hsdp(model, (3, 1)), Net),
+    "HSDP of ranks that are no neighbours": (4, hsdp_on([[0, 2], [1, 3]]), Net),
+    "HSDP of ranks in any order": (4, hsdp_on([[3, 0], [1, 2]]), Net),
+    "mesh of ranks in any order": (4, fsdp2_on([2, 0, 3, 1]), Net),
+    "mesh of reversed ranks": (3, fsdp2_on([2, 1, 0]), Net),
+    "CPU offload policy": (2, fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), Net),
+    "mixed precision policy": (2, fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), Net),
+    "Shard of the last dimension": (2, fsdp2(shard_placement_fn=shard_last_dim), Even),
+    "Shard of the last dimension on 4": (4, fsdp2(shard_placement_fn=shard_last_dim), Even),
+    "HSDP, Shard of the last dimension": (
+        4,
+        lambda model: in_hsdp(model, (2, 2), shard_placement_fn=shard_last_dim),
+        Even,
+    ),
+    "ignored parameters": (3, fsdp2_ignoring, Net),
+    "beside plain modules": (3, fsdp2_beside_plain, Net),
+    "unit on two halves": (4, fsdp2_unit_on_halves, Net),
+    "x TP 2 x 2": (4, lambda model: in_fsdp2_over_tp(model, (2, 2)), Net),
+    "x TP 2 x 1": (2, lambda model: in_fsdp2_over_tp(model, (2, 1)), Net),
+    "x TP 1 x 4": (4, lambda model: in_fsdp2_over_tp(model, (1, 4)), Net),
+    "x TP 3 x 1": (3, lambda model: in_fsdp2_over_tp(model, (3, 1)), Net),
+    "x TP, even": (4, lambda model: in_fsdp2_over_tp(model, (2, 2)), Even),
+    "HSDP x TP": (4, hsdp_over_tp, Net),
+}
+
+
+def only_tp(model: Any) -> Any:
+    """The modules that are not in the plan stay ordinary parameters."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, dict(model.tensor_parallel))
+
+
+def tp_with_replicas(model: Any) -> Any:
+    """LayerNorm's parameters become Replicate."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, {**model.tensor_parallel, "norm": SequenceParallel()})
+
+
+def ddp_of_tp(model: Any) -> Any:
+    """Replicas of a tensor parallel model: DTensors on a mesh of some ranks each."""
+    half = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][dist.get_rank() // 2]
+    return parallelize_module(model, half, dict(model.tensor_parallel))
+
+
+def distributed(*placements: Any, shape: tuple[int, ...] = (2, 2)) -> Callable[[nn.Module], Any]:
+    """Every parameter as a DTensor with these placements (dimensions that it lacks: its last one)."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
+        for module in list(model.modules()):
+            for name, param in list(module.named_parameters(recurse=False)):
+                fitting = [Shard(min(p.dim, param.dim() - 1)) if isinstance(p, Shard) else p for p in placements]
+                made = distribute_tensor(param.data, mesh, fitting)
+                setattr(module, name, nn.Parameter(made))
+        return model
+
+    return wrap
+
+
+DTENSORS: dict[str, tuple[int, Callable[[nn.Module], Any], type[nn.Module]]] = {
+    "tensor parallel": (2, only_tp, Net),
+    "tensor parallel on 3": (3, only_tp, Net),
+    "tensor parallel with replicas": (2, tp_with_replicas, Even),
+    "two copies of tensor parallel": (4, ddp_of_tp, Net),
+    "Replicate": (2, distributed(Replicate(), shape=(2,)), Net),
+    "Shard(1)": (3, distributed(Shard(1), shape=(3,)), Net),
+    "Shard(-1)": (2, distributed(Shard(2), shape=(2,)), Net),
+    "Shard(0), Shard(0)": (4, distributed(Shard(0), Shard(0)), Net),
+    "Shard(0), Shard(1)": (4, distributed(Shard(0), Shard(1)), Net),
+    "Shard(1), Shard(0)": (4, distributed(Shard(1), Shard(0)), Net),
+    "Replicate, Shard(0)": (4, distributed(Replicate(), Shard(0)), Net),
+    "Shard(0), Replicate": (4, distributed(Shard(0), Replicate()), Net),
+    "three dimensions": (4, distributed(Shard(0), Replicate(), Shard(1), shape=(2, 1, 2)), Net),
+}
+
+
+def through_forward(trained: Trained) -> None:
+    """A forward and a backward pass, as training has them before a save."""
+    trained.forget_gradients()
+    trained.model(torch.ones(2, 5)).sum().backward()
+    trained.forget_gradients()
+
+
+def through_evaluation(trained: Trained) -> None:
+    """A forward pass without gradients, as an evaluation has it before a save. Wrappers may leave parameters whole."""
+    with torch.no_grad():
+        trained.model(torch.ones(2, 5))
+
+
+def trip(table: str, case: str) -> None:
+    with cpu():
+        if table == "FSDP1":
+            check_trip(FSDP1[case][1])
+        else:
+            _, wrap, model = {"FSDP2": FSDP2, "DTENSORS": DTENSORS}[table][case]
+            check_trip(wrap, model=model, process_group=dist.group.WORLD)
+
+
+def used_trip(table: str, case: str, use: str) -> None:
+    with cpu():
+        wrap = {"FSDP1": FSDP1, "FSDP2": FSDP2, "WRAPPERS": {w: (0, w) for w in WRAPPERS}}[table][case][1]
+        check_trip(wrap, before_calls={"forward": through_forward, "evaluation": through_evaluation}[use])
+
+
+class StrategiesTest(unittest.TestCase):
+    @parameterized.expand(FSDP1)
+    def test_fsdp1(self, case: str) -> None:
+        run_on_ranks(trip, FSDP1[case][0], "FSDP1", case)
+
+    @parameterized.expand(FSDP2)
+    def test_fsdp2(self, case: str) -> None:
+        run_on_ranks(trip, FSDP2[case][0], "FSDP2", case)
+
+    @parameterized.expand(DTENSORS)
+    def test_dtensor(self, case: str) -> None:
+        run_on_ranks(trip, DTENSORS[case][0], "DTENSORS", case)
+
+    @parameterized.expand(
+        [
+            (table, case, world_size, use)
+            for use in ("forward", "evaluation")
+            for table, case, world_size in (
+                ("FSDP1", "FULL_SHARD, flat", 2),
+                ("FSDP1", "FULL_SHARD, orig", 2),
+                ("FSDP1", "SHARD_GRAD_OP, flat", 2),
+                ("FSDP1", "SHARD_GRAD_OP, orig", 2),
+                ("FSDP1", "NO_SHARD, orig", 2),
+                ("FSDP1", "mixed precision", 2),
+                ("FSDP1", "mixed precision, orig", 2),  # CPU offload is missing: torch's forward waits for a GPU stream
+                ("FSDP2", "1-D mesh", 3),
+                ("FSDP2", "reshard_after_forward=True", 2),
+                ("FSDP2", "reshard_after_forward=False", 2),
+                ("FSDP2", "reshard_after_forward=2", 4),
+                ("FSDP2", "mixed precision policy", 2),
+                ("WRAPPERS", "DDP", 2),
+                ("WRAPPERS", "HSDP", 4),
+            )
+        ]
+    )
+    def test_after_the_model_was_used(self, table: str, case: str, world_size: int, use: str) -> None:
+        run_on_ranks(used_trip, world_size, table, case, use)
+
+
+# ------------------------------------------------------------------------------------------- names
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module)
+
+
+def _fsdp1(module: nn.Module, orig: bool = True) -> Any:
+    return TorchFSDP(module, device_id=torch.device("cpu"), use_orig_params=orig)
+
+
+def _fsdp2(module: nn.Module) -> Any:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+class HasModule(nn.Module):
+    """Children whose own names are what wrappers use."""
+
+    units = ("module", "")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 5)
+        self.inner = nn.Module()
+        self.inner.module = nn.Linear(2, 3)
+
+
+def block_in(wrap: Callable[[nn.Module], Any]) -> Callable[[Any], Any]:
+    """Only the model's block is wrapped."""
+
+    def wrapped(model: Any) -> Any:
+        model.block = wrap(model.block)
+        return model
+
+    return wrapped
+
+
+def stacked(*wraps: Callable[[nn.Module], Any]) -> Callable[[Any], Any]:
+    """The block, and then the whole model, in each of the wraps, the first one innermost."""
+
+    def wrapped(model: Any) -> Any:
+        for wrap in wraps:
+            model.block = wrap(model.block)
+        for wrap in wraps:
+            model = wrap(model)
+        return model
+
+    return wrapped
+
+
+NESTINGS: dict[str, Callable[[Any], Any]] = {
+    "compile": stacked(compiled),
+    "checkpoint": stacked(checkpoint_wrapper),
+    "compile(checkpoint)": stacked(checkpoint_wrapper, compiled),
+    "checkpoint(compile)": stacked(compiled, checkpoint_wrapper),
+    "DDP(compile(checkpoint))": lambda model: in_ddp(stacked(checkpoint_wrapper, compiled)(model)),
+    "compile(DDP(checkpoint))": lambda model: compiled(in_ddp(stacked(checkpoint_wrapper)(model))),
+    "FSDP1(compile)": stacked(compiled, _fsdp1),
+    "compile(FSDP1)": stacked(_fsdp1, compiled),
+    "FSDP1(checkpoint)": stacked(checkpoint_wrapper, _fsdp1),
+    "checkpoint(FSDP1)": stacked(_fsdp1, checkpoint_wrapper),
+    "compile(FSDP1(checkpoint))": stacked(checkpoint_wrapper, _fsdp1, compiled),
+    "checkpoint(FSDP1(compile)), flat": stacked(compiled, lambda m: _fsdp1(m, False), checkpoint_wrapper),
+    "FSDP2(compile)": stacked(compiled, _fsdp2),
+    "compile(FSDP2)": stacked(_fsdp2, compiled),
+    "FSDP2(checkpoint)": stacked(checkpoint_wrapper, _fsdp2),
+    "checkpoint(FSDP2(compile))": stacked(compiled, _fsdp2, checkpoint_wrapper),
+    "fairscale(checkpoint)": lambda model: in_fairscale(block_in(checkpoint_wrapper)(model)),
+    "compile(fairscale)": lambda model: compiled(in_fairscale(model)),
+    "fairscale(FSDP of a FSDP)": lambda model: in_fairscale(in_fairscale(model)),
+    "FSDP1(FSDP1)": lambda model: _fsdp1(_fsdp1(in_fsdp1(model, use_orig_params=True))),
+}
+
+
+def nesting(case: str, num_ranks: int) -> None:
+    with cpu():
+        wrap = NESTINGS[case]
+        check_trip(wrap, process_group=dist.group.WORLD)
+
+
+def module_named(case: str) -> None:
+    with cpu():
+        check_trip(WRAPPERS[case], model=HasModule, process_group=dist.group.WORLD)
+
+
+class NamesTest(unittest.TestCase):
+    @parameterized.expand(NESTINGS)
+    def test_names_are_clean_in_any_order_of_wrapping(self, case: str) -> None:
+        run_on_ranks(nesting, 2, case, 2)
+
+    @parameterized.expand([w for w in WRAPPERS if w != "FSDP2 x TP"])
+    def test_a_child_that_is_called_module_keeps_its_name(self, case: str) -> None:
+        run_on_ranks(module_named, 2, case)
+
+
+# ------------------------------------------------------------------------------------------- tied parameters
+
+
+class Tied(nn.Module):
+    """One weight with three names in two places, and one that is tied inside a unit."""
+
+    units = ("inner", "")
+    tensor_parallel = {"inner.up": ColwiseParallel()}
+    names = ("embedding.weight", "between.weight", "inner.up.weight", "inner.up.bias", "inner.down.bias")
+    aliases = {
+        "head.weight": "embedding.weight",
+        "again.weight": "embedding.weight",
+        "inner.down.weight": "inner.up.weight",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.between = nn.Linear(5, 5, bias=False)
+        self.inner = nn.Module()
+        self.inner.up = nn.Linear(3, 3)
+        self.inner.down = nn.Linear(3, 3)
+        self.inner.down.weight = self.inner.up.weight
+        self.head = nn.Linear(5, 7, bias=False)
+        self.again = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.again.weight = self.embedding.weight
+
+
+def tied(wrapper: str) -> None:
+    with cpu():
+        full = check_trip(wrapper, model=Tied)
+        if full is not None:
+            names = full["param_groups"][0]["param_names"]
+            if names != list(Tied.names):
+                raise Differs(f"{names}, not {list(Tied.names)}")
+        trained = Trained(wrapper, model=Tied)
+        target = Trained(wrapper, steps=0, model=Tied)
+        named = trained.gather(None, "name")
+        wanted = target.shard(named)
+        for alias, name in Tied.aliases.items():
+            renamed = {n if n != name else alias: values for n, values in named["state"].items()}
+            groups = copy.deepcopy(named["param_groups"])
+            for group in groups:
+                for key in ("params", "param_names"):
+                    group[key] = [alias if n == name else n for n in group[key]]
+            given = {**named, "state": renamed, "param_groups": groups}
+            check_same(f"shard, {name} called {alias}", local(target.shard(given)), local(wanted))
+            check_same(f"scatter, {name} called {alias}", local(target.scatter(given)), local(wanted))
+
+
+def local(value: Any) -> Any:
+    """DTensors as this rank's part."""
+    if isinstance(value, Tensor):
+        return value.to_local() if hasattr(value, "to_local") else value
+    if isinstance(value, dict):
+        return {key: local(item) for key, item in value.items()}
+    return [local(item) for item in value] if isinstance(value, list) else value
+
+
+class TiedTest(unittest.TestCase):
+    @parameterized.expand([(w, n) for w in WRAPPERS if w != "FSDP2 x TP" for n in (1, 3)])
+    def test_listed_once_and_every_alias_is_accepted(self, wrapper: str, world_size: int) -> None:
+        run_on_ranks(tied, world_size, wrapper)
+
+
+# ------------------------------------------------------------------------------------------- mixes
+
+
+class Experts(nn.Module):
+    """A trunk, experts, a head."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 5)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(num))
+        self.head = nn.Linear(3, 2)
+
+
+class OwnExperts(Experts):
+    """What a rank builds: its own experts' numbers are those of the model with all of them."""
+
+    mine: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__(len(self.mine))
+
+
+def global_name(mine: tuple[int, ...], name: str) -> str:
+    parts = name.split(".")
+    if "experts" in parts:
+        place = parts.index("experts") + 1
+        parts[place] = str(mine[int(parts[place])])
+    return ".".join(parts)
+
+
+def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]:
+    """Experts on their own ranks, everything else on all ranks."""
+    per_group = len(group_ranks)
+    members = [list(range(i, i + per_group)) for i in range(0, dist.get_world_size(), per_group)]
+    everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+    place = dist.get_rank() // per_group
+    group = [dist.new_group(ranks) for ranks in members][place]
+    mesh = DeviceMesh("cpu", members[place]) if kind == "FSDP2" else None
+
+    def wrap(model: Any) -> Any:
+        for index, expert in enumerate(model.experts):
+            if kind == "FSDP2":
+                fully_shard(expert, mesh=mesh)
+            elif kind == "fairscale":
+                model.experts[index] = fsdp_optim.FullyShardedDataParallel(expert, process_group=group)
+            else:
+                model.experts[index] = TorchFSDP(
+                    expert, process_group=group, device_id=torch.device("cpu"), use_orig_params="orig" in kind
+                )
+        if kind == "FSDP2":
+            return fully_shard(model, mesh=everyone)
+        if kind == "fairscale":
+            return fsdp_optim.FullyShardedDataParallel(model)
+        return TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params="orig" in kind)
+
+    return wrap
+
+
+def experts(kind: str, num_experts: int, num_groups: int) -> None:
+    """Every group of ranks has its own experts; all call theirs `experts.0`, ..."""
+    with cpu():
+        world = dist.get_world_size()
+        per_group, each = world // num_groups, num_experts // num_groups
+        group_of = [rank // per_group for rank in range(world)]
+        mine_of = [tuple(range(g * each, (g + 1) * each)) for g in group_of]
+        mine = mine_of[dist.get_rank()]
+
+        def name_of(fqn: str, rank: int) -> str:
+            return global_name(mine_of[rank], fqn)
+
+        oracle = Oracle(adam, STEPS, lambda: Experts(num_experts))
+        ranks = tuple(range(per_group))
+        trained = _train_experts(kind, mine, ranks, oracle, STEPS)
+        target = _train_experts(kind, mine, ranks, oracle, 0)
+        full = trained.gather(None, collect="all", name_of=name_of)
+        shard = target.shard(full, name_of=name_of)
+        scattered = target.scatter(full, world - 1, name_of=name_of)
+        fsdp_optim.load_optim_state_dict(target.optim, scattered)
+        again = target.gather(None, "name", collect="all", name_of=name_of)
+        check_same("state", _by_name(full), oracle.by_name())
+        check_same("the shards", local(shard["state"]), local(trained.optim.state_dict()["state"]))
+        check_same("the shards of scatter", local(scattered["state"]), local(shard["state"]))
+        check_same("gathered again", {n: again["state"][n] for n in oracle.names}, oracle.by_name())
+
+
+def _train_experts(kind: str, mine: tuple[int, ...], ranks: tuple[int, ...], oracle: Oracle, steps: int) -> Trained:
+    """Numbers and gradients of the parts that this rank has are the whole model's."""
+    wrap = expert_wrap(kind, ranks)
+
+    def number_and_wrap(model: nn.Module) -> Any:
+        for name, param in model.named_parameters():
+            start = oracle.numbers.start[global_name(mine, name)]
+            param.data = torch.arange(start, start + param.numel(), dtype=torch.float32).reshape(param.shape)
+        return wrap(model)
+
+    class Mine(OwnExperts):
+        pass
+
+    Mine.mine = mine
+    trained = Trained.__new__(Trained)
+    model = number_and_wrap(Mine())
+    trained.numbers = oracle.numbers
+    trained.adopt(model, adam)
+    trained.step(range(steps))
+    return trained
+
+
+def _by_name(full: Any) -> dict[str, Any]:
+    names = {i: n for g in full["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+    by_name = {names[i]: values for i, values in full["state"].items()}
+    return {name: by_name[name] for name in sorted(by_name, key=list(names.values()).index)}
+
+
+def mix(kind: str) -> None:
+    with cpu():
+        check_trip(MIXES[kind], process_group=dist.group.WORLD)
+
+
+def fsdp1_over_fairscale(model: Any) -> Any:
+    """Wrappers of three kinds beside each other, and ordinary parameters."""
+    model.stem = fsdp_optim.FullyShardedDataParallel(model.stem)
+    model.block = _fsdp1(model.block)
+    model.head = _fsdp2(model.head)
+    return model
+
+
+def ddp_beside_fsdp(model: Any) -> Any:
+    model.stem = in_ddp(model.stem)
+    model.block = _fsdp1(model.block, orig=False)
+    return model
+
+
+def tp_beside_fsdp2(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(model, mesh, {"stem": ColwiseParallel()})
+    fully_shard(model.block, mesh=mesh)
+    return model
+
+
+MIXES: dict[str, Callable[[Any], Any]] = {
+    "fairscale, FSDP1, FSDP2 and plain": fsdp1_over_fairscale,
+    "DDP, FSDP1 and plain": ddp_beside_fsdp,
+    "TP, FSDP2 and plain": tp_beside_fsdp2,
+}
+
+
+class MixesTest(unittest.TestCase):
+    @parameterized.expand([(kind, n) for kind in ("FSDP1", "FSDP1 orig", "FSDP2", "fairscale") for n in (2, 4)])
+    def test_experts_of_sub_groups(self, kind: str, num_groups: int) -> None:
+        run_on_ranks(experts, 4, kind, 4, num_groups)
+
+    @parameterized.expand([(kind, n) for kind in MIXES for n in (2, 3)])
+    def test_wrappers_of_several_kinds_in_one_model(self, kind: str, world_size: int) -> None:
+        run_on_ranks(mix, world_size, kind)
+
+
+# ------------------------------------------------------------------------------------------- refused
+
+
+def partial_sum() -> tuple[str, str]:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    from torch.distributed.tensor import DTensor
+
+    made = DTensor.from_local(model[1].weight.data, mesh, [Partial()], run_check=False)
+    model[1].weight = nn.Parameter(made)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))
+
+
+def unequal_replicas(wrapper: str) -> tuple[str, str]:
+    """Ranks that should hold the same have trained on different gradients."""
+    with cpu():
+        trained = Trained(wrapper)
+        rank = dist.get_rank()
+        for values in trained.optim.state.values():
+            if rank == 1:
+                values["exp_avg"].add_(1.0)
+        return error_text(lambda: trained.gather(0))
+
+
+def stranger() -> tuple[str, str]:
+    """The optimizer was built before wrapping."""
+    model = Net()
+    optim = adam(list(model.parameters()))
+    wrapped = in_fsdp2(model)
+    return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(wrapped, optim))
+
+
+class RefusedTest(unittest.TestCase):
+    def test_a_sum_that_is_not_made_yet(self) -> None:
+        check_refused("Partial", run_on_ranks(partial_sum, 2), "WrapperError", "1.weight")
+
+    def test_plain_models_of_one_name_that_differ(self) -> None:
+        check_refused("plain", run_on_ranks(unequal_replicas, 2, "plain"), "StateError", "scale", "rank")
+
+    def test_an_optimizer_of_other_parameters(self) -> None:
+        errors = run_on_ranks(stranger, 2)
+        self.assertEqual({name for name, _ in errors}, {"WrapperError"})
