@@ -32,10 +32,12 @@ class Series:
 
 
 def run_in_turn(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Series]:
-    """All contestants in turn, `rounds` times after one that does not count, so that a noisy minute hits them all."""
+    """All contestants in turn, `rounds` times after one that does not count: a noisy minute hits them all."""
     series = {name: Series() for name in contestants}
+    order = list(contestants.items())
     for index in range(rounds + 1):
-        for name, call in contestants.items():
+        order = [*order[1:], order[0]]  # nobody always comes after the same one
+        for name, call in order:
             seconds, extra = _measure(call)
             if index:
                 series[name].seconds.append(seconds)

@@ -171,10 +171,14 @@ def units(*paths: str, flatten: bool = True, **options: Any) -> Wrapping:
 
 @dataclass(frozen=True)
 class Live:
-    """One parameter of the wrapped model: its originals in order; a flat one is always one-dimensional."""
+    """One parameter of the wrapped model: its originals in order; a flat one is always one-dimensional.
+
+    `is_cut=False`: it is in no wrapper, and so it is whole on every rank.
+    """
 
     fqns: tuple[str, ...]
     is_flat: bool
+    is_cut: bool = True
 
 
 def wrap(model: nn.Module, wrapping: Wrapping, fairscale: bool = False) -> nn.Module:
@@ -222,7 +226,7 @@ def _walk(
     for _, param in module.named_parameters(recurse=False):
         unit = owner[names[param]]
         if unit is None or not flattens[unit]:
-            yield Live((names[param],), False)
+            yield Live((names[param],), False, is_cut=unit is not None)
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, flattens, owner, names)
 
@@ -237,9 +241,9 @@ def _depth(path: str) -> int:
     return len(path.split(".")) if path else 0
 
 
-def cut(values: Sequence[Tensor], rank: int, world_size: int, is_flat: bool) -> Tensor:
-    """What one rank holds of originals that lie in one live parameter: chunks of them laid end to end, zero-padded."""
-    if world_size == 1 and not is_flat:
+def cut(live: Live, values: Sequence[Tensor], rank: int, world_size: int) -> Tensor:
+    """What one rank holds of the originals of a live parameter: chunks of them laid end to end, zero-padded."""
+    if not live.is_cut or (world_size == 1 and not live.is_flat):
         return values[0].clone()
     flat = torch.cat([value.reshape(-1) for value in values])
     chunks = list(flat.chunk(world_size))
@@ -247,8 +251,10 @@ def cut(values: Sequence[Tensor], rank: int, world_size: int, is_flat: bool) -> 
     return torch.cat([mine, flat.new_zeros(chunks[0].numel() - mine.numel())])
 
 
-def padding(numel: int, world_size: int) -> list[int]:
-    """The padding of every rank, counted on the chunks that torch makes."""
+def padding(live: Live, numel: int, world_size: int) -> list[int]:
+    """The padding of every rank, counted on the chunks that torch makes; nothing where nothing is cut."""
+    if not live.is_cut:
+        return []
     sizes = [chunk.numel() for chunk in torch.empty(numel).chunk(world_size)]
     return [sizes[0] - size for size in sizes] + [sizes[0]] * (world_size - len(sizes))
 
@@ -278,4 +284,5 @@ WRAPPINGS: dict[str, tuple[str, Wrapping]] = {
     "own": ("own", units("module", "")),
     "own, unflattened": ("own", units("module.1", "flat_param") + units("", flatten=False)),
     "siblings": ("siblings", units("first", flatten=False) + units("middle") + units("last", "", flatten=False)),
+    "siblings, the later one owns": ("siblings", units("last", "first", "middle", "", flatten=False)),
 }

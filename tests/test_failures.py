@@ -22,6 +22,7 @@ import torch.distributed as dist
 from helpers_groups import (
     NUM_NET_PARAMS,
     Meeting,
+    Net,
     Sharded,
     adam,
     check_alike,
@@ -168,8 +169,6 @@ WRONG_FOR_SCATTER = [case for case in WRONG_STATES if case[0] in (unreadable, no
 
 def flat_net() -> tuple[Any, Any]:
     """`Net` in one unit: another nesting."""
-    from helpers_groups import Net
-
     net = Net()
     model = Sharded(net).wrap(net)
     return model, adam(model.parameters())

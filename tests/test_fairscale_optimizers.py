@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import WRAPPINGS, cut
+from models import WRAPPINGS, Live, cut
 from parameterized import parameterized
 from torch import Tensor
 from training import (
@@ -262,7 +262,7 @@ def float16_with_float32_state() -> list[str]:
         shape_of = {name: param.shape for name, param in plain.named_parameters()}
         model = FullyShardedDataParallel(plain, compute_dtype=torch.float16)
         (param,) = model.parameters()
-        local = cut(list(want.values()), dist.get_rank(), dist.get_world_size(), is_flat=True)
+        local = cut(Live(tuple(want), is_flat=True), list(want.values()), dist.get_rank(), dist.get_world_size())
         optim = torch.optim.SGD([param], lr=0.1, momentum=0.9)
         optim.state[param] = {"momentum_buffer": local.clone(), "step": torch.tensor(7.0)}
         full = model.gather_full_optim_state_dict(optim, None)

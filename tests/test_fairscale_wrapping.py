@@ -35,6 +35,10 @@ BY_FAIRSCALE = {
     f"{name}, fairscale's own class": Setup(*WRAPPINGS[name], "adamw_amsgrad", fairscale=True)
     for name in ("middle", "deep, both", "odd, unflattened", "siblings")
 }
+BY_FAIRSCALE |= {
+    "the root is not wrapped": Setup("deep", units("1.0", "1.3.2", "1.3"), "nadam", fairscale=True),
+    "only one layer is wrapped": Setup("mlp", units("2", flatten=False), fairscale=True),
+}
 RESUMES = Pairs({**BY_US, **BY_FAIRSCALE}, at_four=[*BY_US, *BY_FAIRSCALE])
 
 

@@ -51,7 +51,7 @@ class Blockwise(torch.optim.Optimizer):
                     state["table"] = [0.5, "signed"]
                 state["step"] += 1
                 state["moment"].add_(param.grad)
-                for i, block in enumerate(local.split(4)):
+                for i, block in enumerate(local.split(4) if local.numel() else ()):
                     state["absmax"][i] += torch.stack([block.abs().max(), block.sum()])
                 codes = (local * 16).abs().clamp(0, 255).to(torch.uint8)
                 state["codes"][1 : 1 + len(codes)] = codes

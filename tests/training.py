@@ -211,7 +211,7 @@ class Wrapped:
         self.feed(steps)
 
     def cut(self, live: Live, values: Mapping[str, Tensor]) -> Tensor:
-        return models.cut([values[fqn] for fqn in live.fqns], self.rank, self.world_size, live.is_flat)
+        return models.cut(live, [values[fqn] for fqn in live.fqns], self.rank, self.world_size)
 
     def feed(self, steps: Iterable[int]) -> None:
         for step in steps:
@@ -281,7 +281,7 @@ class Wrapped:
         return whole_states, whole_params
 
     def _whole(self, live: Live, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        flat, start, found = torch.cat([shard.reshape(-1) for shard in shards]), 0, {}
+        flat, start, found = torch.cat([shard.reshape(-1) for shard in (shards if live.is_cut else shards[:1])]), 0, {}
         for fqn in live.fqns:
             shape = self.originals[fqn].shape
             found[fqn] = flat[start : start + shape.numel()].reshape(shape)
@@ -426,7 +426,7 @@ def check_full(full: Full | None, wrapped: Wrapped, plain: Plain) -> None:
 def num_padded(wrapped: Wrapped) -> list[list[int]]:
     """Per live parameter in the order of local ids, the padding of every rank."""
     numels = {live: sum(wrapped.originals[fqn].numel() for fqn in live.fqns) for live in wrapped.ids}
-    return [models.padding(numel, wrapped.world_size) for numel in numels.values()]
+    return [models.padding(live, numel, wrapped.world_size) for live, numel in numels.items()]
 
 
 def local_state(wrapped: Wrapped, plain: Plain) -> dict[int, dict[str, Any]]:
@@ -476,11 +476,10 @@ def check_shard(
 def without_padding(state: Mapping[int, Mapping[str, Any]], wrapped: Wrapped) -> dict[int, dict[str, Any]]:
     result = {}
     for local_id, padding in enumerate(num_padded(wrapped)):
+        mine = padding[wrapped.rank] if padding else 0
         if local_id in state:
             result[local_id] = {
-                name: value[: len(value) - padding[wrapped.rank]]
-                if isinstance(value, Tensor) and value.dim() and padding[wrapped.rank]
-                else value
+                name: value[: len(value) - mine] if isinstance(value, Tensor) and value.dim() and mine else value
                 for name, value in state[local_id].items()
             }
     return result

@@ -1,0 +1,288 @@
+"""The house's rules for its own code: which room may use which, and what must not be loaded."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+
+from parameterized import parameterized
+
+PACKAGE = "fsdp_optim"
+ROOT = Path(__file__).parent.parent / PACKAGE
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    """`fsdp_optim.state.full` is in the room `state`, `fsdp_optim.plan` in `plan`, fsdp_optim/__init__.py in ``."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
+def is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def nodes(tree: ast.AST, *, inside_functions: bool = True) -> Iterator[ast.AST]:
+    """All nodes but those that only type checkers see."""
+    for node in ast.iter_child_nodes(tree):
+        if is_for_type_checkers(node):
+            continue
+        if not inside_functions and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        yield node
+        yield from nodes(node, inside_functions=inside_functions)
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def imports(file: Path, *, inside_functions: bool = True) -> set[str]:
+    """Modules that a file imports when it runs, with the package's own ones by their full names."""
+    found = set()
+    for node in nodes(tree_of(file), inside_functions=inside_functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module_of(file).split(".")
+                package = package if file.name == "__init__.py" else package[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                one = f"{base}.{alias.name}"
+                found.add(one if one in MODULES else base)
+    return found
+
+
+def rooms_used(file: Path) -> set[str]:
+    return {room_of(module) for module in imports(file) if module.split(".")[0] == PACKAGE}
+
+
+# Which rooms a room may use besides itself. Arrows run one way: nothing here may close a circle.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "layout": {"errors"},
+    "plan": {"errors", "layout"},
+    "memory": {"errors", "layout", "plan"},
+    "view": {"errors", "layout", "plan", "memory"},
+    "state": {"errors", "layout", "plan", "memory", "view"},
+    "adapters": {"errors", "layout", "plan", "memory", "view", "state"},
+    "transport": {"errors", "layout", "plan", "memory"},
+    "formats": {"errors", "layout", "plan", "memory"},
+    "verbs": {"errors", "layout", "plan", "memory", "view", "state", "adapters", "transport", "formats"},
+    "api": {"errors", "layout", "plan", "state", "view", "adapters", "transport", "formats", "verbs"},
+    "drop_in": {"errors", "state", "adapters", "verbs", "api"},
+    "cli": {"errors", "api"},
+    "testing": {"errors"},
+    "": {"errors", "api", "drop_in", "testing"},
+}
+JOIN_THE_PARTS = {"verbs", "api", "drop_in"}
+PARTS = {"adapters", "transport", "formats"}
+
+
+class TestArrows(unittest.TestCase):
+    def test_every_room_is_known_and_uses_only_what_it_may(self) -> None:
+        wrong = []
+        for module, file in MODULES.items():
+            room = room_of(module)
+            assert room in ARROWS, f"{file}: a room that is not in the plan; add it here and in docs/concepts.md"
+            wrong += [f"{module} imports {used}" for used in rooms_used(file) - ARROWS[room] - {room}]
+        assert not wrong, wrong
+
+    def test_the_arrows_close_no_circle(self) -> None:
+        done: set[str] = set()
+        while len(done) < len(ARROWS):
+            ready = {room for room, uses in ARROWS.items() if room not in done and uses <= done}
+            assert ready, f"a circle among {set(ARROWS) - done}"
+            done |= ready
+
+    def test_no_circle_among_files(self) -> None:
+        """Also inside a room; an import in a function counts, because it only hides a circle."""
+        uses = {module: imports(file) & set(MODULES) - {module} for module, file in MODULES.items()}
+        uses = {module: used - {PACKAGE} for module, used in uses.items() if module != PACKAGE}
+        done: set[str] = set()
+        while len(done) < len(uses):
+            ready = {module for module, used in uses.items() if module not in done and used <= done}
+            assert ready, f"a circle among {sorted(set(uses) - done)}"
+            done |= ready
+
+    def test_only_verbs_and_api_join_the_parts(self) -> None:
+        for module, file in MODULES.items():
+            if len(rooms_used(file) & PARTS) > 1:
+                assert room_of(module) in JOIN_THE_PARTS, f"{module} joins {rooms_used(file) & PARTS}"
+
+    @parameterized.expand([("layout",), ("plan",), ("errors",)])
+    def test_pure_rooms_know_no_torch(self, room: str) -> None:
+        """Nor numpy, nor any other package: pure values, so that any world size is tested in one process."""
+        file = ROOT / f"{room}.py"
+        outside = {module.split(".")[0] for module in imports(file)} - set(sys.stdlib_module_names) - {PACKAGE}
+        assert not outside, f"{file} imports {outside}"
+
+    def test_one_adapter_does_not_know_another(self) -> None:
+        wrappers = {"fairscale", "fsdp1", "dtensor", "replicated"}
+        for wrapper in wrappers:
+            file = ROOT / "adapters" / f"{wrapper}.py"
+            if file.exists():
+                others = {f"{PACKAGE}.adapters.{other}" for other in wrappers - {wrapper}}
+                assert not imports(file) & others, f"{file} imports {imports(file) & others}"
+
+    def test_collectives_are_called_in_transport_only(self) -> None:
+        collectives = {
+            *("send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp", "broadcast", "all_reduce", "reduce"),
+            *("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "barrier", "monitored_barrier"),
+            *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "new_group"),
+            *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+        }
+        for module, file in MODULES.items():
+            for node in nodes(tree_of(file)):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+                    assert not node.attr.endswith(("_object", "_object_list")), f"{module}: dist.{node.attr}"
+                    if room_of(module) != "transport":
+                        assert node.attr not in collectives, f"{module}, line {node.lineno}: dist.{node.attr}"
+
+
+# Private names of the wrappers, and public ones that only their own adapter has to know.
+PRIVATE: dict[str, set[str]] = {
+    "fairscale": {
+        *("_fpw_module", "_is_sharded", "_orig_size", "_num_flatten_params", "numel_padded_per_param"),
+        *("_full_param_padded", "_fp32_shard"),
+        *("_get_shard", "_lazy_init", "_is_root", "_param_name_groups", "non_shared_params", "flat_params"),
+        *("no_broadcast_optim_state", "uncollected_opt_state"),
+    },
+    "fsdp1": {"_flat_param", "_all_handles", "_fsdp_state", "_sharding_strategy", "_unpadded_unsharded_size"},
+    "dtensor": {"_local_tensor", "_spec"},
+}
+
+
+def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
+    for node in nodes(tree_of(file)):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value, node.lineno
+
+
+class TestPrivateNames(unittest.TestCase):
+    def test_only_its_adapter_touches_a_wrappers_private_names(self) -> None:
+        wrong = []
+        for module, file in MODULES.items():
+            if room_of(module) == "testing":  # it is a stand-in for what fairscale asks of CUDA
+                continue
+            for wrapper, names in PRIVATE.items():
+                if module != f"{PACKAGE}.adapters.{wrapper}":
+                    wrong += [
+                        f"{module}, line {line}: {name} of {wrapper}"
+                        for name, line in private_names_used(file)
+                        if name in names
+                    ]
+        assert not wrong, wrong
+
+    def test_the_names_are_real(self) -> None:
+        """The list above is of fairscale's names: its adapter uses some of them, and fairscale has them."""
+        used = {name for name, _ in private_names_used(ROOT / "adapters" / "fairscale.py")}
+        assert len(used & PRIVATE["fairscale"]) >= 4, used & PRIVATE["fairscale"]
+        import fairscale
+
+        text = "".join(file.read_text() for file in Path(fairscale.__file__).parent.rglob("nn/**/*.py"))
+        assert not [name for name in PRIVATE["fairscale"] if name not in text]
+
+    def test_fairscale_is_imported_where_users_ask_for_it_only(self) -> None:
+        for module, file in MODULES.items():
+            at_import = {name.split(".")[0] for name in imports(file, inside_functions=False)}
+            if "fairscale" in at_import:
+                assert module == f"{PACKAGE}.drop_in", f"{module} imports fairscale"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Modules that a fresh Python process has loaded after some code."""
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT.parent, timeout=120)
+    return set(done.stdout.split())
+
+
+WRAPPERS = (
+    *("fairscale.", "deepspeed.", "accelerate.", "pytest.", "torch.nn.parallel.", "torch.distributed.fsdp."),
+    *("torch.distributed._composable.", "torch.distributed.tensor.", "torch.distributed.checkpoint."),
+    "torch.distributed.device_mesh.",
+)
+
+
+class TestImport(unittest.TestCase):
+    def test_importing_the_package_loads_no_wrapper(self) -> None:
+        bare, ours = loaded_by("import torch"), loaded_by(f"import {PACKAGE}")
+        more = ours - bare
+        wrong = {name for name in more if f"{name}.".startswith(WRAPPERS)}
+        assert not wrong, sorted(wrong)
+        assert f"{PACKAGE}.api" in ours
+        assert f"{PACKAGE}.drop_in" not in ours
+        assert f"{PACKAGE}.testing" not in ours
+
+    def test_asking_for_the_drop_in_loads_fairscale(self) -> None:
+        loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")
+        assert "fairscale" in loaded
+        assert not [name for name in loaded if name.startswith("torch.distributed.fsdp.fully_sharded")]
+
+
+def public_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
+    """Public functions and classes, and public methods of public classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            if "overload" in [ast.unparse(decorator) for decorator in node.decorator_list]:
+                continue
+            yield f"{prefix}{node.name}", node
+            if isinstance(node, ast.ClassDef):
+                yield from public_functions(node, f"{prefix}{node.name}.")
+
+
+READ_BY_USERS = ("api.py", "drop_in.py", "testing.py")  # there methods need a docstring too
+
+
+class TestHouse(unittest.TestCase):
+    def test_no_file_is_named_utils(self) -> None:
+        named = [file for file in FILES if file.stem.strip("_") in ("utils", "util", "helpers", "common", "misc")]
+        assert not named, named
+
+    def test_every_file_and_public_function_has_a_docstring(self) -> None:
+        missing = []
+        for file in FILES:
+            tree, name = tree_of(file), str(file.relative_to(ROOT))
+            if tree.body and not ast.get_docstring(tree):
+                missing.append(name)
+            for function, node in public_functions(tree):
+                is_method = "." in function
+                if not ast.get_docstring(node) and (name in READ_BY_USERS or not is_method):
+                    missing.append(f"{name}: {function}")
+        assert not missing, missing
+
+    def test_what_is_public_is_what_is_listed(self) -> None:
+        import fsdp_optim
+
+        assert sorted(fsdp_optim.__all__) == fsdp_optim.__all__
+        for name in fsdp_optim.__all__:
+            assert getattr(fsdp_optim, name).__doc__, name
+        promised = {
+            *("gather_full_optim_state_dict", "get_shard_from_optim_state_dict", "scatter_full_optim_state_dict"),
+            *("iter_full_optim_state", "rekey_optim_state_dict", "load_optim_state_dict", "FullyShardedDataParallel"),
+        }
+        assert promised <= set(fsdp_optim.__all__)
+
+    def test_errors_are_builtin_errors_too(self) -> None:
+        from fsdp_optim import errors
+
+        builtin = {"LayoutError": ValueError, "StateError": ValueError, "WrapperError": TypeError}
+        builtin |= {"RankError": RuntimeError, "RankTimeoutError": TimeoutError}
+        for name, parent in builtin.items():
+            assert issubclass(getattr(errors, name), (errors.FsdpOptimError,)), name
+            assert issubclass(getattr(errors, name), parent), name

@@ -1,0 +1,174 @@
+"""Live transfer between wrappers, in one job: exact, each byte once, and the source stays as it is."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+import unittest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch.utils._python_dispatch import TorchDispatchMode
+from wrapping import (
+    WRAPPERS,
+    Differs,
+    Net,
+    Oracle,
+    Trained,
+    adam,
+    check_full,
+    check_same,
+    cpu,
+    error_text,
+    local_of,
+    sgd,
+    snapshot,
+)
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+
+class BytesSent(TorchDispatchMode):
+    """Counts the bytes that this rank hands to a process group: point to point, and what collectives are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = self.collective = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = str(func).split(".")[1]
+            nbytes = sum(t.numel() * t.element_size() for t in _tensors(args))
+            if name == "send":
+                self.sent += nbytes
+            elif not name.startswith("recv"):
+                self.collective += nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+class Bigger(Net):
+    """Its state is much larger than what ranks tell each other about it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Linear(97, 301)
+        self.block[0] = torch.nn.Linear(301, 103)
+
+
+REPORTS = 80_000
+"""Bytes that four ranks may need to tell each other what they have, whatever the size of the state."""
+
+
+def held(trained: Trained) -> torch.Tensor:
+    """The numbers of the elements that this rank holds, padding left out."""
+    numbers = torch.cat(trained.index)
+    return numbers[numbers >= min(trained.numbers.start.values())].unique()
+
+
+def lacking(source: Trained, target: Trained) -> int:
+    """How many elements this rank's target needs that this rank's source does not hold."""
+    return int((~torch.isin(held(target), held(source))).sum())
+
+
+def move(source_kind: str, make: Any, targets: tuple[str, ...]) -> dict[str, tuple[str, int, int, int]]:
+    """By target: what was wrong, bytes sent, bytes in collectives, elements that had to come from elsewhere."""
+    found = {}
+    with cpu():
+        source = Trained(source_kind, make, model=Bigger)
+        wanted = Oracle(make, model=Bigger).full()
+        world = dist.group.WORLD
+        for kind in targets:
+            problem, sent, other, need = "", 0, 0, 0
+            try:
+                target = Trained(kind, make, steps=0, model=Bigger)
+                before, params = snapshot(source), [local_of(p).detach().clone() for p in target.params]
+                with BytesSent() as counter:
+                    result = fsdp_optim.transfer_optim_state(
+                        source.model, source.optim, target.model, target.optim, process_group=world
+                    )
+                sent, other, need = counter.sent, counter.collective, lacking(source, target)
+                again = target.gather(None, process_group=world)
+                if result is not None:
+                    raise Differs(f"transfer_optim_state returned a {type(result).__name__}")
+                check_same("the source", snapshot(source), before)
+                check_same("the target's parameters", [local_of(p).detach() for p in target.params], params)
+                check_full("gathered from the target", again, wanted)
+                _check_apart(source, target)
+                target.step([7])
+                check_same("the source, after the target's step", snapshot(source), before)
+            except Exception:
+                problem = traceback.format_exc()
+            found[kind] = (problem, sent, other, need)
+    return found
+
+
+def _check_apart(source: Trained, target: Trained) -> None:
+    """No memory is shared."""
+    mine = {_memory(v) for s in source.optim.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
+    for values in target.optim.state.values():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() and _memory(value) in mine:
+                raise Differs(f"{name} shares its memory with the source's state")
+
+
+def _memory(value: torch.Tensor) -> int:
+    return local_of(value).untyped_storage().data_ptr() or -id(value)
+
+
+class TransferTest(unittest.TestCase):
+    @parameterized.expand(list(itertools.product(WRAPPERS, (2, 4))))
+    def test_to_every_wrapper(self, source: str, world_size: int) -> None:
+        make, values = (adam, 2) if world_size == 2 else (sgd, 1)
+        by_rank = run_on_ranks(move, world_size, source, make, tuple(WRAPPERS))
+        for kind in WRAPPERS:
+            for rank, mine in enumerate(by_rank):
+                if mine[kind][0]:
+                    raise Differs(f"{source} -> {kind}, rank {rank} of {world_size}:\n{mine[kind][0]}")
+            sent = sum(mine[kind][1] for mine in by_rank)
+            other = max(mine[kind][2] for mine in by_rank)
+            needed = sum(mine[kind][3] for mine in by_rank) * values * 4
+            if not needed <= sent <= needed + REPORTS:
+                raise Differs(f"{source} -> {kind} on {world_size}: {sent} bytes sent, {needed} needed")
+            if other > REPORTS:
+                raise Differs(f"{source} -> {kind} on {world_size}: {other} bytes in collectives")
+
+    def test_what_has_to_move_is_more_than_what_is_told(self) -> None:
+        """Otherwise the test above could not see that a byte is sent twice."""
+        by_rank = run_on_ranks(move, 2, "FSDP2", adam, ("DDP", "FSDP2"))
+        needed = sum(mine["DDP"][3] for mine in by_rank) * 2 * 4
+        self.assertGreater(needed, REPORTS)
+        self.assertEqual([mine["FSDP2"][3] for mine in by_rank], [0, 0])
+
+
+class Another(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(5, 3)
+
+
+def to_another_model() -> list[tuple[str, str]]:
+    with cpu():
+        source, target = Trained("FSDP2"), Trained("FSDP1 flat", model=Another)
+        before = snapshot(source), snapshot(target)
+        errors = [
+            error_text(lambda: fsdp_optim.transfer_optim_state(source.model, source.optim, target.model, target.optim))
+        ]
+        check_same("after being refused", (snapshot(source), snapshot(target)), before)
+        return errors
+
+
+class RefusedTest(unittest.TestCase):
+    def test_another_model_is_refused_by_name(self) -> None:
+        for mine in run_on_ranks(to_another_model, 2):
+            kind, text = mine[0]
+            self.assertIn(kind, ("StateError", "LayoutError"), text)
+            self.assertIn("head", text)
