@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class FsdpOptimError(Exception):
-    """Parent of every error that this library raises on purpose."""
+    """Parent of every error that this library raises on purpose.
+
+    `told`: every rank that makes the call raises this same error.
+    """
+
+    told: bool = False
 
 
 class LayoutError(FsdpOptimError, ValueError):

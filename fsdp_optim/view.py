@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.state.values import is_plain
+from fsdp_optim.state.values import flatten, is_plain
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Handle:
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
         """This rank's elements of a state value as a 1-D tensor, or None when it is not cut like the parameter."""
         alike = is_plain(value) and tuple(value.shape) == self.local_shape
-        return value.detach().reshape(-1) if alike else None
+        return flatten(value) if alike else None
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`: a state value as the live optimizer holds it, from this rank's elements."""

@@ -14,7 +14,7 @@ from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order, row_major_strides
 from fsdp_optim.layout import Placement as Where
-from fsdp_optim.state.values import is_plain
+from fsdp_optim.state.values import flatten, is_plain
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class DTensorHandle(Handle):
         alike = value.device_mesh == self.mesh and tuple(value.placements) == tuple(self.spec)
         if not alike or tuple(value.shape) != self.shape or not is_plain(value.to_local()):
             return None
-        return value.to_local().detach().reshape(-1)
+        return flatten(value.to_local())
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
@@ -148,7 +148,7 @@ class DTensorHandle(Handle):
         return placement_of("a state value", shape, self.mesh, self._spec_like(shape))
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to_local().detach().reshape(-1) if is_dtensor(value) else super().placed_local(value)
+        return flatten(value.to_local()) if is_dtensor(value) else super().placed_local(value)
 
     def from_placed(self, flat: torch.Tensor, placement: Where) -> torch.Tensor:
         box = (

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_optim.adapters import dtensor
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, Placement
+from fsdp_optim.state.values import flatten
 
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor"
 
@@ -24,7 +25,7 @@ def read_sharded_value(fqn: str, value: Any) -> tuple[Placement, torch.Tensor]:
     """Where a value lives, and this rank's elements of it as a 1-D tensor."""
     if dtensor.is_dtensor(value):
         placement = dtensor.placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
-        return placement, value.to_local().detach().reshape(-1)
+        return placement, flatten(value.to_local())
     if not _is_sharded_tensor(value):
         raise WrapperError(f"{fqn}: a {type(value).__name__} is not spread over ranks")
     shape = tuple(value.size())
@@ -35,7 +36,7 @@ def read_sharded_value(fqn: str, value: Any) -> tuple[Placement, torch.Tensor]:
         box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
         if box.numel:
             blocks.append(Block(box, sum(block.box.numel for block in blocks)))
-    local = [shard.tensor.detach().reshape(-1) for shard in value.local_shards()]
+    local = [flatten(shard.tensor) for shard in value.local_shards()]
     flat = torch.cat(local) if len(local) > 1 else local[0] if local else torch.empty(0, dtype=value.dtype)
     return Boxes(shape, tuple((rank, tuple(blocks)) for rank, blocks in sorted(by_rank.items()))), flat
 

@@ -10,9 +10,7 @@ from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.view import ModelView, NamedHandle
 
 
-def expected_optimizer(
-    view: ModelView, full: FullState, saved_local_ids: Mapping[str, int | None], *, others: bool = False
-) -> LocalOptim:
+def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False) -> LocalOptim:
     """An optimizer with the full state's groups over the model's live parameters.
 
     Ids count as torch.optim counts: group after group. Inside a group they follow the saved local ids where the model has
@@ -22,7 +20,8 @@ def expected_optimizer(
     Raises StateError for a flat parameter whose originals sit in two groups, or are only partly in the full state.
     """
     group_of = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
-    unknown = [fqn for fqn in group_of if fqn not in {f for named in view.handles for f in named.fqns}]
+    known = {fqn for named in view.handles for fqn in named.fqns}
+    unknown = [fqn for fqn in group_of if fqn not in known]
     if unknown and not others:
         raise StateError(
             f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters; the model has "
@@ -33,9 +32,10 @@ def expected_optimizer(
         index = group_of_unit(named.fqns, group_of)
         if index is not None:
             by_group[index].append(named)
-    if _same_units(view, saved_local_ids):
+    ids = full.local_ids
+    if _same_units([named for handles in by_group for named in handles], ids):
         for handles in by_group:
-            handles.sort(key=lambda named: saved_local_ids[named.fqns[0]])  # type: ignore[arg-type, return-value]
+            handles.sort(key=lambda named: ids[named.fqns[0]] or 0)
     params: list[LocalParam] = []
     group_ids = []
     for index, handles in enumerate(by_group):
@@ -51,11 +51,12 @@ def expected_optimizer(
     )
 
 
-def _same_units(view: ModelView, saved: Mapping[str, int | None]) -> bool:
-    """Whether the saved local ids stand for just the live parameters that the model has."""
+def _same_units(handles: list[NamedHandle], saved: Mapping[str, int | None]) -> bool:
+    """Whether the saved local ids stand for just these live parameters."""
     units: dict[int, set[str]] = {}
-    for fqn, local_id in saved.items():
+    for fqn in (fqn for named in handles for fqn in named.fqns):
+        local_id = saved.get(fqn)
         if local_id is None:
             return False
         units.setdefault(local_id, set()).add(fqn)
-    return bool(units) and {frozenset(fqns) for fqns in units.values()} == {frozenset(n.fqns) for n in view.handles}
+    return {frozenset(fqns) for fqns in units.values()} == {frozenset(named.fqns) for named in handles}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,9 @@ from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, is_plain, kind_of, own
 
+# Names that torch.compile, activation checkpointing and FSDP put into state_dict() names of others.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
+
 KeyBy = Literal["id", "name"]
 FullDict = dict[str, Any]
 
@@ -25,13 +30,15 @@ FullDict = dict[str, Any]
 class FullState:
     """A full dict of any accepted kind, by FQN. Its values are those of the dict, not copies.
 
-    `state` has no entry for a parameter without state; `groups` has each group's hyperparameters and its FQNs.
+    `state` has no entry for a parameter without state; `groups` has each group's hyperparameters and its FQNs; `local_ids`
+    the ids that the live parameters had on the rank that saved it, None where that is not known.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
     extra: Mapping[str, Any]
     uncollected: frozenset[str] = frozenset()
+    local_ids: Mapping[str, int | None] = field(default_factory=dict)
 
     def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
         """What kinds of values the parameters that have dimensions have."""
@@ -59,9 +66,19 @@ class Names:
     unit_order: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] = ()
 
-    @property
+    @cached_property
     def known(self) -> frozenset[str]:
         return frozenset(fqn for group in self.groups for fqn in group)
+
+    def canonical(self, fqn: str) -> str:
+        """The model's own name for a name in a full dict: without a wrapper's parts, where it is known so."""
+        if fqn in self.known:
+            return fqn
+        clean = ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PARTS)
+        for name in (fqn, clean, clean.removeprefix("module.")):
+            if name in self.known or name in self.aliases:
+                return self.aliases.get(name, name)
+        return fqn
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -95,6 +112,8 @@ def assemble(
         ],
         # fairscale's reader counts runs of equal values, so the ids are listed by the flat parameter they come from
         "param_id_map": {key[f]: local_ids.get(f) if params[f].summary is not None else None for f in live_first},
+        "local_ids": {key[f]: local_ids.get(f) for f in live_first},
+        "fqns": {key[f]: f for f in live_first},
         "num_padded": _num_padded(picture, local),
         "uncollected_local_ids": [
             p.local_id
@@ -148,13 +167,18 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
         raise StateError(f"this is no optimizer state dict: it has no {' and no '.join(missing)}")
     groups = full["param_groups"]
     to_name = _naming(full, groups, names)
+    twice = [fqn for fqn, number in Counter(to_name.values()).items() if number > 1]
+    if twice:
+        raise StateError(
+            f"{twice[0]}: the full dict lists it as {[k for k, fqn in to_name.items() if fqn == twice[0]]}"
+        )
     state = {}
     for key, values in _with_singletons(full).items():
         if key not in to_name:
             raise StateError(f"state has an entry {key!r} that is in none of the {len(groups)} param groups")
         if values:
             state[to_name[key]] = {name: _singleton(to_name[key], name, value) for name, value in values.items()}
-    local_of = full.get("param_id_map") or {}
+    local_of = full.get("local_ids") or full.get("param_id_map") or {}
     uncollected = set(full.get("uncollected_local_ids") or ())
     return FullState(
         state=state,
@@ -169,18 +193,8 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
         uncollected=frozenset(
             to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name
         ),
+        local_ids={to_name[key]: local_id for key, local_id in local_of.items() if key in to_name},
     )
-
-
-def keys_to_fqns(
-    full: Mapping[str, Any], groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
-) -> dict[Any, str]:
-    """Each key of a full dict's param groups with its FQN; `groups` is what `normalize` made of them."""
-    return {
-        key: fqn
-        for group, (_, fqns) in zip(full["param_groups"], groups, strict=True)
-        for key, fqn in zip(group["params"], fqns, strict=True)
-    }
 
 
 def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
@@ -188,6 +202,8 @@ def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names:
     keys = [[*group["params"]] for group in groups]
     if any(isinstance(key, str) for group in keys for key in group):
         fqns: list[list[str]] = keys
+    elif "fqns" in full and all(key in full["fqns"] for group in keys for key in group):
+        fqns = [[full["fqns"][key] for key in group] for group in keys]
     elif all(group.get("param_names") is not None for group in groups if group["params"]):
         fqns = [list(group.get("param_names") or ()) for group in groups]
     elif "param_id_map" in full:
@@ -200,7 +216,7 @@ def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names:
             f"{_counts(names.groups)}: it is another model's, or grouped in another way"
         )
     return {
-        key: names.aliases.get(fqn, fqn)
+        key: names.canonical(fqn)
         for key_group, fqn_group in zip(keys, fqns, strict=True)
         for key, fqn in zip(key_group, fqn_group, strict=True)
     }
@@ -341,7 +357,9 @@ def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     evidence = full.evidence(shapes)
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():
-            if kind_of(name, value, shapes[fqn], evidence) is Kind.OPAQUE and _is_cut_short(name, value, evidence):
+            kind = kind_of(name, value, shapes[fqn], evidence)
+            no_moment = kind is Kind.SCALAR and isinstance(value, torch.Tensor) and evidence.says_sharded(name)
+            if no_moment or (kind is Kind.OPAQUE and _is_cut_short(name, value, evidence)):
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
                     f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is "

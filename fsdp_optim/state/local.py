@@ -13,7 +13,9 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, key_of, kind_of
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
-RESERVED_KEYS = frozenset({"state", "param_groups", "param_id_map", "num_padded", "uncollected_local_ids"})
+RESERVED_KEYS = frozenset(
+    {"state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"}
+)
 """Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
 
 
@@ -123,7 +125,15 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
         first = len(params)
         params += [replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
         ids.append(tuple(range(first, len(params))))
-    extra = {key: value for part in reversed(parts) for key, value in part.extra.items()}
+    extra: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.extra.items():
+            if key in extra and key_of(extra[key]) != key_of(value):
+                raise WrapperError(
+                    f"{key} is {extra[key]!r} in one of the {len(parts)} optimizers and {value!r} in another: a full dict has "
+                    "one for all; gather them one by one"
+                )
+            extra[key] = value
     hypers = tuple(hyper for hyper, _ in groups.values())
     return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), extra, tuple(parts))
 

@@ -14,7 +14,7 @@ from fsdp_optim.plan import plan_into
 from fsdp_optim.state.full import Fit, FullState
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards
-from fsdp_optim.state.values import Evidence, Odd, Summary, is_plain, kind_of, own
+from fsdp_optim.state.values import Evidence, Odd, Summary, flatten, is_plain, kind_of, own
 
 Summaries = Mapping[str, Summary]
 """FQN -> what its state consists of; no entry for a parameter without state."""
@@ -140,7 +140,7 @@ def _opaque(param: LocalParam, name: str, value: Any, rank: int) -> Any:
         )
     flat = empty((place.numel_on(rank),), value.dtype, handle.device)
     whole = Layout({fqn: Whole(place.shape, (rank,))})
-    copy_in_memory(plan_into(whole, Layout({fqn: place}), rank), value.detach().reshape(-1), flat)
+    copy_in_memory(plan_into(whole, Layout({fqn: place}), rank), flatten(value), flat)
     return handle.from_placed(flat, place)
 
 

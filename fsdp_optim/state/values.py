@@ -77,6 +77,11 @@ def is_plain(value: object) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
+def flatten(value: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
+    return value.detach().contiguous().view(-1)
+
+
 def kind_of(name: str, value: object, shape: tuple[int, ...], evidence: Evidence) -> Kind:
     """The kind of a value of a parameter whose tensor (whole, or this rank's part) has this shape."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 == len(shape):

@@ -8,6 +8,9 @@ of ranks. What ranks have to tell beyond that travels in `reports`.
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-_ABANDONED = "abandoned "  # a verdict: followed by the ranks that were waited for in vain
+Reason = tuple[int, str, str]
+"""(rank, class of its error, message)"""
+
+_MAX_REASONS = 64  # of as many failed ranks the reasons are told
 
 
 def agree(callers: Callers, said: bytes, error: Exception | None = None, *, fatal: bool = False) -> bool:
@@ -40,19 +46,60 @@ def agree(callers: Callers, said: bytes, error: Exception | None = None, *, fata
         if error is not None:
             raise error
         return True
-    meeting = _Meeting.enter(callers)
-    verdict = meeting.conclude(said, error, fatal)
-    if verdict.startswith(_ABANDONED):
-        missing = verdict.removeprefix(_ABANDONED)
-        raise RankTimeoutError(f"rank {callers.rank} came too late: the other ranks had given up on {missing}")
-    if verdict == "failed":
-        raise _the_error(meeting.read_errors(), len(callers.ranks)) from error
-    return verdict == "same"
+    while True:
+        meeting = _Meeting.enter(callers)
+        verdict = meeting.conclude(said, error, fatal)
+        if callers.rank not in verdict.missing:
+            break
+        if not meeting.catch_up(verdict):
+            raise _told(RankTimeoutError(f"rank {callers.rank} came too late: {verdict.text}"))
+    if verdict.missing:
+        raise _told(RankTimeoutError(verdict.text))
+    if verdict.reasons:
+        raise _told(_the_error(verdict.reasons, len(callers.ranks))) from error
+    return verdict.alike
+
+
+@contextmanager
+def all_hear(callers: Callers) -> Iterator[None]:
+    """An exception on this rank, between two meetings, is told in the next one; the others come to it anyway."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, FsdpOptimError) or not error.told:
+            agree(callers, b"", error)
+        raise
+
+
+def _told(error: FsdpOptimError) -> FsdpOptimError:
+    error.told = True
+    return error
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How a meeting ended: all said the same or not, or ranks failed, or ranks were waited for in vain."""
+
+    alike: bool = False
+    reasons: tuple[Reason, ...] = ()
+    missing: tuple[int, ...] = ()
+    text: str = ""
+
+    def encoded(self) -> str:
+        return json.dumps([self.alike, self.reasons, self.missing, self.text])
+
+    @classmethod
+    def decoded(cls, encoded: bytes) -> _Verdict:
+        alike, reasons, missing, text = json.loads(encoded)
+        return cls(alike, tuple((rank, name, message) for rank, name, message in reasons), tuple(missing), text)
 
 
 @dataclass(frozen=True)
 class _Meeting:
-    """The keys of one meeting in the store: `number` counts this rank's meetings with these ranks."""
+    """The keys of one meeting in the store: `number` counts this rank's meetings with these ranks.
+
+    One rank decides for all, so that all read the same verdict: the last to come, or the first whose patience ends.
+    """
 
     callers: Callers
     store: Store
@@ -69,88 +116,83 @@ class _Meeting:
     def key(self, name: str, number: int | None = None) -> str:
         return f"{self.prefix}/{self.number if number is None else number}/{name}"
 
-    def conclude(self, said: bytes, error: Exception | None, fatal: bool) -> str:
+    def conclude(self, said: bytes, error: Exception | None, fatal: bool) -> _Verdict:
         digest = hashlib.blake2b(said, digest_size=16).hexdigest()
-        num_alike, num_errors = 0, 0
+        num_alike = 0
         if error is not None:
-            self.store.set(self.key(f"error/{self.callers.rank}"), _encode(error))
-            num_errors = self.store.add(self.key("errors"), 1)
+            reason = (self.callers.rank, type(error).__name__, str(error))
+            self.store.set(self.key(f"error/{self.store.add(self.key('errors'), 1)}"), json.dumps(reason))
         else:
             num_alike = self.store.add(self.key(f"alike/{digest}"), 1)
-        num_here = self.store.add(self.key("here"), 1)
-        if fatal:
-            self.store.set(self.key("verdict"), "failed")
-        elif num_here == len(self.callers.ranks):
-            self._last_one_decides(digest, num_alike, num_errors)
+        is_last = self.store.add(self.key("here"), 1) == len(self.callers.ranks)
+        if (is_last or fatal) and self._decides():
+            self.store.delete_key(self.key(f"alike/{digest}"))
+            if is_last:
+                self._forget_the_previous()
+            self._write(_Verdict(num_alike == len(self.callers.ranks), self._reasons()))
         try:
             self.store.wait([self.key("verdict")], timedelta(seconds=self.callers.timeout))
-        except RuntimeError as timeout:
-            self._give_up(timeout)
-        return bytes(self.store.get(self.key("verdict"))).decode()
+        except RuntimeError:
+            self._give_up()
+        return _Verdict.decoded(self.store.get(self.key("verdict")))
 
-    def _last_one_decides(self, digest: str, num_alike: int, num_errors: int) -> None:
-        if self.store.check([self.key("verdict")]):
-            return  # too late: the others gave up, or a broken connection was reported
-        if num_errors == 0:
-            num_errors = self.store.add(self.key("errors"), 0)
-        alike = num_alike == len(self.callers.ranks)
-        self.store.delete_key(self.key(f"alike/{digest}"))
-        self._forget_the_previous()
-        self.store.set(self.key("verdict"), "failed" if num_errors else "same" if alike else "differ")
+    def _decides(self) -> bool:
+        return bool(self.store.add(self.key("decided"), 1) == 1)
+
+    def _write(self, verdict: _Verdict) -> None:
+        self.store.set(self.key("verdict"), verdict.encoded())
+
+    def _reasons(self) -> tuple[Reason, ...]:
+        number = min(self.store.add(self.key("errors"), 0), _MAX_REASONS)
+        told = [json.loads(self.store.get(self.key(f"error/{index + 1}"))) for index in range(number)]
+        return tuple(sorted((rank, name, message) for rank, name, message in told))
 
     def _forget_the_previous(self) -> None:
         """Every rank has left the previous meeting when all are in this one: its keys can go."""
-        for name in ("verdict", "here", "errors"):
+        for name in ("verdict", "here", "errors", "decided"):
             self.store.delete_key(self.key(name, self.number - 1))
 
-    def _give_up(self, timeout: Exception) -> None:
-        came = {r: self.store.add(f"{self.prefix}/came/{r}", 0) for r in self.callers.ranks}
-        missing = [rank for rank, number in came.items() if number < self.number]
-        if not missing:  # it came in this very moment, or the store itself failed
-            raise RankTimeoutError(
-                f"rank {self.callers.rank} heard no verdict within {self.callers.timeout:g} s although all came: {timeout}"
-            ) from timeout
-        names = ", ".join(f"rank {rank}" for rank in missing)
-        self.store.set(self.key("verdict"), _ABANDONED + names)
-        raise RankTimeoutError(
+    def _give_up(self) -> None:
+        if not self._decides():  # another rank is about to write what it has decided
+            self.store.wait([self.key("verdict")], timedelta(seconds=self.callers.timeout))
+            return
+        came = {rank: self.store.add(f"{self.prefix}/came/{rank}", 0) for rank in self.callers.ranks}
+        missing = tuple(rank for rank, number in came.items() if number < self.number)
+        names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
+        text = (
             f"{names} did not arrive within {self.callers.timeout:g} s; {len(came) - len(missing)} of the ranks "
             f"{list(self.callers.ranks)} did. Every one of these ranks has to make this call: look there for an error or "
             "a branch that skips it, or give a longer timeout="
-        ) from timeout
+        )
+        self._write(_Verdict(missing=missing or (-1,), text=text))
 
-    def read_errors(self) -> dict[int, tuple[str, str]]:
-        found = {}
-        for rank in self.callers.ranks:
-            key = self.key(f"error/{rank}")
-            if self.store.check([key]):
-                found[rank] = _decode(bytes(self.store.get(key)))
-        return found
+    def catch_up(self, verdict: _Verdict) -> bool:
+        """Go to the meeting that the others are in now, where they are in a later one than this; else stay.
 
-
-def _encode(error: Exception) -> str:
-    return f"{type(error).__name__}\n{error}"
-
-
-def _decode(text: bytes) -> tuple[str, str]:
-    name, _, message = text.decode().partition("\n")
-    return name, message
+        A rank that skipped a call would else be one meeting behind for the rest of the job.
+        """
+        others = (rank for rank in self.callers.ranks if rank not in verdict.missing)
+        newest = self.store.add(f"{self.prefix}/came/{next(others, self.callers.rank)}", 0)
+        if newest <= self.number:
+            return False
+        self.store.add(f"{self.prefix}/came/{self.callers.rank}", newest - self.number - 1)
+        return True
 
 
-def _the_error(found: dict[int, tuple[str, str]], num_ranks: int) -> FsdpOptimError:
+def _the_error(reasons: tuple[Reason, ...], num_ranks: int) -> FsdpOptimError:
     """One error that is the same on all ranks, from what each failed rank said."""
-    names = {name for name, _ in found.values()}
+    names = {name for _, name, _ in reasons}
     known = getattr(errors, next(iter(names)), None) if len(names) == 1 else None
-    kind: type[FsdpOptimError] = RankError
     ours = isinstance(known, type) and issubclass(known, FsdpOptimError)
-    if isinstance(known, type) and ours:
-        kind = known
-    if ours and len(found) == num_ranks and len(set(found.values())) == 1:
-        return kind(next(iter(found.values()))[1])
-    by_reason: dict[tuple[str, str], list[int]] = {}
-    for rank, reason in found.items():
-        by_reason.setdefault(reason, []).append(rank)
-    lines = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {message if ours else f'{name}: {message}'}"
-        for (name, message), ranks in by_reason.items()
-    ]
-    return kind("\n".join(lines))
+    kind: type[FsdpOptimError] = known if ours and known is not None else RankError
+    by_reason: dict[str, list[int]] = {}
+    for rank, name, message in reasons:
+        by_reason.setdefault(message if ours else f"{name}: {message}", []).append(rank)
+    if ours and len(by_reason) == 1 and len(reasons) == num_ranks:
+        return kind(next(iter(by_reason)))
+    return kind(
+        "\n".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
+            for reason, ranks in by_reason.items()
+        )
+    )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fsdp_optim import memory
 from fsdp_optim.errors import RankError
 from fsdp_optim.plan import Copy
+from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 
 BUCKET_NBYTES = 64 << 20
@@ -91,17 +92,27 @@ class Failure:
 def exchange(callers: Callers, items: Iterable[Item], failure: Failure, bucket_nbytes: int = BUCKET_NBYTES) -> None:
     """Move every item. Called by all ranks of `callers`; the ranks must agree afterwards whether all went well.
 
-    Never raises for what one rank alone can see: it is put into `failure`, and this rank goes on sending and receiving,
-    so that its peers finish. Holds at most `bucket_nbytes` beyond the items' own tensors.
+    Everything that needs memory is done first, and the ranks agree that all of them are ready: an error in `failure`, or one
+    met here, is raised on all ranks before data moves. From then on nothing that one rank alone can see is raised: it is
+    put into `failure`, and this rank goes on sending and receiving, so that its peers finish.
+
+    Holds at most `bucket_nbytes` beyond the items' own tensors.
     """
     width = min(max(len(callers.ranks) - 1, 1), _PEERS_AT_ONCE)
-    limit = max(bucket_nbytes // (_ROUNDS_IN_FLIGHT * width) // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+    # Per round a buffer for each peer to send to and one for each to receive from.
+    limit = max(bucket_nbytes // (2 * _ROUNDS_IN_FLIGHT * width) // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
     streams = _Streams(callers.rank, limit)
-    for item in items:
-        streams.add(item, failure)
-    if len(callers.ranks) == 1:
+    post = None
+    try:
+        for item in items:
+            streams.add(item, failure)
+        if len(callers.ranks) > 1:
+            post = _Post(callers, failure, streams.largest_buffers(callers.wire, 2 * _ROUNDS_IN_FLIGHT * width))
+    except Exception as error:
+        failure.note(error)
+    agree(callers, b"ready", failure.error)
+    if post is None:
         return
-    post = _Post(callers, failure, limit)
     num, here = len(callers.ranks), callers.position
     for first in range(1, num, width):
         shifts = range(first, min(first + width, num))
@@ -135,6 +146,16 @@ class _Streams:
                 view = _view(memory.target_block, copy, item.target, failure)
                 self._from.setdefault(copy.source_rank, _Stream(self._limit)).add(copy, item.dtype, view)
 
+    def largest_buffers(self, wire: torch.device, at_most: int) -> list[torch.Tensor]:
+        """Memory for the messages that do not travel as they lie in a local tensor: as many as can be under way."""
+        sizes = [
+            message.nbytes
+            for stream in (*self._to.values(), *self._from.values())
+            for message in stream.messages()
+            if message.in_place(wire) is None
+        ]
+        return [torch.empty(max(sizes), dtype=torch.uint8, device=wire) for _ in range(min(len(sizes), at_most))]
+
     def outgoing(self, rank: int) -> list[_Message]:
         stream = self._to.pop(rank, None)
         return stream.messages() if stream is not None else []
@@ -165,7 +186,7 @@ class _Stream:
 
     def add(self, copy: Copy, dtype: torch.dtype, view: torch.Tensor | None) -> None:
         for part, numel in _cut(copy.sizes, view, max(self._limit // dtype.itemsize, 1)):
-            if copy.is_run and numel * dtype.itemsize >= _ALONE_FROM:
+            if copy.is_run and numel * dtype.itemsize >= min(_ALONE_FROM, self._limit):
                 message = _Message()
                 self._alone.append(message)
             else:
@@ -212,10 +233,9 @@ class _InFlight:
 class _Post:
     """Posts messages in rounds, at most `_ROUNDS_IN_FLIGHT` at a time, each at most one message to and from each peer."""
 
-    def __init__(self, callers: Callers, failure: Failure, limit: int) -> None:
-        self._callers, self._failure, self._limit = callers, failure, limit
+    def __init__(self, callers: Callers, failure: Failure, buffers: list[torch.Tensor]) -> None:
+        self._callers, self._failure, self._free = callers, failure, buffers
         self._wire = callers.wire
-        self._free: list[torch.Tensor] = []
         self._lost: set[int] = set()
 
     def run(self, send: list[tuple[int, list[_Message]]], receive: list[tuple[int, list[_Message]]]) -> None:
@@ -264,7 +284,7 @@ class _Post:
                 one.work.wait(timedelta(seconds=self._callers.timeout))
             except RuntimeError as error:
                 self._connection_lost([one.peer], error)
-                continue  # the buffer may still be written to: do not use it again
+                continue  # its buffer may still be written to: it is not used again, nor is its peer
             if one.buffer is not None:
                 if one.received:
                     self._unpack(one.message, one.buffer)
@@ -274,7 +294,7 @@ class _Post:
         in_place = message.in_place(self._wire)
         if in_place is not None:
             return in_place, None
-        buffer = self._free.pop() if self._free else torch.empty(self._limit, dtype=torch.uint8, device=self._wire)
+        buffer = self._free.pop()
         return buffer.narrow(0, 0, message.nbytes), buffer
 
     def _pack(self, message: _Message, buffer: torch.Tensor) -> None:

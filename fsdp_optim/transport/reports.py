@@ -7,6 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fsdp_optim.errors import RankError
+from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 
 _LENGTH = 8  # bytes of a report's length
@@ -74,6 +76,13 @@ def _receive(callers: Callers, rank: int) -> bytes:
 
 def _run(callers: Callers, operation: object, tensor: torch.Tensor, rank: int) -> torch.Tensor:
     tensor = tensor.to(callers.wire)
-    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, callers.group)])  # type: ignore[arg-type]
-    work.wait(timedelta(seconds=callers.timeout))
+    try:
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, callers.group)])  # type: ignore[arg-type]
+        work.wait(timedelta(seconds=callers.timeout))
+    except RuntimeError as reason:
+        lost = RankError(
+            f"lost the connection to rank {rank}, or it did not answer within {callers.timeout:g} s: {reason}"
+        )
+        agree(callers, b"", lost, fatal=True)  # the others may wait for this rank's next message: tell them
+        raise lost from reason
     return tensor.cpu()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError
@@ -96,24 +97,36 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     return Names((view.order,), view.aliases, view.unit_order)
 
 
-def callers_of(reader: ModelReader, options: Options, *, all_of_plain: bool = False) -> Callers:
-    """The ranks that have to make a call about this model.
+def read_callers(
+    models: Sequence[nn.Module], options: Options, *, all_of_plain: bool = False
+) -> tuple[list[ModelReader], Callers]:
+    """Readers of some models, and the ranks that have to make a call about them: those of any of them.
 
     `all_of_plain`: for a model without any wrapper, all ranks of the job; else this rank alone, which has all it needs.
     """
-    if all_of_plain and not reader.is_wrapped and options.process_group is None and dist.is_initialized():
-        return Callers.of(range(dist.get_world_size()), dist.get_rank(), None, options.timeout)
-    return callers_of_all((reader,), options)
+    try:
+        readers = [ModelReader(model) for model in models]
+        return readers, callers_of_readers(readers, options, all_of_plain=all_of_plain)
+    except Exception as error:
+        if dist.is_initialized():  # which ranks would have to hear it is not known: most models live on all of them
+            agree(Callers.of(_job_ranks(), dist.get_rank(), options.process_group, options.timeout), b"", error)
+        raise
 
 
-def callers_of_all(readers: Sequence[ModelReader], options: Options) -> Callers:
-    """The ranks that have to make a call about several models: those of any of them."""
+def callers_of_readers(readers: Sequence[ModelReader], options: Options, *, all_of_plain: bool = False) -> Callers:
+    """As `read_callers`, for models that are read already."""
     me = dist.get_rank() if dist.is_initialized() else 0
     if options.process_group is not None:
         ranks: Iterable[int] = dist.get_process_group_ranks(options.process_group)
+    elif all_of_plain and dist.is_initialized() and not any(reader.is_wrapped for reader in readers):
+        ranks = _job_ranks()
     else:
         ranks = {rank for reader in readers for rank in reader.ranks}
     return Callers.of(tuple(ranks), me, options.process_group, options.timeout)
+
+
+def _job_ranks() -> Sequence[int]:
+    return range(dist.get_world_size())
 
 
 def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: bool) -> tuple[Local, Picture]:

@@ -20,10 +20,10 @@ from fsdp_optim.state.full import FullDict, KeyBy, assemble, values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.values import dtype_named
-from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
-from fsdp_optim.verbs.call import Local, Options, callers_of, meet, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.opaque import gather_opaque
 
 _CPU = torch.device("cpu")
@@ -43,10 +43,15 @@ class Gathering:
         return self.callers.rank in self.recipients
 
 
-def begin(model: nn.Module, optim: Optimizers, recipient_rank: int | None, call: str, options: Options) -> Gathering:
+def begin(
+    reader: ModelReader,
+    callers: Callers,
+    optim: Optimizers,
+    recipient_rank: int | None,
+    call: str,
+    options: Options,
+) -> Gathering:
     """Meet the other ranks and find out what there is to gather."""
-    reader = ModelReader(model)
-    callers = callers_of(reader, options)
     # Every rank has all of a model without wrapper: the recipient keeps its own, and the others have nothing to do.
     elsewhere = not reader.is_wrapped and len(callers.ranks) == 1 and _is_rank(recipient_rank)
 
@@ -77,13 +82,16 @@ def gather(
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
-    gathering = begin(model, optim, recipient_rank, "gather_full_optim_state_dict", options)
-    failure = Failure()
-    tensors = move(gathering, tuple(gathering.picture.params.values()), failure, bucket_nbytes)
-    agree(gathering.callers, b"gathered", failure.error, fatal=failure.fatal)
-    if not gathering.receives:
-        return None
-    return assemble(gathering.picture, tensors, gathering.local.optim, gathering.callers.rank, key_by)
+    (reader,), callers = read_callers([model], options)
+    with all_hear(callers):
+        gathering = begin(reader, callers, optim, recipient_rank, "gather_full_optim_state_dict", options)
+        failure = Failure()
+        values = move(gathering, tuple(gathering.picture.params.values()), failure, bucket_nbytes)
+        full = None
+        if gathering.receives and failure.error is None:
+            full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, key_by)
+        agree(callers, b"gathered", failure.error, fatal=failure.fatal)
+    return full
 
 
 def iterate(
@@ -94,15 +102,20 @@ def iterate(
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
-    gathering = begin(model, optim, recipient_rank, "iter_full_optim_state", options)
-    for batch in _batches(gathering.picture, bucket_nbytes):
-        failure = Failure()
-        agree(gathering.callers, b"next")
-        tensors = move(gathering, batch, failure, bucket_nbytes)
-        agree(gathering.callers, b"moved", failure.error, fatal=failure.fatal)
-        for param in batch:
-            with _tells_when_stopped(gathering.callers):
-                yield param.fqn, _state_of(param, tensors, gathering)
+    (reader,), callers = read_callers([model], options)
+    with all_hear(callers):
+        gathering = begin(reader, callers, optim, recipient_rank, "iter_full_optim_state", options)
+        batches = list(_batches(gathering.picture, bucket_nbytes))
+    for batch in batches:
+        with all_hear(callers):
+            failure = Failure()
+            values = move(gathering, batch, failure, bucket_nbytes)
+            found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
+            agree(callers, b"moved", failure.error, fatal=failure.fatal)
+        while found:
+            with _tells_when_stopped(callers):
+                yield found.pop(0)
+    agree(callers, b"end")  # a rank that stopped early is heard here, not in the next call
 
 
 @contextmanager
@@ -112,7 +125,7 @@ def _tells_when_stopped(callers: Callers) -> Iterator[None]:
         yield
     except GeneratorExit:
         stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
-        with suppress(RankError):  # heard by the others; here the caller wanted it so
+        with suppress(Exception):  # heard by the others; here the caller wanted it so
             agree(callers, b"", stopped, fatal=True)
         raise
 

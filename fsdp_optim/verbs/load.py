@@ -87,7 +87,7 @@ def _load(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
         for name in shard["state"][local_id]:
             if (local_id, name) in cast:
                 value = cast[local_id, name]
-                live[name] = value.to(param.device) if isinstance(value, torch.Tensor) else value
+                live[name] = _moved(value, param.device)
             else:
                 live[name] = loaded[name]
 
@@ -110,4 +110,15 @@ def _would_change(param: torch.Tensor, value: object) -> bool:
     """torch casts tensors to a floating parameter's dtype, and rebuilds whatever can be iterated over, a str too."""
     if isinstance(value, torch.Tensor):
         return param.is_floating_point() and value.dtype != param.dtype
-    return isinstance(value, Iterable) and not isinstance(value, (list, tuple, dict))
+    return isinstance(value, Iterable)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The value on a device, tensors inside containers too, in their own dtypes."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.full import FullDict, KeyBy, Names, check_fits, keys_to_fqns, normalize
+from fsdp_optim.state.full import FullDict, KeyBy, Names, check_fits, normalize
 from fsdp_optim.verbs.call import names_of_model
 
 
@@ -19,23 +19,29 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
     """The same state under the other keys."""
     view = ModelReader(model).read()
     state = normalize(full, names_of_model(full, view))
-    saved = [fqn for _, fqns in state.groups for fqn in fqns]
-    shapes = {fqn: placement.shape for named in view.handles for fqn, placement in named.placements.items()}
-    names = Names(tuple(fqns for _, fqns in state.groups), {})
-    unknown = [fqn for fqn in saved if fqn not in shapes]
+    place = {fqn: index for index, fqn in enumerate(view.order)}
+    unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in place]
     if unknown:
         raise StateError(f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters)")
-    check_fits(state, names, shapes)
-    keys = {fqn: fqn if key_by == "name" else index for index, fqn in enumerate(saved)}
-    old_map = dict(full.get("param_id_map") or {})
-    fqn_of = keys_to_fqns(full, state.groups)
+    # Ids count in the unwrapped model's order, whatever order the dict lists its parameters in.
+    groups = tuple((hyper, tuple(sorted(fqns, key=place.__getitem__))) for hyper, fqns in state.groups)
+    saved = [fqn for _, fqns in groups for fqn in fqns]
+    shapes = {fqn: placement.shape for named in view.handles for fqn, placement in named.placements.items()}
+    check_fits(state, Names(tuple(fqns for _, fqns in groups), {}), shapes)
+    key = {fqn: fqn if key_by == "name" else index for index, fqn in enumerate(saved)}
+    ours = {
+        "local_ids": {key[fqn]: local_id for fqn, local_id in state.local_ids.items()},
+        "param_id_map": {key[fqn]: i if fqn in state.state else None for fqn, i in state.local_ids.items()},
+        "fqns": {key[fqn]: fqn for fqn in saved},
+    }
     return {
-        **{key: value for key, value in full.items() if key not in ("state", "param_groups", "param_id_map")},
-        "state": {keys[fqn]: dict(values) for fqn, values in state.state.items()},
+        **state.extra,
+        "state": {key[fqn]: dict(state.state[fqn]) for fqn in saved if fqn in state.state},
         "param_groups": [
-            {**group, "params": [keys[fqn] for fqn in fqns], "param_names": list(fqns)} for group, fqns in state.groups
+            {**hyper, "params": [key[fqn] for fqn in fqns], "param_names": list(fqns)} for hyper, fqns in groups
         ],
-        **({"param_id_map": {keys[fqn_of[key]]: local for key, local in old_map.items()}} if old_map else {}),
+        **{name: full[name] for name in ("num_padded", "uncollected_local_ids") if name in full},
+        **(ours if state.local_ids else {}),
     }
 
 
@@ -58,5 +64,5 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
         {key: copy.deepcopy(value) for key, value in group.items() if key != "param_names"}
         for group in full["param_groups"]
     ]
-    kept = {key: value for key, value in full.items() if key != "num_padded"}
+    kept = {key: value for key, value in full.items() if key not in ("num_padded", "local_ids")}
     return {**kept, "state": state, "param_groups": groups, "param_id_map": dict(full["param_id_map"])}

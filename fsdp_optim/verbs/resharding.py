@@ -14,9 +14,9 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.state.full import FullState, check_fits
 from fsdp_optim.state.shard import Shard, summarize
-from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.agree import all_hear
 from fsdp_optim.transport.collective import BUCKET_NBYTES
-from fsdp_optim.verbs.call import Local, Options, callers_of, meet
+from fsdp_optim.verbs.call import Local, Options, callers_of_readers, meet
 from fsdp_optim.verbs.scatter import Contents, deliver
 
 
@@ -29,12 +29,11 @@ def reshard(
     reader: ModelReader, local: Local, full: FullState, options: Options, bucket_nbytes: int = BUCKET_NBYTES
 ) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
-    callers = callers_of(reader, options)
-    _, picture = meet(callers, lambda: local, "get_shard_from_optim_state_dict(sharded)", with_state=False)
-    contents, error = None, None
-    placements: dict[str, Placement] = {}
-    parts: dict[tuple[str, str], torch.Tensor] = {}
-    try:
+    callers = callers_of_readers([reader], options)
+    with all_hear(callers):
+        _, picture = meet(callers, lambda: local, "get_shard_from_optim_state_dict(sharded)", with_state=False)
+        placements: dict[str, Placement] = {}
+        parts: dict[tuple[str, str], torch.Tensor] = {}
         described = replace(full, state=_described(full, placements, parts))
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
         fit = check_fits(
@@ -46,13 +45,8 @@ def reshard(
             regroup=bool(local.optim.parts),
         )
         contents = Contents(summarize(described, shapes), full.groups, full.extra, {}, fit)
-    except Exception as reason:
-        error = reason
-    agree(callers, b"described", error)
-    if contents is None:  # agree() has raised
-        raise RuntimeError("unreachable: a rank that refuses cannot agree")
-    source = Layout({fqn: placements[fqn] for fqn in picture.params if fqn in placements})
-    return deliver(callers, local, picture, contents, source, lambda fqn, name: parts[fqn, name], bucket_nbytes)
+        source = Layout({fqn: placements[fqn] for fqn in picture.params if fqn in placements})
+        return deliver(callers, local, picture, contents, source, lambda fqn, name: parts[fqn, name], bucket_nbytes)
 
 
 def _described(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout
 from fsdp_optim.plan import Copy, plan
@@ -18,12 +17,12 @@ from fsdp_optim.state.full import Fit, FullState, Names, check_fits, normalize
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary, own
-from fsdp_optim.transport.agree import agree
+from fsdp_optim.state.values import Summary, flatten, own
+from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
 from fsdp_optim.transport.reports import broadcast_report
-from fsdp_optim.verbs.call import Local, Options, callers_of, meet, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
 
 
@@ -48,8 +47,7 @@ def scatter(
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
-    reader = ModelReader(model)
-    callers = callers_of(reader, options, all_of_plain=True)
+    (reader,), callers = read_callers([model], options, all_of_plain=True)
 
     def read() -> Local:
         if source_rank not in callers.ranks:
@@ -61,13 +59,15 @@ def scatter(
         return read_local(reader, optim, options, callers.ranks)
 
     call = f"scatter_full_optim_state_dict(source_rank={source_rank}, strict={options.strict})"
-    local, picture = meet(callers, read, call, with_state=False)
-    state, contents = _tell_contents(callers, local, picture, full, source_rank, options)
+    with all_hear(callers):
+        local, picture = meet(callers, read, call, with_state=False)
+        state, contents = _tell_contents(callers, local, picture, full, source_rank, options)
 
-    def whole(fqn: str, name: str) -> torch.Tensor | None:
-        return state.state[fqn][name].detach().reshape(-1) if state is not None else None
+        def whole(fqn: str, name: str) -> torch.Tensor | None:
+            return flatten(state.state[fqn][name]) if state is not None else None
 
-    return deliver(callers, local, picture, contents, picture.layout.whole_on((source_rank,)), whole, bucket_nbytes)
+        source = picture.layout.whole_on((source_rank,))
+        return deliver(callers, local, picture, contents, source, whole, bucket_nbytes)
 
 
 def deliver(
@@ -81,21 +81,17 @@ def deliver(
 ) -> Shard | list[Shard]:
     """Move a state that lies as `source` says to where the model and optimizer of `picture` need it.
 
-    Called by all ranks. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where it has none.
+    Called by all ranks, inside `all_hear`. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where it has none.
     """
-    wanted, error = None, None
-    try:
-        wanted = decide(local, contents.summaries, contents.fit, lambda fqn, name: contents.opaque[fqn, name])
-    except Exception as reason:
-        error = reason
-    agree(callers, b"wanted", error)
-    if wanted is None:  # agree() has raised
-        raise RuntimeError("unreachable: a rank that refuses cannot agree")
+    wanted = decide(local, contents.summaries, contents.fit, lambda fqn, name: contents.opaque[fqn, name])
     failure = Failure()
     tensors = _move(callers, picture, contents, wanted, source, source_of, failure, bucket_nbytes)
+    made: Shard | list[Shard] = []
+    if failure.error is None:
+        made = wanted.dict_of(tensors, contents.groups, contents.extra)
     agree(callers, b"delivered", failure.error, fatal=failure.fatal)
     warn_of_uncollected(local, contents.uncollected)
-    return wanted.dict_of(tensors, contents.groups, contents.extra)
+    return made
 
 
 def _tell_contents(
@@ -107,26 +103,23 @@ def _tell_contents(
     options: Options,
 ) -> tuple[FullState | None, Contents]:
     """The source checks its dict against everyone's model and tells what is in it; the same contents on all ranks."""
-    state, content, error = None, b"", None
+    state, content = None, b""
     if callers.rank == source_rank and full is not None:
-        try:
-            groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
-            units = tuple(live.fqns for live in picture.live)
-            names = Names(groups, local.view.aliases, local.view.unit_order, units)
-            state = normalize(full, names)
-            shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-            fit = check_fits(
-                state,
-                names,
-                shapes,
-                live=local.with_state,
-                strict=options.strict,
-                regroup=bool(local.optim.parts),
-            )
-            content = pickle.dumps(_contents(state, summarize(state, shapes), fit))
-        except Exception as reason:
-            error = reason
-    agree(callers, b"contents", error)
+        groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
+        units = tuple(live.fqns for live in picture.live)
+        names = Names(groups, local.view.aliases, local.view.unit_order, units)
+        state = normalize(full, names)
+        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
+        fit = check_fits(
+            state,
+            names,
+            shapes,
+            live=local.with_state,
+            strict=options.strict,
+            regroup=bool(local.optim.parts),
+        )
+        content = pickle.dumps(_contents(state, summarize(state, shapes), fit))
+    agree(callers, b"contents")
     contents: Contents = pickle.loads(broadcast_report(callers, content, source_rank))
     return state, contents
 

@@ -14,10 +14,10 @@ from fsdp_optim.layout import Layout
 from fsdp_optim.memory import copy_in_memory
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
-from fsdp_optim.state.full import FullState, check_fits, keys_to_fqns, normalize
+from fsdp_optim.state.full import FullState, check_fits, normalize
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.values import Summary, flatten
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
 from fsdp_optim.verbs.resharding import is_sharded, reshard
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
@@ -53,11 +53,8 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
     view = ModelReader(model).read(name_of=options.name_of)
     state = normalize(full, names_of_model(full, view))
-    saved_ids = full.get("param_id_map") or {}
-    fqn_of = keys_to_fqns(full, state.groups)
-    origin = {fqn_of[key]: local_id for key, local_id in saved_ids.items() if key in fqn_of}
     others = _may_be_elsewhere(view, state, options)
-    return Local(view, expected_optimizer(view, state, origin, others=others)), state
+    return Local(view, expected_optimizer(view, state, others=others)), state
 
 
 def _may_be_elsewhere(view: ModelView, full: FullState, options: Options) -> bool:
@@ -84,8 +81,9 @@ def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int, wanted
         {f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None and f in full.state}
     )
     tensors = allocate(param, summary, rank, wanted.missing)
-    for copy in plan_into(target.whole_on((rank,)), target, rank):
+    for fqn in target.fqns:
+        one = target.only((fqn,))
+        copies = plan_into(one.whole_on((rank,)), one, rank)
         for name, flat in tensors.items():
-            value: torch.Tensor = full.state[copy.fqn][name]
-            copy_in_memory((copy,), value.detach().reshape(-1), flat)
+            copy_in_memory(copies, flatten(full.state[fqn][name]), flat)
     return tensors

@@ -12,10 +12,10 @@ from fsdp_optim.state.full import Fit
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.values import Odd, Summary
-from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure
-from fsdp_optim.verbs.call import Local, Options, callers_of_all, meet, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.gather import Gathering, Sources, move_odd
 from fsdp_optim.verbs.load import LoadableOptimizer, load
 from fsdp_optim.verbs.scatter import Contents, deliver
@@ -30,8 +30,20 @@ def transfer(
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> None:
     """Load the state of one live optimizer into another, whatever wraps their models."""
-    src, dst = ModelReader(src_model), ModelReader(dst_model)
-    callers = callers_of_all((src, dst), options)
+    (src, dst), callers = read_callers([src_model, dst_model], options)
+    with all_hear(callers):
+        _transfer(src, src_optim, dst, dst_optim, callers, options, bucket_nbytes)
+
+
+def _transfer(
+    src: ModelReader,
+    src_optim: Optimizers,
+    dst: ModelReader,
+    dst_optim: LoadableOptimizer,
+    callers: Callers,
+    options: Options,
+    bucket_nbytes: int,
+) -> None:
     everything = replace(options, collect="all")
     local, picture = meet(
         callers,
@@ -48,12 +60,8 @@ def transfer(
     _check_same(picture, dst_picture, regroup=bool(dst_local.optim.parts))
     contents = _contents(callers, local, picture, bucket_nbytes)
     shard = deliver(callers, dst_local, dst_picture, contents, picture.layout, Sources(local).flat, bucket_nbytes)
-    error = None
-    try:
-        load(dst_optim, shard)
-    except Exception as reason:
-        error = reason
-    agree(callers, b"loaded", error)
+    load(dst_optim, shard)
+    agree(callers, b"loaded")
 
 
 def _check_same(src: Picture, dst: Picture, *, regroup: bool) -> None:
