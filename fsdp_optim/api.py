@@ -13,7 +13,7 @@ from fsdp_optim.adapters import NameOf
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
-from fsdp_optim.transport.collective import BUCKET_NBYTES
+from fsdp_optim.transport.callers import BUCKET_NBYTES
 from fsdp_optim.verbs import gather, load, rekey, scatter, shard, transfer
 from fsdp_optim.verbs.call import Collect, Options
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
@@ -61,8 +61,8 @@ def gather_full_optim_state_dict(
         RankError: a rank failed, with its reason, or made another call.
         RankTimeoutError: a rank did not come; it is named.
     """
-    options = Options(collect, name_of, process_group, timeout)
-    return gather.gather(model, optim, recipient_rank, key_by, options, bucket_nbytes)
+    options = Options(collect, name_of, process_group, timeout, bucket_nbytes=bucket_nbytes)
+    return gather.gather(model, optim, recipient_rank, key_by, options)
 
 
 def iter_full_optim_state(
@@ -82,8 +82,8 @@ def iter_full_optim_state(
     state), None elsewhere. Every rank of the model has to exhaust the iterator. A recipient holds at most
     `bucket_nbytes` of parameters (or one that is larger), and as much again while they move.
     """
-    options = Options(collect, name_of, process_group, timeout)
-    return gather.iterate(model, optim, recipient_rank, options, bucket_nbytes)
+    options = Options(collect, name_of, process_group, timeout, bucket_nbytes=bucket_nbytes)
+    return gather.iterate(model, optim, recipient_rank, options)
 
 
 @overload
@@ -160,8 +160,10 @@ def scatter_full_optim_state_dict(
 
     Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
     """
-    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict)
-    return scatter.scatter(model, optim, full, source_rank, options, bucket_nbytes)
+    options = Options(
+        name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, bucket_nbytes=bucket_nbytes
+    )
+    return scatter.scatter(model, optim, full, source_rank, options)
 
 
 def load_optim_state_dict(
@@ -189,7 +191,7 @@ def transfer_optim_state(
     src_model: nn.Module,
     src_optim: Optimizers,
     dst_model: nn.Module,
-    dst_optim: LoadableOptimizer,
+    dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     *,
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -201,8 +203,8 @@ def transfer_optim_state(
     Called by all ranks of both models. Each byte moves once, straight to the rank that needs it: no rank holds more than
     its own shards and `bucket_nbytes`. The source is left unchanged. Raises as gather and scatter do.
     """
-    options = Options(name_of=name_of, process_group=process_group, timeout=timeout)
-    transfer.transfer(src_model, src_optim, dst_model, dst_optim, options, bucket_nbytes)
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, bucket_nbytes=bucket_nbytes)
+    transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
 
 
 def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:

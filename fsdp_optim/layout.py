@@ -37,9 +37,10 @@ def ranks_in_order(ranks: Iterable[int]) -> Ranks:
     return listed
 
 
-@functools.lru_cache(maxsize=256)
 def _check_distinct(groups: tuple[Ranks, ...]) -> None:
-    """Refuse a rank that is listed twice: it would hold two parts in one place. Cached: parameters share their groups."""
+    """Refuse a rank that is listed twice: it would hold two parts in one place."""
+    if len(groups) == 1 and isinstance(groups[0], range):
+        return
     if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
         raise LayoutError(f"a rank is listed twice in {groups}")
 
@@ -630,4 +631,5 @@ class Layout:
 
     def whole_on(self, ranks: Sequence[int]) -> Layout:
         """The same parameters, each whole on every one of `ranks`, in a tensor of its own."""
-        return Layout({fqn: Whole(p.shape, tuple(ranks)) for fqn, p in self.placements.items()})
+        on = ranks_in_order(ranks)
+        return Layout({fqn: Whole(p.shape, on) for fqn, p in self.placements.items()})

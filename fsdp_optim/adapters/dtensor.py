@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
@@ -37,6 +38,7 @@ def handles(tree: ModuleTree) -> Iterator[Handle]:
     for param, sites in _params(tree):
         fqn = tree.fqn(*sites[0])
         placement = placement_of(fqn, tuple(param.shape), param.device_mesh, param.placements)
+        _check_local_shape(fqn, param, placement)
         yield DTensorHandle(
             param=param,
             originals=(Original(*sites[0], placement),),
@@ -45,6 +47,17 @@ def handles(tree: ModuleTree) -> Iterator[Handle]:
             mesh=param.device_mesh,
             spec=param.placements,
             shape=tuple(param.shape),
+        )
+
+
+def _check_local_shape(fqn: str, param: DTensor, placement: MeshBoxes) -> None:
+    """What was computed for this rank has to be what the DTensor has: a cut that was read wrongly is noticed here."""
+    shard = placement.shard_of(torch.distributed.get_rank())
+    computed = placement.box(shard).sizes if shard is not None else ()
+    if shard is not None and computed != tuple(param.to_local().shape):
+        raise WrapperError(
+            f"{fqn}: rank {torch.distributed.get_rank()} holds {list(param.to_local().shape)} of it, "
+            f"{list(computed)} was expected from {param.placements} on the mesh {param.device_mesh.mesh.tolist()}"
         )
 
 
@@ -80,14 +93,23 @@ def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Pla
             dim = getattr(placement, "dim", None)
             if dim is None:
                 raise WrapperError(f"{fqn}: {placement} is a placement that is not known here")
-            splits.append((_is_strided(placement), mesh_dim, dim % max(len(shape), 1)))
-    # fully_shard over tensor parallel: its mesh dimension comes first, but cuts what tensor parallel has left.
+            splits.append((_split_factor(placement), mesh_dim, dim % max(len(shape), 1)))
+    # fully_shard over tensor parallel: its mesh dimension comes first, but cuts what tensor parallel has left: a strided
+    # placement cuts after as many parts as its split factor says.
+    sizes: Counter[int] = Counter()
+    for factor, mesh_dim, dim in sorted(splits):
+        if factor > 1 and factor != max(sizes[dim], 1):
+            raise WrapperError(
+                f"{fqn}: {placements} on the mesh {tuple(mesh.mesh.shape)} interleaves rows, which is not known here"
+            )
+        sizes[dim] = max(sizes[dim], 1) * mesh.size(mesh_dim)
     order = tuple((mesh_dim, dim) for _, mesh_dim, dim in sorted(splits))
     return MeshBoxes(shape, tuple(mesh.mesh.shape), order, (_ranks(mesh, frozenset(d for d, _ in order)),))
 
 
-def _is_strided(placement: Placement) -> bool:
-    return type(placement).__name__ == "_StridedShard"
+def _split_factor(placement: Placement) -> int:
+    """Into how many parts other mesh dimensions cut before this placement does: more than 1 for `_StridedShard`."""
+    return int(getattr(placement, "split_factor", 1))
 
 
 def _ranks(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:

@@ -78,11 +78,17 @@ def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[
         return (ranks_in_order(mine),)
     mesh = unit._device_mesh
     if mesh is not None and mesh.ndim == 2:
-        return tuple(ranks_in_order(row) for row in mesh.mesh.tolist())
+        # A group sorts its ranks, whatever their order in the mesh.
+        return tuple(sorted((ranks_in_order(sorted(row)) for row in mesh.mesh.tolist()), key=lambda row: row[0]))
     # Two plain groups tell only this rank's row and column. torch makes them as rows and columns of a grid.
     column = dist.get_process_group_ranks(across)
     here = dist.get_rank()
-    return tuple(ranks_in_order([rank - here + other for rank in mine]) for other in sorted(column))
+    replicas = tuple(ranks_in_order([rank - here + other for rank in mine]) for other in sorted(column))
+    if ranks_in_order(mine) not in replicas:
+        raise WrapperError(
+            f"the shard groups of a unit on ranks {mine} and {sorted(column)} cannot be told: give it a device_mesh"
+        )
+    return replicas
 
 
 def _starts(handle: FlatParamHandle) -> tuple[list[int], int]:

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_optim.adapters import dtensor
 from fsdp_optim.errors import WrapperError
@@ -31,7 +30,7 @@ def read_sharded_value(fqn: str, value: Any) -> tuple[Placement, torch.Tensor]:
     shape = tuple(value.size())
     by_rank: dict[int, list[Block]] = {}
     for shard in value.metadata().shards_metadata:
-        rank = dist.get_global_rank(value._process_group, shard.placement.rank())
+        rank = shard.placement.rank()  # a global one, also off the default group
         blocks = by_rank.setdefault(rank, [])
         box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
         if box.numel:

@@ -30,13 +30,22 @@ class OpaqueShards:
         Raises StateError when it is cut in another way than when it was saved.
         """
         shard = placements[0].shard_of(rank)
-        if shard is None or cuts_of(placements) != self.cuts or shard not in self.by_shard:
+        if shard is None or cuts_of(placements) != self.cuts:
             raise StateError(
                 f"{fqn}: {name} is not shaped like the parameter, so it was saved as it was on each of "
                 f"{self.cuts[0].num_shards} shards and fits the same layout only; this model has "
                 f"{placements[0].num_shards} shards of it, cut in another way"
             )
+        if shard not in self.by_shard:
+            raise StateError(
+                f"{fqn}: {name} was saved for shards {sorted(self.by_shard)} only, rank {rank} holds shard {shard}"
+            )
         return self.by_shard[shard]
+
+    def has(self, placements: tuple[Placement, ...], rank: int) -> bool:
+        """Whether a rank gets a value: one that holds no element of the parameter may have had none."""
+        shard = placements[0].shard_of(rank)
+        return shard in self.by_shard or any(placement.numel_on(rank) for placement in placements)
 
 
 def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:

@@ -111,6 +111,7 @@ def local_values(
         if name in opaque
         else own(scalars[name].value)
         for name in summary.names
+        if name in tensors or name in opaque or name in scalars
     }
 
 
@@ -122,7 +123,13 @@ def opaque_values(
     Raises StateError for a value that cannot be had for this layout.
     """
     fqn = param.named.fqns[0]
-    return {name: _opaque(param, name, saved(fqn, name), rank) for name, _ in (summary.opaque if summary else ())}
+    values = {name: saved(fqn, name) for name, _ in (summary.opaque if summary else ())}
+    placements = tuple(original.placement for original in param.handle.originals)
+    return {
+        name: _opaque(param, name, value, rank)
+        for name, value in values.items()
+        if not isinstance(value, OpaqueShards) or value.has(placements, rank)
+    }
 
 
 def _opaque(param: LocalParam, name: str, value: Any, rank: int) -> Any:

@@ -104,7 +104,10 @@ class Scalar:
     def of(cls, value: object) -> Scalar:
         """Copies a tensor to the CPU, so that the scalar stays what it is when training goes on."""
         if isinstance(value, torch.Tensor):
-            value = value.detach().to("cpu", copy=True)
+            local = (
+                value.to_local() if hasattr(value, "to_local") else value
+            )  # a DTensor without dimensions is a replica
+            value = local.detach().to("cpu", copy=True)
         return cls(key_of(value), value)
 
     def __str__(self) -> str:
@@ -123,7 +126,7 @@ def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
 
 def key_of(value: object) -> str:
     """A text that is equal for equal values, and readable. Objects that cannot be compared are known by their class."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and (is_plain(value) or value.dim() == 0):
         if value.dim() == 0:
             item = value.item()
             return f"tensor({item!r}, dtype={value.dtype})"

@@ -15,6 +15,9 @@ from fsdp_optim.errors import WrapperError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+BUCKET_NBYTES = 64 << 20
+"""Bytes that a rank may hold beyond what it keeps, while a call moves data."""
+
 DEFAULT_TIMEOUT = 600.0
 """Seconds that ranks wait for each other before the missing ones are named."""
 
@@ -23,13 +26,15 @@ DEFAULT_TIMEOUT = 600.0
 class Callers:
     """The global ranks that make a call together, sorted, and the process group that carries their messages.
 
-    `group` None: the default group carries them, also between some of its ranks only. `timeout`: seconds.
+    `group` None: the default group carries them, also between some of its ranks only. `timeout`: seconds. `bucket_nbytes`:
+    what a rank may hold beyond what it keeps, the same on all of them.
     """
 
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None = None
     timeout: float = DEFAULT_TIMEOUT
+    bucket_nbytes: int = BUCKET_NBYTES
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:
@@ -37,10 +42,15 @@ class Callers:
 
     @classmethod
     def of(
-        cls, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, timeout: float | timedelta | None
+        cls,
+        ranks: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        timeout: float | timedelta | None,
+        bucket_nbytes: int = BUCKET_NBYTES,
     ) -> Callers:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        return cls(tuple(sorted(ranks)), rank, group, DEFAULT_TIMEOUT if seconds is None else seconds)
+        return cls(tuple(sorted(ranks)), rank, group, DEFAULT_TIMEOUT if seconds is None else seconds, bucket_nbytes)
 
     @property
     def position(self) -> int:

@@ -20,9 +20,6 @@ from fsdp_optim.plan import Copy
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 
-BUCKET_NBYTES = 64 << 20
-"""Bytes that a rank may hold beyond what it keeps, while a call moves data."""
-
 _PEERS_AT_ONCE = 16
 _ROUNDS_IN_FLIGHT = 2
 _ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
@@ -89,38 +86,66 @@ class Failure:
         self.fatal = self.fatal or fatal
 
 
-def exchange(callers: Callers, items: Iterable[Item], failure: Failure, bucket_nbytes: int = BUCKET_NBYTES) -> None:
+def exchange(callers: Callers, items: Iterable[Item], failure: Failure) -> None:
     """Move every item. Called by all ranks of `callers`; the ranks must agree afterwards whether all went well.
 
     Everything that needs memory is done first, and the ranks agree that all of them are ready: an error in `failure`, or one
     met here, is raised on all ranks before data moves. From then on nothing that one rank alone can see is raised: it is
     put into `failure`, and this rank goes on sending and receiving, so that its peers finish.
 
-    Holds at most `bucket_nbytes` beyond the items' own tensors.
+    Holds at most `callers.bucket_nbytes` beyond the items' own tensors.
     """
     width = min(max(len(callers.ranks) - 1, 1), _PEERS_AT_ONCE)
     # Per round a buffer for each peer to send to and one for each to receive from.
-    limit = max(bucket_nbytes // (2 * _ROUNDS_IN_FLIGHT * width) // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+    limit = max(callers.bucket_nbytes // (2 * _ROUNDS_IN_FLIGHT * width) // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
     streams = _Streams(callers.rank, limit)
-    post = None
+    post, schedule = None, []
     try:
         for item in items:
             streams.add(item, failure)
         if len(callers.ranks) > 1:
-            post = _Post(callers, failure, streams.largest_buffers(callers.wire, 2 * _ROUNDS_IN_FLIGHT * width))
+            schedule = _schedule(callers, streams, width)
+            most = 2 * _ROUNDS_IN_FLIGHT * width
+            post = _Post(callers, failure, _buffers(schedule, callers.wire, most))
     except Exception as error:
         failure.note(error)
     agree(callers, b"ready", failure.error)
-    if post is None:
-        return
+    if post is not None:
+        for send, receive in schedule:
+            post.run(send, receive)
+
+
+Traffic = list[tuple[int, list["_Message"]]]
+"""(peer, messages to it or from it)"""
+
+
+def _schedule(callers: Callers, streams: _Streams, width: int) -> list[tuple[Traffic, Traffic]]:
+    """What to send and to receive, for one set of peers after the other.
+
+    Everyone meets its peers in the same order, and every pair its messages: the rank that is furthest behind never waits
+    for one that has not posted yet.
+    """
     num, here = len(callers.ranks), callers.position
+    schedule = []
     for first in range(1, num, width):
         shifts = range(first, min(first + width, num))
-        # Everyone meets its peers in the same order, and every pair its messages: the rank that is furthest behind
-        # never waits for one that has not posted yet.
-        receive = [(r, streams.incoming(r)) for r in (callers.ranks[(here - shift) % num] for shift in shifts)]
         send = [(r, streams.outgoing(r)) for r in (callers.ranks[(here + shift) % num] for shift in shifts)]
-        post.run(send, receive)
+        receive = [(r, streams.incoming(r)) for r in (callers.ranks[(here - shift) % num] for shift in shifts)]
+        schedule.append((send, receive))
+    return schedule
+
+
+def _buffers(schedule: list[tuple[Traffic, Traffic]], wire: torch.device, at_most: int) -> list[torch.Tensor]:
+    """Memory for the messages that do not travel as they lie in a local tensor: as many as can be under way."""
+    sizes = [
+        message.nbytes
+        for both in schedule
+        for traffic in both
+        for _, messages in traffic
+        for message in messages
+        if message.in_place(wire) is None
+    ]
+    return [torch.empty(max(sizes), dtype=torch.uint8, device=wire) for _ in range(min(len(sizes), at_most))]
 
 
 class _Streams:
@@ -145,16 +170,6 @@ class _Streams:
             elif copy.target_rank == self._rank:
                 view = _view(memory.target_block, copy, item.target, failure)
                 self._from.setdefault(copy.source_rank, _Stream(self._limit)).add(copy, item.dtype, view)
-
-    def largest_buffers(self, wire: torch.device, at_most: int) -> list[torch.Tensor]:
-        """Memory for the messages that do not travel as they lie in a local tensor: as many as can be under way."""
-        sizes = [
-            message.nbytes
-            for stream in (*self._to.values(), *self._from.values())
-            for message in stream.messages()
-            if message.in_place(wire) is None
-        ]
-        return [torch.empty(max(sizes), dtype=torch.uint8, device=wire) for _ in range(min(len(sizes), at_most))]
 
     def outgoing(self, rank: int) -> list[_Message]:
         stream = self._to.pop(rank, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +21,15 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.state.full import Names
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
-from fsdp_optim.state.values import Kind, key_of
+from fsdp_optim.state.values import Kind, Summary, key_of
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.callers import BUCKET_NBYTES, Callers
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.view import ModelView
 
 Collect = Literal["wrapper", "all"]
+
+log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,13 @@ class Options:
     process_group: dist.ProcessGroup | None = None
     timeout: float | timedelta | None = None
     strict: bool = True
+    bucket_nbytes: int = BUCKET_NBYTES
+
+    def __post_init__(self) -> None:
+        if self.collect not in ("wrapper", "all"):
+            raise StateError(f"collect has to be 'wrapper' or 'all', not {self.collect!r}")
+        if self.bucket_nbytes < 1:
+            raise StateError(f"bucket_nbytes has to be at least 1, not {self.bucket_nbytes}")
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,20 @@ def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: 
     return Local(view, read_optimizer(optim, view))
 
 
+def log_summary(done: str, summaries: Mapping[str, Summary | None], values: Mapping[Any, object]) -> None:
+    """One line about what a call did on this rank: parameters, tensors, bytes, and what was absent."""
+    tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    absent = [fqn for fqn, summary in summaries.items() if summary is None]
+    log.info(
+        "%s the optimizer state of %d parameters: %d tensors, %d bytes on this rank; without state: %s",
+        done,
+        len(summaries),
+        len(tensors),
+        sum(tensor.nbytes for tensor in tensors),
+        ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "") if absent else "none",
+    )
+
+
 def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     """How to read a full dict with a model but no optimizer: its ids count the model's parameters, or it has names."""
     groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
@@ -122,7 +146,7 @@ def callers_of_readers(readers: Sequence[ModelReader], options: Options, *, all_
         ranks = _job_ranks()
     else:
         ranks = {rank for reader in readers for rank in reader.ranks}
-    return Callers.of(tuple(ranks), me, options.process_group, options.timeout)
+    return Callers.of(tuple(ranks), me, options.process_group, options.timeout, options.bucket_nbytes)
 
 
 def _job_ranks() -> Sequence[int]:
@@ -131,6 +155,7 @@ def _job_ranks() -> Sequence[int]:
 
 def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: bool) -> tuple[Local, Picture]:
     """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all."""
+    call = f"{call} with bucket_nbytes={callers.bucket_nbytes}"  # it cuts the messages, on both ends
     local, error, report = None, None, RankReport(call)
     try:
         local = read()
@@ -184,9 +209,12 @@ def _fingerprint(param: LocalParam, optim: LocalOptim) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in (param.state or {}).items():
         digest.update(name.encode())
-        flat = param.handle.local(value) if param.kind(name, value, optim.evidence) is Kind.SHARDED else None
+        kind = param.kind(name, value, optim.evidence)
+        flat = param.handle.local(value) if kind is Kind.SHARDED else None
+        if kind is Kind.PLACED:
+            flat = param.handle.placed_local(value)
         if flat is not None:
-            digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().data)
+            digest.update(flat.cpu().view(torch.uint8).numpy().data)
         else:
             digest.update(key_of(value).encode())
     return digest.hexdigest()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import RankError
+from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import empty
 from fsdp_optim.plan import Copy, plan
@@ -22,8 +22,8 @@ from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
-from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
+from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.verbs.call import Local, Options, log_summary, meet, read_callers, read_local
 from fsdp_optim.verbs.opaque import gather_opaque
 
 _CPU = torch.device("cpu")
@@ -79,18 +79,20 @@ def gather(
     recipient_rank: int | None,
     key_by: KeyBy,
     options: Options,
-    bucket_nbytes: int = BUCKET_NBYTES,
 ) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
+    if key_by not in ("id", "name"):
+        raise StateError(f"key_by has to be 'id' or 'name', not {key_by!r}")
     (reader,), callers = read_callers([model], options)
     with all_hear(callers):
         gathering = begin(reader, callers, optim, recipient_rank, "gather_full_optim_state_dict", options)
         failure = Failure()
-        values = move(gathering, tuple(gathering.picture.params.values()), failure, bucket_nbytes)
+        values = move(gathering, tuple(gathering.picture.params.values()), failure)
         full = None
         if gathering.receives and failure.error is None:
             full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, key_by)
         agree(callers, b"gathered", failure.error, fatal=failure.fatal)
+    log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
     return full
 
 
@@ -99,17 +101,16 @@ def iterate(
     optim: Optimizers,
     recipient_rank: int | None,
     options: Options,
-    bucket_nbytes: int = BUCKET_NBYTES,
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
     (reader,), callers = read_callers([model], options)
     with all_hear(callers):
         gathering = begin(reader, callers, optim, recipient_rank, "iter_full_optim_state", options)
-        batches = list(_batches(gathering.picture, bucket_nbytes))
+        batches = list(_batches(gathering.picture, options.bucket_nbytes))
     for batch in batches:
         with all_hear(callers):
             failure = Failure()
-            values = move(gathering, batch, failure, bucket_nbytes)
+            values = move(gathering, batch, failure)
             found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
             agree(callers, b"moved", failure.error, fatal=failure.fatal)
         while found:
@@ -150,33 +151,34 @@ def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
         yield tuple(batch)
 
 
-def move(
-    gathering: Gathering, params: Sequence[Param], failure: Failure, bucket_nbytes: int
-) -> dict[tuple[str, str], Any]:
+def move(gathering: Gathering, params: Sequence[Param], failure: Failure) -> dict[tuple[str, str], Any]:
     """Move the state of some parameters to the recipients: there the values, by (FQN, name), elsewhere nothing.
 
     All but scalars, which everyone knows already.
     """
     parts = [part for param in params for part in _parts(param, gathering.recipients)]
-    return _move_parts(gathering, parts, failure, bucket_nbytes)
+    return _move_parts(gathering, parts, failure)
 
 
-def move_odd(gathering: Gathering, failure: Failure, bucket_nbytes: int) -> dict[tuple[str, str], Any]:
+def move_odd(gathering: Gathering, failure: Failure) -> dict[tuple[str, str], Any]:
     """As `move`, of all parameters, but only values that are not cut like their parameter."""
     parts = [part for param in gathering.picture.params.values() for part in _parts(param, gathering.recipients)]
     odd = [part if part.odd else replace(part, dtypes={}) for part in parts if part.odd or part.opaque]
-    return _move_parts(gathering, odd, failure, bucket_nbytes) if odd else {}
+    return _move_parts(gathering, odd, failure) if odd else {}
 
 
-def _move_parts(
-    gathering: Gathering, parts: Sequence[Part], failure: Failure, bucket_nbytes: int
-) -> dict[tuple[str, str], Any]:
+def _move_parts(gathering: Gathering, parts: Sequence[Part], failure: Failure) -> dict[tuple[str, str], Any]:
     rank = gathering.callers.rank
     copies = _copies(parts, rank)
     sources = Sources(gathering.local)
     values: dict[tuple[str, str], Any] = {}
     items = []
     for part, mine in zip(parts, copies, strict=True):
+        filled = sum(copy.numel for copy in mine if copy.target_rank == rank)
+        if rank in part.targets and filled != part.placement.numel:  # memory comes uninitialised
+            raise StateError(
+                f"{part.fqn}: {filled} of its {part.placement.numel} elements were planned for rank {rank}"
+            )
         for name, dtype in part.dtypes.items():
             source = target = None
             try:
@@ -189,7 +191,7 @@ def _move_parts(
             except Exception as error:
                 failure.note(error)
             items.append(Item(mine, dtype, source, target))
-    exchange(gathering.callers, items, failure, bucket_nbytes)
+    exchange(gathering.callers, items, failure)
     if any(part.opaque for part in parts):
         values.update(gather_opaque(gathering.callers, gathering.local, parts, gathering.recipients, failure))
     return values

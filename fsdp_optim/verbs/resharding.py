@@ -14,8 +14,9 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.state.full import FullState, check_fits
 from fsdp_optim.state.shard import Shard, summarize
-from fsdp_optim.transport.agree import all_hear
-from fsdp_optim.transport.collective import BUCKET_NBYTES
+from fsdp_optim.state.values import key_of
+from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, Options, callers_of_readers, meet
 from fsdp_optim.verbs.scatter import Contents, deliver
 
@@ -25,9 +26,7 @@ def is_sharded(full: FullState) -> bool:
     return any(is_sharded_value(value) for values in full.state.values() for value in values.values())
 
 
-def reshard(
-    reader: ModelReader, local: Local, full: FullState, options: Options, bucket_nbytes: int = BUCKET_NBYTES
-) -> Shard | list[Shard]:
+def reshard(reader: ModelReader, local: Local, full: FullState, options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
     callers = callers_of_readers([reader], options)
     with all_hear(callers):
@@ -44,9 +43,28 @@ def reshard(
             strict=options.strict,
             regroup=bool(local.optim.parts),
         )
+        _check_same_dict(callers, described, placements)
         contents = Contents(summarize(described, shapes), full.groups, full.extra, {}, fit)
         source = Layout({fqn: placements[fqn] for fqn in picture.params if fqn in placements})
-        return deliver(callers, local, picture, contents, source, lambda fqn, name: parts[fqn, name], bucket_nbytes)
+        return deliver(callers, local, picture, contents, source, lambda fqn, name: parts[fqn, name])
+
+
+def _check_same_dict(callers: Callers, described: FullState, placements: Mapping[str, Placement]) -> None:
+    """Every rank has its part of one dict: all but the elements has to be the same."""
+    told = [
+        (fqn, placements.get(fqn), [(name, _told(value)) for name, value in sorted(values.items())])
+        for fqn, values in sorted(described.state.items())
+    ]
+    groups = [(key_of(hyper), fqns) for hyper, fqns in described.groups]
+    if not agree(callers, repr((told, groups)).encode()):
+        raise StateError(
+            "the ranks have different sharded dicts: the parameters, scalars or groups of one differ from those of another; "
+            "give every rank its part of the same checkpoint"
+        )
+
+
+def _told(value: object) -> str:
+    return str(value.dtype) if isinstance(value, torch.Tensor) and value.is_meta else key_of(value)
 
 
 def _described(

@@ -20,7 +20,7 @@ from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, flatten, own
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure, Item, exchange
+from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.transport.reports import broadcast_report
 from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
@@ -44,7 +44,6 @@ def scatter(
     full: Mapping[str, Any] | None,
     source_rank: int,
     options: Options,
-    bucket_nbytes: int = BUCKET_NBYTES,
 ) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
     (reader,), callers = read_callers([model], options, all_of_plain=True)
@@ -67,7 +66,7 @@ def scatter(
             return flatten(state.state[fqn][name]) if state is not None else None
 
         source = picture.layout.whole_on((source_rank,))
-        return deliver(callers, local, picture, contents, source, whole, bucket_nbytes)
+        return deliver(callers, local, picture, contents, source, whole)
 
 
 def deliver(
@@ -77,15 +76,15 @@ def deliver(
     contents: Contents,
     source: Layout,
     source_of: Callable[[str, str], torch.Tensor | None],
-    bucket_nbytes: int,
 ) -> Shard | list[Shard]:
     """Move a state that lies as `source` says to where the model and optimizer of `picture` need it.
 
-    Called by all ranks, inside `all_hear`. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where it has none.
+    Called by all ranks, inside `all_hear`. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where
+    it has none.
     """
     wanted = decide(local, contents.summaries, contents.fit, lambda fqn, name: contents.opaque[fqn, name])
     failure = Failure()
-    tensors = _move(callers, picture, contents, wanted, source, source_of, failure, bucket_nbytes)
+    tensors = _move(callers, picture, contents, wanted, source, source_of, failure)
     made: Shard | list[Shard] = []
     if failure.error is None:
         made = wanted.dict_of(tensors, contents.groups, contents.extra)
@@ -157,7 +156,6 @@ def _move(
     source: Layout,
     source_of: Callable[[str, str], torch.Tensor | None],
     failure: Failure,
-    bucket_nbytes: int,
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Local tensors by local id and value name, filled."""
     tensors: dict[int, dict[str, torch.Tensor]] = {}
@@ -181,7 +179,7 @@ def _move(
                 failure.note(error)
             target = tensors.get(mine.local_id, {}).get(name) if mine is not None else None
             items.append(Item(its, dtype, taken, target))
-    exchange(callers, items, failure, bucket_nbytes)
+    exchange(callers, items, failure)
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -14,7 +15,7 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import BUCKET_NBYTES, Failure
+from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.gather import Gathering, Sources, move_odd
 from fsdp_optim.verbs.load import LoadableOptimizer, load
@@ -25,24 +26,22 @@ def transfer(
     src_model: nn.Module,
     src_optim: Optimizers,
     dst_model: nn.Module,
-    dst_optim: LoadableOptimizer,
+    dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     options: Options,
-    bucket_nbytes: int = BUCKET_NBYTES,
 ) -> None:
     """Load the state of one live optimizer into another, whatever wraps their models."""
     (src, dst), callers = read_callers([src_model, dst_model], options)
     with all_hear(callers):
-        _transfer(src, src_optim, dst, dst_optim, callers, options, bucket_nbytes)
+        _transfer(src, src_optim, dst, dst_optim, callers, options)
 
 
 def _transfer(
     src: ModelReader,
     src_optim: Optimizers,
     dst: ModelReader,
-    dst_optim: LoadableOptimizer,
+    dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     callers: Callers,
     options: Options,
-    bucket_nbytes: int,
 ) -> None:
     everything = replace(options, collect="all")
     local, picture = meet(
@@ -58,8 +57,8 @@ def _transfer(
         with_state=False,
     )
     _check_same(picture, dst_picture, regroup=bool(dst_local.optim.parts))
-    contents = _contents(callers, local, picture, bucket_nbytes)
-    shard = deliver(callers, dst_local, dst_picture, contents, picture.layout, Sources(local).flat, bucket_nbytes)
+    contents = _contents(callers, local, picture)
+    shard = deliver(callers, dst_local, dst_picture, contents, picture.layout, Sources(local).flat)
     load(dst_optim, shard)
     agree(callers, b"loaded")
 
@@ -86,11 +85,11 @@ def _check_same(src: Picture, dst: Picture, *, regroup: bool) -> None:
         raise StateError(f"the source optimizer has {src.num_groups} param groups, the target {dst.num_groups}")
 
 
-def _contents(callers: Callers, local: Local, picture: Picture, bucket_nbytes: int) -> Contents:
+def _contents(callers: Callers, local: Local, picture: Picture) -> Contents:
     """What every rank knows of the source already; values that are not cut like their parameter come to all of them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
-    odd = move_odd(everywhere, failure, bucket_nbytes)
+    odd = move_odd(everywhere, failure)
     agree(callers, b"odd", failure.error, fatal=failure.fatal)
     return Contents(
         summaries={f: _placed_as_opaque(p.summary) for f, p in picture.params.items() if p.summary is not None},

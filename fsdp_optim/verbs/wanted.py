@@ -13,7 +13,7 @@ from fsdp_optim.state.full import Fit
 from fsdp_optim.state.local import LocalParam
 from fsdp_optim.state.shard import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.values import Summary
-from fsdp_optim.verbs.call import Local
+from fsdp_optim.verbs.call import Local, log_summary
 
 log = logging.getLogger("fsdp_optim")
 
@@ -51,6 +51,8 @@ class Wanted:
         for param in self.local.optim.params:
             if param.state is not None and self.missing.issuperset(param.named.fqns):
                 state[param.local_id] = dict(param.state)
+        told = {fqn: self.summaries.get(p.local_id) for p in self.local.optim.params for fqn in p.named.fqns}
+        log_summary("cut", told, {(i, name): flat for i, its in tensors.items() for name, flat in its.items()})
         return shard_dicts(self.local.optim, groups, extra, dict(sorted(state.items())), self.fit)
 
 
