@@ -106,14 +106,14 @@ def assemble(
             {
                 **{name: own(value) for name, value in group.items()},
                 "params": [key[fqn] for fqn in fqns],
-                "param_names": list(fqns),
+                **({"param_names": list(fqns)} if key_by == "id" else {}),  # torch's readers by name refuse it
             }
             for group, fqns in zip(local.groups, in_group, strict=True)
         ],
         # fairscale's reader counts runs of equal values, so the ids are listed by the flat parameter they come from
         "param_id_map": {key[f]: local_ids.get(f) if params[f].summary is not None else None for f in live_first},
         "local_ids": {key[f]: local_ids.get(f) for f in live_first},
-        "fqns": {key[f]: f for f in live_first},
+        **({"fqns": {key[f]: f for f in live_first}} if key_by == "id" else {}),
         "num_padded": _num_padded(picture, local),
         "uncollected_local_ids": [
             p.local_id

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.values import Odd, Summary
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,13 @@ def _merge_summaries(placement: Placement, seen: list[_Seen]) -> Summary | None:
     return first.live.summary
 
 
+def _of_any_rank(told: object) -> object:
+    """What is told of a value, without what may differ between ranks: the size of an opaque tensor."""
+    return replace(told, shape=()) if isinstance(told, Odd) else told
+
+
 def _compare(first: _Seen, a: Summary, other: _Seen, b: Summary) -> None:
-    mine, theirs = a.everything, b.everything
+    mine, theirs = ({name: _of_any_rank(told) for name, told in s.everything.items()} for s in (a, b))
     for name in {**mine, **theirs}:
         if name not in mine or name not in theirs or mine[name] != theirs[name]:
             raise StateError(

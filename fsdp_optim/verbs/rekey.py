@@ -32,13 +32,18 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
     ours = {
         "local_ids": {key[fqn]: local_id for fqn, local_id in state.local_ids.items()},
         "param_id_map": {key[fqn]: i if fqn in state.state else None for fqn, i in state.local_ids.items()},
-        "fqns": {key[fqn]: fqn for fqn in saved},
+        **({"fqns": {key[fqn]: fqn for fqn in saved}} if key_by == "id" else {}),
     }
     return {
         **state.extra,
         "state": {key[fqn]: dict(state.state[fqn]) for fqn in saved if fqn in state.state},
         "param_groups": [
-            {**hyper, "params": [key[fqn] for fqn in fqns], "param_names": list(fqns)} for hyper, fqns in groups
+            {
+                **hyper,
+                "params": [key[fqn] for fqn in fqns],
+                **({"param_names": list(fqns)} if key_by == "id" else {}),
+            }
+            for hyper, fqns in groups
         ],
         **{name: full[name] for name in ("num_padded", "uncollected_local_ids") if name in full},
         **(ours if state.local_ids else {}),

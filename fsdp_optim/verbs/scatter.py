@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout
 from fsdp_optim.plan import Copy, plan
@@ -108,6 +109,11 @@ def _tell_contents(
         units = tuple(live.fqns for live in picture.live)
         names = Names(groups, local.view.aliases, local.view.unit_order, units)
         state = normalize(full, names)
+        if any(is_sharded_value(value) for values in state.state.values() for value in values.values()):
+            raise StateError(
+                f"rank {source_rank} has only its own part of this sharded dict: give every rank its part, by "
+                "get_shard_from_optim_state_dict on all of them"
+            )
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
         fit = check_fits(
             state,
