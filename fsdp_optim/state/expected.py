@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.full import FullState, group_of_unit
+from fsdp_optim.state.fits import group_of_unit
 from fsdp_optim.state.local import LocalOptim, LocalParam
+from fsdp_optim.state.reading import FullState
 from fsdp_optim.view import ModelView, NamedHandle
 
 

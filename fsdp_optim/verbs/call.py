@@ -18,9 +18,9 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
-from fsdp_optim.state.full import Names
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
+from fsdp_optim.state.reading import Names
 from fsdp_optim.state.values import Kind, Summary, key_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import BUCKET_NBYTES, Callers

@@ -11,7 +11,9 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.full import FullDict, KeyBy, Names, check_fits, normalize
+from fsdp_optim.state.fits import check_fits
+from fsdp_optim.state.full import FullDict, KeyBy
+from fsdp_optim.state.reading import Names, normalize
 from fsdp_optim.verbs.call import names_of_model
 
 

@@ -12,7 +12,8 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.state.full import FullState, check_fits
+from fsdp_optim.state.fits import check_fits
+from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.shard import Shard, summarize
 from fsdp_optim.state.values import key_of
 from fsdp_optim.transport.agree import agree, all_hear

@@ -14,9 +14,10 @@ from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout
 from fsdp_optim.plan import Copy, plan
-from fsdp_optim.state.full import Fit, FullState, Names, check_fits, normalize
+from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, flatten, own
 from fsdp_optim.transport.agree import agree, all_hear

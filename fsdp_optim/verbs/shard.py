@@ -14,8 +14,9 @@ from fsdp_optim.layout import Layout
 from fsdp_optim.memory import copy_in_memory
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
-from fsdp_optim.state.full import FullState, check_fits, normalize
+from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, flatten
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local

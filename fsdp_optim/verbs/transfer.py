@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.full import Fit
+from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.values import Odd, Summary

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.state.full import Fit
+from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalParam
 from fsdp_optim.state.shard import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.values import Summary

@@ -1,0 +1,126 @@
+"""Whether a full state fits a model and its optimizer: checked whole, before anything is made of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Shape
+from fsdp_optim.state.opaque import OpaqueShards
+from fsdp_optim.state.reading import FullState, Names
+from fsdp_optim.state.values import Evidence, Kind, is_plain, kind_of
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a model's optimizer has and a full state has not (`missing`), and the reverse (`extra`)."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+def check_fits(
+    full: FullState,
+    names: Names,
+    shapes: Mapping[str, Shape],
+    *,
+    live: frozenset[str] = frozenset(),
+    strict: bool = True,
+    others: bool = False,
+    regroup: bool = False,
+) -> Fit:
+    """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
+
+    Args:
+        live: FQNs that have state in the live optimizer. One that the full state lists, but has no state for although it
+            has for others, was frozen or unused when it was saved: its live state is not thrown away without a word, it is
+            missing.
+        strict: refuse parameters that are missing or extra, too.
+        others: the full state may also have parameters that only other ranks hold; they are not counted as extra.
+        regroup: several optimizers share the groups of the full state, so their own groups do not have to be the same.
+
+    Raises StateError that names the parameter, both numbers and the way out.
+    """
+    saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
+    extra = [] if others else [fqn for fqn in saved if fqn not in names.known]
+    left_out = live.difference(full.state) if full.state else frozenset()
+    missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in left_out]
+    if extra and strict:
+        raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
+    if missing and strict and missing[0] in saved:
+        raise StateError(
+            f"{missing[0]}: the full dict has no state for it (it was frozen or not used when it was saved), the optimizer has; "
+            "load into an optimizer without state to begin it anew, or keep what it has with strict=False"
+        )
+    if missing and strict:
+        raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
+    for fqns in names.units:
+        group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
+    if not regroup:
+        _check_groups(full, names, saved)
+    _check_shapes(full, shapes)
+    return Fit(tuple(missing), tuple(extra))
+
+
+def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:
+    """The saved group of a live parameter: that of all its originals.
+
+    Raises StateError for a flat parameter whose originals sit in two groups.
+    """
+    groups = [group_of.get(fqn) for fqn in fqns]
+    for fqn, group in zip(fqns, groups, strict=True):
+        if group != groups[0]:
+            first, other = (f"group {g}" if g is not None else "no group" for g in (groups[0], group))
+            raise StateError(
+                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and they lie in one flat parameter of this "
+                "model, which can be in one group only: wrap them in different units, or without flattening"
+            )
+    return groups[0] if groups else None
+
+
+def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> None:
+    if len(full.groups) != len(names.groups):
+        raise StateError(
+            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: build the "
+            "optimizer with the groups that it was saved with"
+        )
+    for index, group in enumerate(names.groups):
+        for fqn in group:
+            if saved.get(fqn, index) != index:
+                raise StateError(
+                    f"{fqn}: in param group {saved[fqn]} of the full dict, in group {index} of the optimizer: build the "
+                    "optimizer with the groups that it was saved with"
+                )
+
+
+def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
+    evidence = full.evidence(shapes)
+    for fqn, values in full.state.items():
+        for name, value in values.items() if fqn in shapes else ():
+            kind = kind_of(name, value, shapes[fqn], evidence)
+            no_moment = kind is Kind.SCALAR and isinstance(value, torch.Tensor) and evidence.says_sharded(name)
+            if no_moment or (kind is Kind.OPAQUE and _is_cut_short(name, value, evidence)):
+                got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise StateError(
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is "
+                    "another model's, was cut short, or its ids are in another order than the unwrapped model's parameters()"
+                )
+
+
+def _is_cut_short(name: str, value: object, evidence: Evidence) -> bool:
+    """Whether an opaque value should be shaped like its parameter: by its name, unless it is of a class of its own."""
+    return evidence.says_sharded(name) and (is_plain(value) or not isinstance(value, (torch.Tensor, OpaqueShards)))
+
+
+def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -> str:
+    close = difflib.get_close_matches(fqns[0], candidates, n=1)
+    hint = f" (it has {close[0]})" if close else ""
+    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+    return (
+        f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {len(candidates)} parameters there. Is the dict of this model, and "
+        "does the optimizer hold the same parameters as when it was saved?"
+    )

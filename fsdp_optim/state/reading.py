@@ -1,0 +1,192 @@
+"""The full dict, read: ours, fairscale's, torch's, a plain optimizer's; by id or by name; made a state by FQN."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Shape
+from fsdp_optim.state.flattened import is_flattened, unflatten
+from fsdp_optim.state.local import RESERVED_KEYS
+from fsdp_optim.state.values import NO_EVIDENCE, Evidence, kind_of
+
+# Names that torch.compile, activation checkpointing and FSDP put into state_dict() names of others.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
+
+
+@dataclass(frozen=True)
+class FullState:
+    """A full dict of any accepted kind, by FQN. Its values are those of the dict, not copies.
+
+    `state` has no entry for a parameter without state; `groups` has each group's hyperparameters and its FQNs; `local_ids`
+    the ids that the live parameters had on the rank that saved it, None where that is not known.
+    """
+
+    state: Mapping[str, Mapping[str, Any]]
+    groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
+    extra: Mapping[str, Any]
+    uncollected: frozenset[str] = frozenset()
+    local_ids: Mapping[str, int | None] = field(default_factory=dict)
+
+    def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
+        """What kinds of values the parameters that have dimensions have."""
+        return Evidence.of(
+            (name, kind_of(name, value, shapes[fqn], NO_EVIDENCE))
+            for fqn, values in self.state.items()
+            if shapes.get(fqn)
+            for name, value in values.items()
+        )
+
+
+@dataclass(frozen=True)
+class Names:
+    """How to read ids and names of a full dict for a given model and optimizer.
+
+    Attributes:
+        groups: the FQNs of each of the optimizer's groups, in the unwrapped model's order.
+        aliases: other names of tied parameters.
+        units: the FQNs of each live parameter, which can be in one group only.
+        unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, str]
+    unit_order: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        return frozenset(fqn for group in self.groups for fqn in group)
+
+    def canonical(self, fqn: str) -> str:
+        """The model's own name for a name in a full dict: without a wrapper's parts, where it is known so."""
+        if fqn in self.known:
+            return fqn
+        clean = ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PARTS)
+        for name in (fqn, clean, clean.removeprefix("module.")):
+            if name in self.known or name in self.aliases:
+                return self.aliases.get(name, name)
+        return fqn
+
+
+def normalize(full: Mapping[str, Any], names: Names) -> FullState:
+    """Read a full dict of any accepted kind: ours, fairscale's, a plain optimizer's; keyed by id or by name.
+
+    Raises StateError where the ids cannot be told apart, or the dict is not a full dict.
+    """
+    if not isinstance(full, Mapping):
+        raise StateError(
+            f"a full optimizer state dict is needed here, not {type(full).__name__}: is this rank a recipient?"
+        )
+    if is_flattened(full):
+        full = unflatten(full, names.groups)
+    missing = [key for key in ("state", "param_groups") if key not in full]
+    if missing:
+        raise StateError(f"this is no optimizer state dict: it has no {' and no '.join(missing)}")
+    groups = full["param_groups"]
+    to_name = _naming(full, groups, names)
+    twice = [fqn for fqn, number in Counter(to_name.values()).items() if number > 1]
+    if twice:
+        raise StateError(
+            f"{twice[0]}: the full dict lists it as {[k for k, fqn in to_name.items() if fqn == twice[0]]}"
+        )
+    state = {}
+    for key, values in _with_singletons(full).items():
+        if key not in to_name:
+            raise StateError(f"state has an entry {key!r} that is in none of the {len(groups)} param groups")
+        if values:
+            state[to_name[key]] = {name: _singleton(to_name[key], name, value) for name, value in values.items()}
+    local_of = full.get("local_ids") or full.get("param_id_map") or {}
+    uncollected = set(full.get("uncollected_local_ids") or ())
+    return FullState(
+        state=state,
+        groups=tuple(
+            (
+                {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                tuple(to_name[key] for key in group["params"]),
+            )
+            for group in groups
+        ),
+        extra={key: value for key, value in full.items() if key not in RESERVED_KEYS},
+        uncollected=frozenset(
+            to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name
+        ),
+        local_ids={to_name[key]: local_id for key, local_id in local_of.items() if key in to_name},
+    )
+
+
+def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
+    """Every key that the param groups list, with the FQN that it stands for."""
+    keys = [[*group["params"]] for group in groups]
+    if any(isinstance(key, str) for group in keys for key in group):
+        fqns: list[list[str]] = keys
+    elif "fqns" in full and all(key in full["fqns"] for group in keys for key in group):
+        fqns = [[full["fqns"][key] for key in group] for group in keys]
+    elif all(group.get("param_names") is not None for group in groups if group["params"]):
+        fqns = [list(group.get("param_names") or ()) for group in groups]
+    elif "param_id_map" in full:
+        fqns = [_fairscale_names(full["param_id_map"], keys, names)]
+    else:
+        fqns = [list(group) for group in names.groups]
+    if [len(group) for group in fqns] != [len(group) for group in keys]:
+        raise StateError(
+            f"the full dict has {_counts(keys)}, the optimizer's parameters on the unwrapped model are "
+            f"{_counts(names.groups)}: it is another model's, or grouped in another way"
+        )
+    return {
+        key: names.canonical(fqn)
+        for key_group, fqn_group in zip(keys, fqns, strict=True)
+        for key, fqn in zip(key_group, fqn_group, strict=True)
+    }
+
+
+def _fairscale_names(id_map: Mapping[int, Any], keys: list[list[int]], names: Names) -> list[str]:
+    """fairscale counts ids unit after unit, not in the unwrapped model's order; and has one group."""
+    order = names.unit_order
+    if order is None:
+        if len(set(id_map.values())) > 1:
+            raise StateError(
+                "this full dict is fairscale's own and counts its ids by FSDP unit, which only a model wrapped in the same "
+                "way can tell: read it there once, with rekey_optim_state_dict(full, wrapped_model, key_by='name')"
+            )
+        order = tuple(fqn for group in names.groups for fqn in group)
+    if len(keys) != 1:
+        raise StateError(f"fairscale's own full dict has one param group, not {len(keys)}")
+    return list(order)
+
+
+def _with_singletons(full: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
+    """fairscale keeps tensors without dimensions as lists, with the last original of a unit only: they are every one's."""
+    state: Mapping[Any, Mapping[str, Any]] = full["state"]
+    local_of = full.get("param_id_map") or {}
+    shared: dict[Any, dict[str, Any]] = {}
+    for key, values in state.items():
+        if local_of.get(key) is not None:
+            found = {name: value for name, value in values.items() if _is_singleton_list(value)}
+            shared.setdefault(local_of[key], {}).update(found)
+    return {key: {**shared.get(local_of.get(key), {}), **values} if values else values for key, values in state.items()}
+
+
+def _is_singleton_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, torch.Tensor) and v.dim() == 0 for v in value)
+
+
+def _singleton(fqn: str, name: str, value: Any) -> Any:
+    """fairscale lists a tensor without dimensions once per rank; any other value stays what it is."""
+    if _is_singleton_list(value):
+        if any(v.item() != value[0].item() for v in value[1:]):
+            raise StateError(f"{fqn}: {name} differs between the ranks that saved it: {[v.item() for v in value]}")
+        return value[0]
+    return value
+
+
+def _counts(groups: Sequence[Sequence[object]]) -> str:
+    if len(groups) == 1:
+        return f"{len(groups[0])} parameters"
+    return f"{' + '.join(str(len(group)) for group in groups)} parameters in {len(groups)} groups"
