@@ -17,11 +17,15 @@ from fsdp_optim.state.values import flatten, is_plain
 
 @dataclass(frozen=True)
 class Original:
-    """One original parameter inside a live one: its owner module and attribute there, and where its elements live."""
+    """One original parameter inside a live one: its owner module and attribute there, and where its elements live.
+
+    `place`: its position among those that the wrapper took out of their modules; None for one that stayed registered.
+    """
 
     module: nn.Module
     attribute: str
     placement: Placement
+    place: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,8 @@ class ModelView:
         aliases: other names of tied parameters, to the name in `order`.
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
+        unsure: FQNs of parameters of modules of which the wrapper took some and left some, so that their order among each
+            other is lost; those that it took are put first.
         unit_order: FQNs as the wrapper's own full dict counts them, unit after unit; None where there is no such count.
     """
 
@@ -119,6 +125,7 @@ class ModelView:
     rank: int
     aliases: Mapping[str, str] = field(default_factory=dict)
     unit_order: tuple[str, ...] | None = None
+    unsure: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:

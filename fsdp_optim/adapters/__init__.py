@@ -62,6 +62,7 @@ class ModelReader:
             rank=_me(),
             aliases=naming.aliases,
             unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
+            unsure=naming.unsure,
         )
 
 
@@ -78,7 +79,7 @@ class _Naming:
 
     def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
         self._tree, self._name_of = tree, name_of
-        self._keys: dict[str, tuple[int, int]] = {}
+        self._keys: dict[str, tuple[int, int, int]] = {}
         self.aliases: dict[str, str] = {}
 
     @property
@@ -86,16 +87,25 @@ class _Naming:
         """As the unwrapped model's parameters(): by module, then by place in the module."""
         return tuple(sorted(self._keys, key=self._keys.__getitem__))
 
+    @property
+    def unsure(self) -> tuple[str, ...]:
+        """Parameters of modules that have both taken and registered ones."""
+        kinds: dict[int, set[int]] = {}
+        for module, kind, _ in self._keys.values():
+            kinds.setdefault(module, set()).add(kind)
+        return tuple(fqn for fqn in self.order if len(kinds[self._keys[fqn][0]]) > 1)
+
     def name(self, handle: Handle) -> NamedHandle:
         fqns = []
-        for position, original in enumerate(handle.originals):
+        for original in handle.originals:
             module, attribute = original.module, original.attribute
             fqn = self._rename(handle, self._tree.fqn(module, attribute))
             if fqn in self._keys:
                 raise WrapperError(f"{fqn}: two parameters of the model have this name")
-            registered = list(module._parameters)
-            place = registered.index(attribute) if attribute in registered else position
-            self._keys[fqn] = (self._tree.index(module), place)
+            if original.place is not None:
+                self._keys[fqn] = (self._tree.index(module), 0, original.place)
+            else:
+                self._keys[fqn] = (self._tree.index(module), 1, list(module._parameters).index(attribute))
             self._add_aliases(handle, module, attribute, fqn)
             fqns.append(fqn)
         for position, module, attribute in handle.aliases:

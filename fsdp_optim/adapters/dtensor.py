@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -54,9 +55,10 @@ def _check_local_shape(fqn: str, param: DTensor, placement: MeshBoxes) -> None:
     """What was computed for this rank has to be what the DTensor has: a cut that was read wrongly is noticed here."""
     shard = placement.shard_of(torch.distributed.get_rank())
     computed = placement.box(shard).sizes if shard is not None else ()
-    if shard is not None and computed != tuple(param.to_local().shape):
+    held = param.to_local()
+    if shard is not None and computed != tuple(held.shape) and (held.numel() or prod(computed)):
         raise WrapperError(
-            f"{fqn}: rank {torch.distributed.get_rank()} holds {list(param.to_local().shape)} of it, "
+            f"{fqn}: rank {torch.distributed.get_rank()} holds {list(held.shape)} of it, "
             f"{list(computed)} was expected from {param.placements} on the mesh {param.device_mesh.mesh.tolist()}"
         )
 

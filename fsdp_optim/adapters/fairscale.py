@@ -112,7 +112,8 @@ def _flat_originals(
         flat._param_infos, flat._param_shapes, flat._param_numels, strict=True
     ):
         positions[(module, attribute)] = len(originals)
-        originals.append(Original(module, attribute, FlatChunks(tuple(shape), start, chunk_numel, (ranks,))))
+        placement = FlatChunks(tuple(shape), start, chunk_numel, (ranks,))
+        originals.append(Original(module, attribute, placement, len(originals)))
         start += numel
     aliases = tuple(
         (positions[(shared_module, shared_attribute)], module, attribute)

@@ -127,7 +127,9 @@ def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Rank
     positions: dict[tuple[nn.Module, str], int] = {}
     for info, shape, start in zip(flat._param_infos, flat._shapes, starts, strict=True):
         positions[info.module, info.param_name] = len(originals)
-        originals.append(Original(info.module, info.param_name, FlatChunks(tuple(shape), start, chunk, replicas)))
+        originals.append(
+            Original(info.module, info.param_name, FlatChunks(tuple(shape), start, chunk, replicas), len(originals))
+        )
     return Handle(
         param=flat,
         originals=tuple(originals),
@@ -146,7 +148,8 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
     starts, total = _starts(handle)
     chunk = -(-total // len(replicas[0]))
     params: list[torch.Tensor] = list(flat._params or ())
-    for info, shape, start, param in zip(flat._param_infos, flat._shapes, starts, params, strict=True):
+    described = zip(flat._param_infos, flat._shapes, starts, params, strict=True)
+    for place, (info, shape, start, param) in enumerate(described):
         full_shape = tuple(shape)
         placement: Placement
         if handle.uses_sharded_strategy:
@@ -157,7 +160,7 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
             local_shape = full_shape
         yield Handle(
             param=param,
-            originals=(Original(info.module, info.param_name, placement),),
+            originals=(Original(info.module, info.param_name, placement, place),),
             local_shape=local_shape,
             aliases=tuple(
                 (0, other.module, other.param_name)

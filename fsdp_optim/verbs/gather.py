@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from fsdp_optim.verbs.call import Local, Options, log_summary, meet, read_caller
 from fsdp_optim.verbs.opaque import gather_opaque
 
 _CPU = torch.device("cpu")
+
+log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,13 @@ def gather(
         if gathering.receives and failure.error is None:
             full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, key_by)
         agree(callers, b"gathered", failure.error, fatal=failure.fatal)
+    unsure = gathering.local.view.unsure
+    if full is not None and key_by == "id" and unsure:
+        log.warning(
+            "the order of %s in the unwrapped model is lost, because the wrapper took some parameters of their modules and left "
+            "others: gather with key_by='name' to load them into a plain optimizer by name",
+            ", ".join(unsure[:8]),
+        )
     log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
     return full
 
