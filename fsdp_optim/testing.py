@@ -621,3 +621,4 @@ def _leave_world() -> None:
         dist.destroy_process_group()
     forget_fairscale_groups()
     gc.collect()  # models are full of cycles, and they hold process groups
+    gc.freeze()  # what is left stays: the next collection does not walk it again

@@ -23,6 +23,7 @@ from training import (
     Resume,
     Setup,
     Wrapped,
+    case_name,
     check_full,
     check_shard,
     check_value,
@@ -152,7 +153,7 @@ RESUMES = Pairs(SETUPS, at_four=SETUPS.keys() - AT_EVERY_PAIR)
 
 
 class GroupsTest(unittest.TestCase):
-    @parameterized.expand(RESUMES.cases(GROUPS))
+    @parameterized.expand(RESUMES.cases(GROUPS), name_func=case_name)
     def test_groups_are_kept_through_resume(self, name: str, saved: int, now: int) -> None:
         RESUMES.check(name, saved, now)
 
@@ -198,7 +199,7 @@ def change_the_custom_keys() -> tuple[Any, bool]:
 class TwoGroupsInOneFlatParameterTest(unittest.TestCase):
     """A full dict with weights and biases in two groups does not fit flat parameters that hold both."""
 
-    @parameterized.expand(list(itertools.product(HOWS, (1, 2))))
+    @parameterized.expand(list(itertools.product(HOWS, (1, 2))), name_func=case_name)
     def test_error_names_both(self, how: str, num_groups: int) -> None:
         plain = Setup("mlp", (), groups=(Group.of("0.w", "2.w", "4"), Group.of("")))
         full = Plain(plain, range(STEPS)).optim.state_dict()
@@ -234,11 +235,11 @@ def refused(setup: Setup, full: Full, how: str) -> tuple[str, str]:
 
 
 class AbsentTest(unittest.TestCase):
-    @parameterized.expand(RESUMES.cases(ABSENT))
+    @parameterized.expand(RESUMES.cases(ABSENT), name_func=case_name)
     def test_absent_stays_absent(self, name: str, saved: int, now: int) -> None:
         RESUMES.check(name, saved, now)
 
-    @parameterized.expand([("0", [2, 3, 4, 5]), ("2", [0, 1, 4, 5]), ("4", [0, 1, 2, 3])])
+    @parameterized.expand([("0", [2, 3, 4, 5]), ("2", [0, 1, 4, 5]), ("4", [0, 1, 2, 3])], name_func=case_name)
     def test_ids_do_not_move(self, position: str, present: list[int]) -> None:
         for why in ("frozen", "unused"):
             (full,) = gathered([without_state("adam", EVERY_LAYER, position, why)], 2)
@@ -246,7 +247,7 @@ class AbsentTest(unittest.TestCase):
             self.assertEqual(full["param_groups"][0]["params"], [0, 1, 2, 3, 4, 5])
             self.assertEqual(full["param_id_map"], {i: i // 2 if i in present else None for i in range(6)})
 
-    @parameterized.expand(list(itertools.product(("0", "2", "4"), HOWS)))
+    @parameterized.expand(list(itertools.product(("0", "2", "4"), HOWS)), name_func=case_name)
     def test_later_unfrozen(self, position: str, how: str) -> None:
         frozen = without_state("adamw_amsgrad", EVERY_LAYER, position, "frozen")
         single = Setup("mlp", UNFLATTENED, "rmsprop", frozen=(f"{position}.bias",))
@@ -264,7 +265,7 @@ class AbsentTest(unittest.TestCase):
 
 
 class OwnScalarsTest(unittest.TestCase):
-    @parameterized.expand(RESUMES.cases(STEPS_APART))
+    @parameterized.expand(RESUMES.cases(STEPS_APART), name_func=case_name)
     def test_every_unit_keeps_its_own(self, name: str, saved: int, now: int) -> None:
         RESUMES.check(name, saved, now)
 
@@ -347,7 +348,7 @@ VALUE_NAMED = {
 class DisagreementTest(unittest.TestCase):
     """Originals of one flat parameter that disagree cannot be flattened; apart from each other they can be loaded."""
 
-    @parameterized.expand(list(DISAGREEMENTS))
+    @parameterized.expand(list(DISAGREEMENTS), name_func=case_name)
     def test_error_names_both(self, name: str) -> None:
         full = disagreeing(name)
         by_rank = run_on_ranks(refused_in_all_ways, 2, Setup("mlp", units("2", "")), full)
@@ -362,7 +363,8 @@ class DisagreementTest(unittest.TestCase):
         for error, _ in run_on_ranks(refused, 2, Setup("mlp", units("2", "")), disagreeing("step_differs"), "scatter"):
             self.assertRegex(error, r"step\b.*3\..*9\.|step\b.*9\..*3\.")
 
-    @parameterized.expand([name for name in DISAGREEMENTS if name != "other_type"])  # Adam itself makes a tensor of it
+    # Adam itself makes a tensor of the other type
+    @parameterized.expand([name for name in DISAGREEMENTS if name != "other_type"], name_func=case_name)
     def test_it_fits_where_they_lie_apart(self, name: str) -> None:
         full = disagreeing(name)
         for states in run_on_ranks(loaded_and_gathered, 3, Setup("mlp", UNFLATTENED), full):
@@ -400,11 +402,11 @@ def loaded_and_gathered(setup: Setup, full: Full) -> list[Any]:
 
 
 class TiedTest(unittest.TestCase):
-    @parameterized.expand(RESUMES.cases(TIED))
+    @parameterized.expand(RESUMES.cases(TIED), name_func=case_name)
     def test_resume(self, name: str, saved: int, now: int) -> None:
         RESUMES.check(name, saved, now)
 
-    @parameterized.expand([(world_size,) for world_size in WORLD_SIZES])
+    @parameterized.expand([(world_size,) for world_size in WORLD_SIZES], name_func=case_name)
     def test_a_module_used_twice(self, world_size: int) -> None:
         texts = run_on_ranks(module_used_twice, world_size)
         raise_problems([[text] for text in texts], [""])

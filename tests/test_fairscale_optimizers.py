@@ -22,6 +22,7 @@ from training import (
     Plain,
     Setup,
     Wrapped,
+    case_name,
     check_full,
     check_own_memory,
     check_shard,
@@ -56,7 +57,7 @@ def problems(world_size: int) -> dict[tuple[str, str], list[str]]:
 
 
 class MatrixTest(unittest.TestCase):
-    @parameterized.expand([(*case, world_size) for case in CASES for world_size in WORLD_SIZES])
+    @parameterized.expand([(*case, world_size) for case in CASES for world_size in WORLD_SIZES], name_func=case_name)
     def test_gathered_state_is_the_unwrapped_optimizers(self, optimizer: str, wrapping: str, world_size: int) -> None:
         raise_problems([[text] for text in problems(world_size)[optimizer, wrapping]], [(optimizer, wrapping)])
 
@@ -109,7 +110,8 @@ class FullDictTest(unittest.TestCase):
                 [[0, 1, 1, 1], [0, 0, 0, 3], [0, 0, 0, 0], [0, 0, 1, 1], [0, 1, 1, 1]],
             ),  # 1 9 0 2 1
             ("odd", 4, [[0, 0, 0, 3]]),  # 13
-        ]
+        ],
+        name_func=case_name,
     )
     def test_num_padded(self, wrapping: str, world_size: int, padding: list[list[int]]) -> None:
         _, full = full_of_adam(world_size, wrapping)
@@ -159,16 +161,16 @@ class FullDictTest(unittest.TestCase):
                 dtypes = [values[name].dtype for name in ("sum64", "half", "codes", "signs")]
                 self.assertEqual(dtypes, [torch.float64, torch.bfloat16, torch.int8, torch.bool])
 
-    @parameterized.expand([(1,), (16,), (100,)])
+    @parameterized.expand([(1,), (16,), (100,)], name_func=case_name)
     def test_buckets_of_any_size(self, bucket_nbytes: int) -> None:
         setup = Setup(*WRAPPINGS["deep, both"], "peculiar", groups=(Group.of("1"), Group.of("")))
         raise_problems([[text] for text in run_on_ranks(with_small_buckets, 3, setup, bucket_nbytes)], [""])
 
-    @parameterized.expand([(1,), (3,)])
+    @parameterized.expand([(1,), (3,)], name_func=case_name)
     def test_bits_that_are_no_numbers(self, world_size: int) -> None:
         raise_problems([[text] for text in run_on_ranks(with_nan, world_size)], [""])
 
-    @parameterized.expand([(1,), (3,)])
+    @parameterized.expand([(1,), (3,)], name_func=case_name)
     def test_float16_parameters_with_float32_state(self, world_size: int) -> None:
         raise_problems(run_on_ranks(float16_with_float32_state, world_size), [""])
 

@@ -17,6 +17,7 @@ from training import (
     Resume,
     Setup,
     Wrapped,
+    case_name,
     check_value,
     gathered,
     resumed,
@@ -43,11 +44,11 @@ RESUMES = Pairs(SETUPS)
 
 
 class PairsTest(unittest.TestCase):
-    @parameterized.expand(RESUMES.cases())
+    @parameterized.expand(RESUMES.cases(), name_func=case_name)
     def test_resume(self, name: str, saved: int, now: int) -> None:
         RESUMES.check(name, saved, now)
 
-    @parameterized.expand([(how,) for how in HOWS])
+    @parameterized.expand([(how,) for how in HOWS], name_func=case_name)
     def test_there_and_back_through_every_world_size(self, how: str) -> None:
         """The dict that comes out of the last world goes into the next."""
         setups = [SETUPS["amsgrad in nested units"], SETUPS["adam with awkward sizes"]]
@@ -76,7 +77,7 @@ OF_DEEP = ("deep", "deep, no own", "deep, both")
 class WrappingsTest(unittest.TestCase):
     """State saved under one wrapping comes back under another."""
 
-    @parameterized.expand([(wrapping,) for wrapping in OF_MLP + OF_DEEP])
+    @parameterized.expand([(wrapping,) for wrapping in OF_MLP + OF_DEEP], name_func=case_name)
     def test_from_this_wrapping_into_all_others(self, wrapping: str) -> None:
         source = Setup(*WRAPPINGS[wrapping], "adamw_amsgrad")
         (full,) = gathered([source], 2)
@@ -88,7 +89,7 @@ class WrappingsTest(unittest.TestCase):
 class PlainDictTest(unittest.TestCase):
     """The state_dict() of the unwrapped optimizer itself is a full dict."""
 
-    @parameterized.expand([(world_size,) for world_size in WORLD_SIZES])
+    @parameterized.expand([(world_size,) for world_size in WORLD_SIZES], name_func=case_name)
     def test_resume_from_a_plain_optimizer(self, world_size: int) -> None:
         wrappings = ("first", "every layer", "deep", "deep, both", "odd", "tied", "siblings")
         setups = [Setup(*WRAPPINGS[wrapping], "nadam") for wrapping in wrappings]

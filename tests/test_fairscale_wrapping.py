@@ -20,6 +20,7 @@ from training import (
     Plain,
     Setup,
     Wrapped,
+    case_name,
     check_close,
     check_full,
     check_value,
@@ -43,7 +44,7 @@ RESUMES = Pairs({**BY_US, **BY_FAIRSCALE}, at_four=[*BY_US, *BY_FAIRSCALE])
 
 
 class WrappingsTest(unittest.TestCase):
-    @parameterized.expand(RESUMES.cases())
+    @parameterized.expand(RESUMES.cases(), name_func=case_name)
     def test_resume(self, name: str, saved: int, now: int) -> None:
         RESUMES.check(name, saved, now)
 
@@ -194,12 +195,12 @@ def check_training(where: str, name: str, got: Saved, want: tuple[dict[str, Any]
 
 
 class RealTrainingTest(unittest.TestCase):
-    @parameterized.expand([(name, world_size) for name in REAL for world_size in (1, 2, 3)])
+    @parameterized.expand([(name, world_size) for name in REAL for world_size in (1, 2, 3)], name_func=case_name)
     def test_as_the_unwrapped_training(self, name: str, world_size: int) -> None:
         for stop, got, want in zip((SAVED, END), straight(name, world_size), plain_training(name), strict=True):
             check_training(f"after {stop} steps", name, got, want)
 
-    @parameterized.expand([(name, world_size) for name in REAL for world_size in (1, 2, 3)])
+    @parameterized.expand([(name, world_size) for name in REAL for world_size in (1, 2, 3)], name_func=case_name)
     def test_resumed_at_the_same_world_size_it_is_the_same_bit_for_bit(self, name: str, world_size: int) -> None:
         for what, got, want in zip(
             ("right after loading", "at the end"),
@@ -211,7 +212,8 @@ class RealTrainingTest(unittest.TestCase):
             check_value(f"{what}: parameters", got[1], want[1])
 
     @parameterized.expand(
-        [(name, 2, 3 - 2 * (i % 2)) for i, name in enumerate(REAL)] + [("nested", 3, 4), ("both", 1, 4)]
+        [(name, 2, 3 - 2 * (i % 2)) for i, name in enumerate(REAL)] + [("nested", 3, 4), ("both", 1, 4)],
+        name_func=case_name,
     )
     def test_resumed_at_another_world_size(self, name: str, saved: int, now: int) -> None:
         loaded, end = resumed(name, saved, now)
@@ -221,7 +223,7 @@ class RealTrainingTest(unittest.TestCase):
         check_value("groups", loaded[0]["param_groups"], full["param_groups"])
         check_training("at the end", name, end, plain_training(name)[1])
 
-    @parameterized.expand([(name, 2) for name in HALF])
+    @parameterized.expand([(name, 2) for name in HALF], name_func=case_name)
     def test_mixed_precision_keeps_float32_state(self, name: str, world_size: int) -> None:
         dtypes = {t.dtype for _, t in tensors_in(straight(name, world_size)[1][0])}
         self.assertEqual(dtypes, {torch.float32})

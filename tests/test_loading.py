@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import unittest
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,8 +211,8 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
         old = target.gather(None, "name", process_group=world)
         before = snapshot(target)
         errors = {
-            "shard": [error_text(lambda: target.shard(given)) for given in (full, named)],
-            "scatter": [error_text(lambda: target.scatter(given, process_group=world)) for given in (full, named)],
+            "shard": [error_text(partial(target.shard, given)) for given in (full, named)],
+            "scatter": [error_text(partial(target.scatter, given, process_group=world)) for given in (full, named)],
         }
         found = {
             "shard": target.shard(named, strict=False),

@@ -260,6 +260,15 @@ def gather_keyed_by_rank(key_of_rank: Sequence[int]) -> None:
         if full is not None:
             check_same(by_name(full), plain_by_name(plain, plain_optim), "state by name")
         check_gathered(full, 0, plain, plain_optim)
+    key = key_of_rank[rank]
+    model, optim, _ = with_experts([key], keys=[key])
+    full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
+    wanted = {
+        name: values
+        for name, values in plain_by_name(plain, plain_optim).items()
+        if not name.startswith("experts.") or name.startswith(f"experts.{key}.")
+    }
+    check_same(by_name(full), wanted, "not collected, with names of their own: only this rank's")
 
 
 class TestExperts(unittest.TestCase):

@@ -70,8 +70,12 @@ def stepped(wrapper: str, optimizer: str) -> str:
 
 class ElementwiseTest(unittest.TestCase):
     @parameterized.expand(
-        list(itertools.product(("FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP"), ELEMENTWISE))
-        + [("FSDP2 x TP", "Adam foreach"), ("HSDP", "NAdam"), ("fairscale flat", "Adagrad, eager state")]
+        [
+            *itertools.product(("FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP"), ELEMENTWISE),
+            ("FSDP2 x TP", "Adam foreach"),
+            ("HSDP", "NAdam"),
+            ("fairscale flat", "Adagrad, eager state"),
+        ]
     )
     def test_state_is_the_unwrapped_optimizers(self, wrapper: str, optimizer: str) -> None:
         words = run_on_ranks(stepped, 2, wrapper, optimizer)
@@ -93,13 +97,16 @@ class ElementwiseTest(unittest.TestCase):
 
     def test_tensor_learning_rate_is_not_shared(self) -> None:
         """The learning rate of the dict is a tensor of its own: training on does not change it, nor the reverse."""
-        oracle = Oracle(adamw_tensor_lr)
+        oracle, other = Oracle(adamw_tensor_lr), Oracle(adamw_tensor_lr, steps=0)
         full = fsdp_optim.gather_full_optim_state_dict(oracle.model, oracle.optim)
-        shard = fsdp_optim.get_shard_from_optim_state_dict(oracle.model, oracle.optim, full)
-        fsdp_optim.load_optim_state_dict(oracle.optim, shard)
         oracle.optim.param_groups[0]["lr"].fill_(7.0)
         self.assertIsInstance(full["param_groups"][0]["lr"], torch.Tensor)
         self.assertAlmostEqual(float(full["param_groups"][0]["lr"]), 0.01)
+        shard = fsdp_optim.get_shard_from_optim_state_dict(other.model, other.optim, full)
+        full["param_groups"][0]["lr"].fill_(5.0)
+        self.assertAlmostEqual(float(shard["param_groups"][0]["lr"]), 0.01)
+        fsdp_optim.load_optim_state_dict(other.optim, shard)
+        self.assertAlmostEqual(float(other.optim.param_groups[0]["lr"]), 0.01)
 
 
 # ------------------------------------------------------------------------------------------- Adafactor, Muon

@@ -17,6 +17,7 @@ import models
 import torch
 import torch.distributed as dist
 from models import Live, Wrapping
+from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
@@ -590,6 +591,11 @@ def resumed(resumes: Sequence[Resume], world_size: int) -> None:
     """Each compared with the unwrapped training: the shards, the loaded optimizer, gathered again, trained on."""
     by_rank = run_on_ranks(resume_all, world_size, resumes)
     raise_problems(by_rank, [f"{resume.how}, {resume.setup}" for resume in resumes])
+
+
+def case_name(function: Callable[..., None], number: str, param: Any) -> str:
+    """For parameterized: all arguments in the name of the test, so that -k finds them."""
+    return parameterized.to_safe_name("_".join([function.__name__, number, *map(str, param.args)]))
 
 
 WORLD_SIZES = (1, 2, 3, 4)

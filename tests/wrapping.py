@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -346,6 +347,8 @@ def differences(got: Any, wanted: Any, where: str = "") -> Iterator[str]:
                 yield from differences(got[key], wanted[key], f"{where}[{key!r}]")
     elif type(got) is not type(wanted):
         yield f"{where}: {got!r} ({type(got).__name__}), not {wanted!r} ({type(wanted).__name__})"
+    elif dataclasses.is_dataclass(wanted):
+        yield from differences(vars(got), vars(wanted), where)
     elif isinstance(wanted, (list, tuple)) and len(got) == len(wanted):
         for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
             yield from differences(one, other, f"{where}[{place}]")

@@ -47,7 +47,9 @@ def check_fits(
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     extra = [] if others else [fqn for fqn in saved if fqn not in names.known]
-    left_out = live.difference(full.state) if full.state else frozenset()
+    # Of a flat parameter all originals are left out, or they disagree, which is another error.
+    units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
+    left_out = live.intersection(fqn for fqns in units for fqn in fqns)
     missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in left_out]
     if extra and strict:
         raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
@@ -102,12 +104,13 @@ def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():
             kind = kind_of(name, value, shapes[fqn], evidence)
-            no_moment = kind is Kind.SCALAR and isinstance(value, torch.Tensor) and evidence.says_sharded(name)
+            no_moment = kind is Kind.SCALAR and value is not None and shapes[fqn] and evidence.says_sharded(name)
             if no_moment or (kind is Kind.OPAQUE and _is_cut_short(name, value, evidence)):
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
-                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is "
-                    "another model's, was cut short, or its ids are in another order than the unwrapped model's parameters()"
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is another "
+                    "model's, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
+                    "the dict of this model, by name where ids are in doubt"
                 )
 
 

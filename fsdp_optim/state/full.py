@@ -20,8 +20,8 @@ def assemble(
 
     An opaque value of a flat parameter is in the state of its first original only.
     """
-    ids = picture.ids()
-    params = {fqn: param.as_seen_by(rank) for fqn, param in picture.params.items()}
+    seen = picture.as_seen_by(rank)
+    ids, params = seen.ids(), seen.params
     key = {fqn: fqn if key_by == "name" else ids[fqn] for fqn in ids}
     local_ids = {fqn: p.local_id for p in local.params for fqn in p.named.fqns}
     live_first = sorted(ids, key=lambda fqn: (local_ids.get(fqn, len(ids)), ids[fqn]))

@@ -59,11 +59,14 @@ class Param:
     summary: Summary | None
     variants: tuple[tuple[Placement, Summary | None], ...] = ()
 
-    def as_seen_by(self, rank: int) -> Param:
-        """The parameter as it is for one recipient: its own group's, else the first's, where it is not collected."""
-        for placement, summary in sorted(self.variants, key=lambda variant: rank not in variant[0].ranks)[:1]:
-            return replace(self, placement=placement, summary=summary, variants=())
-        return self
+    def as_seen_by(self, rank: int) -> Param | None:
+        """The parameter as it is for one recipient; None for one that is not collected and that the recipient has not."""
+        if not self.variants:
+            return self
+        for placement, summary in self.variants:
+            if rank in placement.ranks:
+                return replace(self, placement=placement, summary=summary, variants=())
+        return None
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class Picture:
 
     def group_fqns(self, group_index: int) -> tuple[str, ...]:
         return tuple(param.fqn for param in self.params.values() if param.group_index == group_index)
+
+    def as_seen_by(self, rank: int) -> Picture:
+        """What one recipient gets."""
+        seen = {fqn: param.as_seen_by(rank) for fqn, param in self.params.items()}
+        return replace(self, params={fqn: param for fqn, param in seen.items() if param is not None})
 
     def ids(self) -> dict[str, int]:
         """FQN -> id, as torch.optim counts on the unwrapped model: group after group, inside a group in model order."""

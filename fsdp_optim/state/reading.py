@@ -88,7 +88,10 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
         full = unflatten(full, names.groups)
     missing = [key for key in ("state", "param_groups") if key not in full]
     if missing:
-        raise StateError(f"this is no optimizer state dict: it has no {' and no '.join(missing)}")
+        raise StateError(
+            f"this is no optimizer state dict: it has no {' and no '.join(missing)}; give what gather_full_optim_state_dict "
+            "returned, or an optimizer's state_dict()"
+        )
     groups = full["param_groups"]
     to_name = _naming(full, groups, names)
     twice = [fqn for fqn, number in Counter(to_name.values()).items() if number > 1]
@@ -99,7 +102,9 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
     state = {}
     for key, values in _with_singletons(full).items():
         if key not in to_name:
-            raise StateError(f"state has an entry {key!r} that is in none of the {len(groups)} param groups")
+            raise StateError(
+                f"state has an entry {key!r} that is in none of the {len(groups)} param groups: gather it again"
+            )
         if values:
             state[to_name[key]] = {name: _singleton(to_name[key], name, value) for name, value in values.items()}
     local_of = full.get("local_ids") or full.get("param_id_map") or {}
@@ -137,7 +142,7 @@ def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names:
     if [len(group) for group in fqns] != [len(group) for group in keys]:
         raise StateError(
             f"the full dict has {_counts(keys)}, the optimizer's parameters on the unwrapped model are "
-            f"{_counts(names.groups)}: it is another model's, or grouped in another way"
+            f"{_counts(names.groups)}: it is another model's, or grouped in another way: build the optimizer as it was when saved"
         )
     return {
         key: names.canonical(fqn)

@@ -142,7 +142,10 @@ def _tells_when_stopped(callers: Callers) -> Iterator[None]:
 
 
 def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gathering) -> dict[str, Any] | None:
-    return values_of(param.as_seen_by(gathering.callers.rank), tensors) if gathering.receives else None
+    if not gathering.receives:
+        return None
+    seen = param.as_seen_by(gathering.callers.rank)
+    return values_of(seen, tensors) if seen is not None else {}
 
 
 def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
@@ -223,7 +226,7 @@ def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
     seen = [(param.as_seen_by(rank), (rank,)) for rank in recipients] if param.variants else [(param, recipients)]
     parts = []
     for one, targets in seen:
-        if one.summary is None or not targets:
+        if one is None or one.summary is None or not targets:
             continue
         opaque = tuple(name for name, _ in one.summary.opaque)
         parts.append(Part(one.fqn, one.placement, one.summary.dtypes, targets, opaque))

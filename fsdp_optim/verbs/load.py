@@ -33,6 +33,10 @@ def load(
     keep: Sequence[str] = (),
 ) -> Incompatible:
     """As `optim.load_state_dict(shard)`, but nothing is cast; several optimizers take a list of shards."""
+    if shard is None:
+        raise StateError(
+            "there is no shard to load, but None: give what get_shard_from_optim_state_dict or scatter returned"
+        )
     optims = list(optim) if isinstance(optim, (list, tuple)) else [optim]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):

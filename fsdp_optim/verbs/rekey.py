@@ -24,7 +24,10 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
     place = {fqn: index for index, fqn in enumerate(view.order)}
     unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in place]
     if unknown:
-        raise StateError(f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters)")
+        raise StateError(
+            f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters): give the "
+            "model that it was gathered from"
+        )
     # Ids count in the unwrapped model's order, whatever order the dict lists its parameters in.
     groups = tuple((hyper, tuple(sorted(fqns, key=place.__getitem__))) for hyper, fqns in state.groups)
     saved = [fqn for _, fqns in groups for fqn in fqns]
