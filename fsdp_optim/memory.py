@@ -45,6 +45,16 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return function
 
 
+def is_plain(value: object) -> bool:
+    """A tensor and no subclass of one: its bytes are all there is to it."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def flatten(value: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
+    return value.detach().contiguous().view(-1)
+
+
 def copy_in_memory(copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:
     """Run the copies of one parameter between two local tensors, both 1-D."""
     for copy in copies:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.state.values import flatten, is_plain
+from fsdp_optim.memory import flatten, is_plain
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ class ModelView:
         aliases: other names of tied parameters, to the name in `order`.
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
+        wrapper_parts: what wrappers put into names, which is no part of an FQN.
         unsure: FQNs of parameters of modules of which the wrapper took some and left some, so that their order among each
             other is lost; those that it took are put first.
         unit_order: FQNs as the wrapper's own full dict counts them, unit after unit; None where there is no such count.
@@ -126,6 +127,7 @@ class ModelView:
     aliases: Mapping[str, str] = field(default_factory=dict)
     unit_order: tuple[str, ...] | None = None
     unsure: tuple[str, ...] = ()
+    wrapper_parts: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:

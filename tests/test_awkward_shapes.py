@@ -184,18 +184,18 @@ def alone(wrapper: str) -> None:
 
 class ShapesTest(unittest.TestCase):
     @parameterized.expand(list(itertools.product(WRAPPERS, CASES)))
-    def test_on_four_ranks(self, wrapper: str, case: str) -> None:
-        words = run_on_ranks(trip, 4, wrapper, case)
+    def test_on_several_ranks(self, wrapper: str, case: str) -> None:
+        world_size = 4 if wrapper in ("HSDP", "FSDP2 x TP") else 3  # 2 x 2
+        words = run_on_ranks(trip, world_size, wrapper, case)
         expected = TORCH_REFUSES.get((wrapper, case))
         if expected is not None:
             for text in words:
                 self.assertIn(expected, text, f"torch was to refuse {case} in {wrapper}")
             self.skipTest(f"torch refuses {case} in {wrapper}: {words[0]}")
 
-    @parameterized.expand([(case,) for case in ("indivisible", "fewer elements than ranks", "no elements")])
-    def test_on_three_ranks(self, case: str) -> None:
-        for wrapper in WRAPPERS:
-            run_on_ranks(trip, 3, wrapper, case)
+    @parameterized.expand(("FSDP1 flat", "FSDP1 orig", "FSDP2", "fairscale non-flat"))
+    def test_fewer_elements_than_four_ranks(self, wrapper: str) -> None:
+        run_on_ranks(trip, 4, wrapper, "fewer elements than ranks")
 
     @parameterized.expand(WRAPPERS)
     def test_on_one_rank(self, wrapper: str) -> None:

@@ -469,7 +469,7 @@ def tied(wrapper: str) -> None:
             renamed = {n if n != name else alias: values for n, values in named["state"].items()}
             groups = copy.deepcopy(named["param_groups"])
             for group in groups:
-                for key in ("params", "param_names"):
+                for key in {"params", "param_names"} & set(group):
                     group[key] = [alias if n == name else n for n in group[key]]
             given = {**named, "state": renamed, "param_groups": groups}
             check_same(f"shard, {name} called {alias}", local(target.shard(given)), local(wanted))

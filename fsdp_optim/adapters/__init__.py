@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import dtensor, fairscale, fsdp1, replicated
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
 from fsdp_optim.view import Handle, ModelView, NamedHandle
@@ -18,6 +18,9 @@ __all__ = ["ModelReader", "NameOf"]
 
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the whole job."""
+
+
+_WRAPPER_PARTS = TRANSPARENT_CHILDREN | fairscale.WRAPPER_CHILDREN | fsdp1.WRAPPER_CHILDREN
 
 
 class ModelReader:
@@ -63,6 +66,7 @@ class ModelReader:
             aliases=naming.aliases,
             unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
             unsure=naming.unsure,
+            wrapper_parts=_WRAPPER_PARTS,
         )
 
 

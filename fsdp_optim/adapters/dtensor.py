@@ -16,7 +16,7 @@ from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order, row_major_strides
 from fsdp_optim.layout import Placement as Where
-from fsdp_optim.state.values import flatten, is_plain
+from fsdp_optim.memory import flatten, is_plain
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:

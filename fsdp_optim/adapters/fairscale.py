@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 
 _MODULE = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
-_WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 
 
 def is_wrapper_child(module: nn.Module, name: str) -> bool:
     """Whether `name` is where fairscale's wrappers keep the module that they wrap."""
-    return name in _WRAPPER_CHILDREN
+    return name in WRAPPER_CHILDREN
 
 
 def handles(tree: ModuleTree) -> Iterator[Handle]:

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module"})
 
 
 def is_wrapper_child(module: nn.Module, name: str) -> bool:
     """Whether `name` is where torch FSDP keeps the module that it wraps."""
-    return name == "_fsdp_wrapped_module"
+    return name in WRAPPER_CHILDREN
 
 
 def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:

@@ -10,7 +10,7 @@ import torch
 from fsdp_optim.adapters import dtensor
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, Placement
-from fsdp_optim.state.values import flatten
+from fsdp_optim.memory import flatten
 
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor"
 

@@ -17,7 +17,7 @@ StandIns = Callable[[Iterable[nn.Module]], Mapping[tuple[nn.Module, str], torch.
 """modules -> (module, attribute) -> the live parameter, where another tensor is registered there for the time being."""
 
 # torch.compile and activation checkpointing put the model one level deeper, under these names.
-_TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ModuleTree:
         for name, child in module._modules.items():
             if child is None:
                 continue
-            transparent = name in _TRANSPARENT_CHILDREN or self._is_wrapper_child(module, name)
+            transparent = name in TRANSPARENT_CHILDREN or self._is_wrapper_child(module, name)
             self._visit(child, path if transparent else join(path, name))
 
     @property
@@ -88,4 +88,5 @@ class ModuleTree:
 
 
 def join(path: str, name: str) -> str:
+    """The name of something inside a module at `path`."""
     return f"{path}.{name}" if path else name

@@ -10,9 +10,10 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
+from fsdp_optim.memory import is_plain
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.reading import FullState, Names
-from fsdp_optim.state.values import Evidence, Kind, is_plain, kind_of
+from fsdp_optim.state.values import Evidence, Kind, kind_of
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,6 @@ from fsdp_optim.state.flattened import is_flattened, unflatten
 from fsdp_optim.state.local import RESERVED_KEYS
 from fsdp_optim.state.values import NO_EVIDENCE, Evidence, kind_of
 
-# Names that torch.compile, activation checkpointing and FSDP put into state_dict() names of others.
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
-
 
 @dataclass(frozen=True)
 class FullState:
@@ -52,6 +49,7 @@ class Names:
         groups: the FQNs of each of the optimizer's groups, in the unwrapped model's order.
         aliases: other names of tied parameters.
         units: the FQNs of each live parameter, which can be in one group only.
+        wrapper_parts: what wrappers put into names, which is no part of an FQN.
         unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
     """
 
@@ -59,6 +57,7 @@ class Names:
     aliases: Mapping[str, str]
     unit_order: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] = ()
+    wrapper_parts: frozenset[str] = frozenset()
 
     @cached_property
     def known(self) -> frozenset[str]:
@@ -68,7 +67,7 @@ class Names:
         """The model's own name for a name in a full dict: without a wrapper's parts, where it is known so."""
         if fqn in self.known:
             return fqn
-        clean = ".".join(part for part in fqn.split(".") if part not in _WRAPPER_PARTS)
+        clean = ".".join(part for part in fqn.split(".") if part not in self.wrapper_parts)
         for name in (fqn, clean, clean.removeprefix("module.")):
             if name in self.known or name in self.aliases:
                 return self.aliases.get(name, name)

@@ -9,13 +9,13 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Shape, Whole
-from fsdp_optim.memory import copy_in_memory, empty
+from fsdp_optim.memory import copy_in_memory, empty, flatten, is_plain
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.reading import FullState
-from fsdp_optim.state.values import Evidence, Odd, Summary, flatten, is_plain, kind_of, own
+from fsdp_optim.state.values import Evidence, Odd, Summary, kind_of, own
 
 Summaries = Mapping[str, Summary]
 """FQN -> what its state consists of; no entry for a parameter without state."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Placement
+from fsdp_optim.memory import is_plain
 
 
 class Kind(Enum):
@@ -70,16 +71,6 @@ def is_scalar(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return value is None or isinstance(value, (bool, int, float, complex, str))
-
-
-def is_plain(value: object) -> bool:
-    """A tensor and no subclass of one: its bytes are all there is to it."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
-
-
-def flatten(value: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
-    return value.detach().contiguous().view(-1)
 
 
 def kind_of(name: str, value: object, shape: tuple[int, ...], evidence: Evidence) -> Kind:
@@ -153,10 +144,12 @@ def own(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is no dtype")

@@ -83,7 +83,7 @@ class Local:
             for index in range(len(self.optim.groups))
         )
         units = tuple(param.named.fqns for param in self.optim.params)
-        return Names(groups, self.view.aliases, self.view.unit_order, units)
+        return Names(groups, self.view.aliases, self.view.unit_order, units, self.view.wrapper_parts)
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
@@ -118,7 +118,7 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
             f"this full dict has {len(groups)} param groups and no names, and a model does not tell which parameter is in "
             "which group: use the function get_shard_from_optim_state_dict(model, optim, full), whose optimizer does"
         )
-    return Names((view.order,), view.aliases, view.unit_order)
+    return Names((view.order,), view.aliases, view.unit_order, wrapper_parts=view.wrapper_parts)
 
 
 def read_callers(

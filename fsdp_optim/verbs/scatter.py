@@ -13,13 +13,14 @@ from torch import nn
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout
+from fsdp_optim.memory import flatten
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary, flatten, own
+from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
@@ -108,7 +109,7 @@ def _tell_contents(
     if callers.rank == source_rank and full is not None:
         groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
         units = tuple(live.fqns for live in picture.live)
-        names = Names(groups, local.view.aliases, local.view.unit_order, units)
+        names = Names(groups, local.view.aliases, local.view.unit_order, units, local.view.wrapper_parts)
         state = normalize(full, names)
         if any(is_sharded_value(value) for values in state.state.values() for value in values.values()):
             raise StateError(

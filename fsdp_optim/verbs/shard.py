@@ -11,14 +11,14 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import Layout
-from fsdp_optim.memory import copy_in_memory
+from fsdp_optim.memory import copy_in_memory, flatten
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary, flatten
+from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
 from fsdp_optim.verbs.resharding import is_sharded, reshard
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
