@@ -96,7 +96,8 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
     twice = [fqn for fqn, number in Counter(to_name.values()).items() if number > 1]
     if twice:
         raise StateError(
-            f"{twice[0]}: the full dict lists it as {[k for k, fqn in to_name.items() if fqn == twice[0]]}"
+            f"{twice[0]}: the full dict lists it twice or more, as {[k for k, fqn in to_name.items() if fqn == twice[0]]}: "
+            "gather it again, or give names that differ"
         )
     state = {}
     for key, values in _with_singletons(full).items():
