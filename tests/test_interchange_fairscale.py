@@ -243,7 +243,9 @@ def read_by_fairscale(full: Any, make: Make, unused: list[str], cls: type[nn.Mod
     converted = fsdp_optim.for_fairscale(full)
     shard = FairscaleFSDP.get_shard_from_optim_state_dict(model, converted)
     shard.pop("num_padded", None)
-    shard.pop("fqns")  # carried along by fairscale, so that this library reads the converted dict right; torch ignores it
+    shard.pop(
+        "fqns"
+    )  # carried along by fairscale, so that this library reads the converted dict right; torch ignores it
     for values in shard["state"].values():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == (1,) and name in ("step", "mu_product", "eta", "mu"):

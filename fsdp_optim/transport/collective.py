@@ -60,6 +60,7 @@ class Block:
 class _Message:
     blocks: list[Block] = field(default_factory=list)
     nbytes: int = 0
+    lies: torch.Tensor | None = None  # the message in the local tensor, where it needs no buffer
 
     def add(self, view: torch.Tensor | None, numel: int, dtype: torch.dtype) -> None:
         offset = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -72,6 +73,12 @@ class _Message:
             return None
         view = self.blocks[0].view
         return view.view(torch.uint8) if view.dim() == 1 and view.is_contiguous() and view.device == wire else None
+
+
+def _lies(message: _Message, wire: torch.device) -> torch.Tensor | None:
+    """Find out where a message lies, before anything is posted."""
+    message.lies = message.in_place(wire)
+    return message.lies
 
 
 class Failure:
@@ -143,7 +150,7 @@ def _buffers(schedule: list[tuple[Traffic, Traffic]], wire: torch.device, at_mos
         for traffic in both
         for _, messages in traffic
         for message in messages
-        if message.in_place(wire) is None
+        if _lies(message, wire) is None
     ]
     return [torch.empty(max(sizes), dtype=torch.uint8, device=wire) for _ in range(min(len(sizes), at_most))]
 
@@ -306,9 +313,8 @@ class _Post:
                 self._free.append(one.buffer)
 
     def _tensor_for(self, message: _Message) -> tuple[torch.Tensor, torch.Tensor | None]:
-        in_place = message.in_place(self._wire)
-        if in_place is not None:
-            return in_place, None
+        if message.lies is not None:
+            return message.lies, None
         buffer = self._free.pop()
         return buffer.narrow(0, 0, message.nbytes), buffer
 

@@ -75,7 +75,7 @@ def _receive(callers: Callers, rank: int) -> bytes:
 
 
 def _run(callers: Callers, operation: object, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    tensor = tensor.to(callers.wire)
+    tensor = tensor if tensor.device == callers.wire else tensor.to(callers.wire)
     try:
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, callers.group)])  # type: ignore[arg-type]
         work.wait(timedelta(seconds=callers.timeout))
@@ -85,4 +85,4 @@ def _run(callers: Callers, operation: object, tensor: torch.Tensor, rank: int) -
         )
         agree(callers, b"", lost, fatal=True)  # the others may wait for this rank's next message: tell them
         raise lost from reason
-    return tensor.cpu()
+    return tensor if tensor.device.type == "cpu" else tensor.cpu()

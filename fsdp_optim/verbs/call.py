@@ -168,7 +168,14 @@ def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: 
     if alike:
         return local, draw([(report, callers.ranks)])
     told: dict[bytes, list[int]] = {}
-    for rank, content in zip(callers.ranks, exchange_reports(callers, pickle.dumps(report)), strict=True):
+    content, error = b"", None
+    try:
+        content = pickle.dumps(report)
+    except Exception as reason:
+        error = reason  # told when the others have this rank's message, for which they wait
+    contents = exchange_reports(callers, content)
+    agree(callers, b"told", error)
+    for rank, content in zip(callers.ranks, contents, strict=True):
         told.setdefault(content, []).append(rank)
     return local, draw([(pickle.loads(content), tuple(ranks)) for content, ranks in told.items()])
 

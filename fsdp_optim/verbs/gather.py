@@ -117,27 +117,30 @@ def iterate(
     with all_hear(callers):
         gathering = begin(reader, callers, optim, recipient_rank, "iter_full_optim_state", options)
         batches = list(_batches(gathering.picture, options.bucket_nbytes))
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
         with all_hear(callers):
             failure = Failure()
             values = move(gathering, batch, failure)
             found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
             agree(callers, b"moved", failure.error, fatal=failure.fatal)
         while found:
-            with _tells_when_stopped(callers):
+            with _tells_when_stopped(callers, at_end=number == len(batches) and len(found) == 1):
                 yield found.pop(0)
     agree(callers, b"end")  # a rank that stopped early is heard here, not in the next call
 
 
 @contextmanager
-def _tells_when_stopped(callers: Callers) -> Iterator[None]:
+def _tells_when_stopped(callers: Callers, *, at_end: bool) -> Iterator[None]:
     """A rank that leaves the loop early would let the others wait: tell them. Nothing happens if all leave here."""
     try:
         yield
     except GeneratorExit:
         stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
         with suppress(Exception):  # heard by the others; here the caller wanted it so
-            agree(callers, b"", stopped, fatal=True)
+            if at_end:  # has seen everything, and only did not ask whether there is more
+                agree(callers, b"end")
+            else:
+                agree(callers, b"", stopped, fatal=True)
         raise
 
 
