@@ -620,5 +620,16 @@ def _leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_fairscale_groups()
+    _forget_dtensor_meshes()
     gc.collect()  # models are full of cycles, and they hold process groups
     gc.freeze()  # what is left stays: the next collection does not walk it again
+
+
+def _forget_dtensor_meshes() -> None:
+    """Empty DTensor's cache of results: it finds meshes by their ranks, and returns ones whose groups are gone."""
+    api = sys.modules.get("torch.distributed.tensor._api")
+    if api is not None:
+        api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # since torch 2.10
+    if clear_fast_path is not None:
+        clear_fast_path()
