@@ -12,7 +12,6 @@ settings.register_profile("fsdp_optim", deadline=None, derandomize="CI" in os.en
 settings.load_profile("fsdp_optim")
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for_gpus = [item for item in items if item.get_closest_marker("nccl")]
     if not for_gpus:

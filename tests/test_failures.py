@@ -322,6 +322,7 @@ def broken_on_each_rank_in_turn(verb: str, what: str) -> tuple[list[str], list[s
 LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 # What tells the others of a failure cannot itself fail.
 NOT_BROKEN = ("errors.py", "transport/agree.py", "transport/reports.py", "transport/callers.py")
+GUARDS = ("_insist",)  # what catches the failure of a step cannot itself fail either
 
 
 class Tracer:
@@ -340,7 +341,7 @@ class Tracer:
         file = code.co_filename
         if event != "call" or not file.startswith(LIBRARY) or file[len(LIBRARY) :] in NOT_BROKEN:
             return
-        if not self._begun or code.co_name.startswith("<"):
+        if not self._begun or code.co_name.startswith("<") or code.co_name in GUARDS:
             self._begun = self._begun or code.co_name == "meet"
             return
         key = (f"{file[len(LIBRARY) :]}:{code.co_name}", code.co_firstlineno)

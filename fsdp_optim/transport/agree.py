@@ -2,14 +2,14 @@
 
 The ranks meet in the rendezvous store that every process group has, so that any set of ranks can meet, and nothing is
 pending in the group when a rank does not come. A meeting is a handful of store operations per rank, whatever the number
-of ranks. What ranks have to tell beyond that travels in `reports`.
+of ranks. What ranks have to tell each other is in the store before they meet, so that reading it waits for nobody.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,7 @@ Reason = tuple[int, str, str]
 """(rank, class of its error, message)"""
 
 _MAX_REASONS = 64  # of as many failed ranks the reasons are told
+_PART_NBYTES = 4 << 20  # of what ranks tell each other, in one value of the store
 
 
 def agree(callers: Callers, said: bytes, error: Exception | None = None, *, fatal: bool = False) -> bool:
@@ -42,13 +43,32 @@ def agree(callers: Callers, said: bytes, error: Exception | None = None, *, fata
         library's and all failed ranks agree on it, else RankError. The message names the ranks and their reasons.
         RankTimeoutError: a rank did not come within the timeout; the message names it.
     """
+    return tell(callers, b"", said, error, fatal=fatal).alike
+
+
+@dataclass(frozen=True)
+class Told:
+    """What ranks told in a meeting. To be read before this rank comes to the next one."""
+
+    alike: bool
+    _content_of: Callable[[int], bytes]
+
+    def by(self, rank: int) -> bytes:
+        """What `rank` told: it is there already, so nobody waits for anybody."""
+        return self._content_of(rank)
+
+
+def tell(
+    callers: Callers, content: bytes, said: bytes = b"", error: Exception | None = None, *, fatal: bool = False
+) -> Told:
+    """As `agree`, and every rank can read the `content` of every other afterwards. It need not be alike."""
     if len(callers.ranks) == 1:
         if error is not None:
             raise error
-        return True
+        return Told(True, lambda rank: content)
     while True:
         meeting = _Meeting.enter(callers)
-        verdict = meeting.conclude(said, error, fatal)
+        verdict = meeting.conclude(said, error, fatal, content)
         if callers.rank not in verdict.missing:
             break
         if not meeting.catch_up(verdict):
@@ -57,7 +77,8 @@ def agree(callers: Callers, said: bytes, error: Exception | None = None, *, fata
         raise _told(RankTimeoutError(verdict.text))
     if verdict.reasons:
         raise _told(_the_error(verdict.reasons, len(callers.ranks))) from error
-    return verdict.alike
+    num_parts = dict(verdict.told)
+    return Told(verdict.alike, lambda rank: meeting.content(rank, num_parts.get(rank, 0)))
 
 
 @contextmanager
@@ -84,14 +105,16 @@ class _Verdict:
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
     text: str = ""
+    told: tuple[tuple[int, int], ...] = ()  # (rank, number of parts of what it told)
 
     def encoded(self) -> str:
-        return json.dumps([self.alike, self.reasons, self.missing, self.text])
+        return json.dumps([self.alike, self.reasons, self.missing, self.text, self.told])
 
     @classmethod
     def decoded(cls, encoded: bytes) -> _Verdict:
-        alike, reasons, missing, text = json.loads(encoded)
-        return cls(alike, tuple((rank, name, message) for rank, name, message in reasons), tuple(missing), text)
+        alike, reasons, missing, text, told = json.loads(encoded)
+        named = tuple((rank, name, message) for rank, name, message in reasons)
+        return cls(alike, named, tuple(missing), text, tuple((rank, num) for rank, num in told))
 
 
 @dataclass(frozen=True)
@@ -116,20 +139,34 @@ class _Meeting:
     def key(self, name: str, number: int | None = None) -> str:
         return f"{self.prefix}/{self.number if number is None else number}/{name}"
 
-    def conclude(self, said: bytes, error: Exception | None, fatal: bool) -> _Verdict:
+    def content(self, rank: int, num_parts: int) -> bytes:
+        return b"".join(bytes(self.store.get(self.key(f"told/{rank}/{part}"))) for part in range(num_parts))
+
+    def _put(self, content: bytes) -> None:
+        num_parts = -(-len(content) // _PART_NBYTES)
+        for part in range(num_parts):
+            piece = content[part * _PART_NBYTES : (part + 1) * _PART_NBYTES]
+            self.store.set(self.key(f"told/{self.callers.rank}/{part}"), piece)  # type: ignore[arg-type]  # takes bytes
+        index = self.store.add(self.key("tellers"), 1)
+        self.store.set(self.key(f"teller/{index}"), json.dumps([self.callers.rank, num_parts]))
+
+    def conclude(self, said: bytes, error: Exception | None, fatal: bool, content: bytes) -> _Verdict:
         digest = hashlib.blake2b(said, digest_size=16).hexdigest()
         num_alike = 0
         if error is not None:
             reason = (self.callers.rank, type(error).__name__, str(error))
             self.store.set(self.key(f"error/{self.store.add(self.key('errors'), 1)}"), json.dumps(reason))
         else:
+            if content:
+                self._put(content)
             num_alike = self.store.add(self.key(f"alike/{digest}"), 1)
         is_last = self.store.add(self.key("here"), 1) == len(self.callers.ranks)
         if (is_last or fatal) and self._decides():
             self.store.delete_key(self.key(f"alike/{digest}"))
             if is_last:
                 self._forget_the_previous()
-            self._write(_Verdict(num_alike == len(self.callers.ranks), self._reasons()))
+            alike = num_alike == len(self.callers.ranks)
+            self._write(_Verdict(alike, self._reasons(), told=tuple(self._tellers())))
         try:
             self.store.wait([self.key("verdict")], timedelta(seconds=self.callers.timeout))
         except RuntimeError:
@@ -147,9 +184,20 @@ class _Meeting:
         told = [json.loads(self.store.get(self.key(f"error/{index + 1}"))) for index in range(number)]
         return tuple(sorted((rank, name, message) for rank, name, message in told))
 
+    def _tellers(self) -> Iterator[tuple[int, int]]:
+        for index in range(self.store.add(self.key("tellers"), 0)):
+            rank, num_parts = json.loads(self.store.get(self.key(f"teller/{index + 1}")))
+            self.store.delete_key(self.key(f"teller/{index + 1}"))
+            yield rank, num_parts
+
     def _forget_the_previous(self) -> None:
         """Every rank has left the previous meeting when all are in this one: its keys can go."""
-        for name in ("verdict", "here", "errors", "decided"):
+        previous = self.key("verdict", self.number - 1)
+        if self.store.check([previous]):
+            for rank, num_parts in _Verdict.decoded(self.store.get(previous)).told:
+                for part in range(num_parts):
+                    self.store.delete_key(self.key(f"told/{rank}/{part}", self.number - 1))
+        for name in ("verdict", "here", "errors", "decided", "tellers"):
             self.store.delete_key(self.key(name, self.number - 1))
 
     def _give_up(self) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,10 @@ from fsdp_optim.transport.callers import Callers
 _PEERS_AT_ONCE = 16
 _ROUNDS_IN_FLIGHT = 2
 _ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
-_ALIGNMENT = 16  # bytes; so that any dtype can be viewed inside a packed message
+_WIDEST = 16  # bytes of one element of the widest dtype: no message is smaller
+
+_Arg = TypeVar("_Arg")
+_Result = TypeVar("_Result")
 
 log = logging.getLogger("fsdp_optim")
 
@@ -63,9 +67,13 @@ class _Message:
     lies: torch.Tensor | None = None  # the message in the local tensor, where it needs no buffer
 
     def add(self, view: torch.Tensor | None, numel: int, dtype: torch.dtype) -> None:
-        offset = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset = self.end(0, dtype)
         self.blocks.append(Block(view, numel, dtype, offset))
         self.nbytes = offset + numel * dtype.itemsize
+
+    def end(self, numel: int, dtype: torch.dtype) -> int:
+        """How long the message would be with this block: each begins where its dtype can be viewed."""
+        return -(-self.nbytes // dtype.itemsize) * dtype.itemsize + numel * dtype.itemsize
 
     def in_place(self, wire: torch.device) -> torch.Tensor | None:
         """The message as it lies in the local tensor, where one contiguous block on the right device is all of it."""
@@ -104,53 +112,71 @@ def exchange(callers: Callers, items: Iterable[Item], failure: Failure) -> None:
     """
     width = min(max(len(callers.ranks) - 1, 1), _PEERS_AT_ONCE)
     # Per round a buffer for each peer to send to and one for each to receive from.
-    limit = max(callers.bucket_nbytes // (2 * _ROUNDS_IN_FLIGHT * width) // _ALIGNMENT * _ALIGNMENT, _ALIGNMENT)
+    limit = max(callers.bucket_nbytes // (2 * _ROUNDS_IN_FLIGHT * width) // _WIDEST * _WIDEST, _WIDEST)
     streams = _Streams(callers.rank, limit)
-    post, schedule = None, []
+    rounds: list[_Round] = []
+    post = _Post(callers, failure)
     try:
         for item in items:
             streams.add(item, failure)
         if len(callers.ranks) > 1:
-            schedule = _schedule(callers, streams, width)
-            most = 2 * _ROUNDS_IN_FLIGHT * width
-            post = _Post(callers, failure, _buffers(schedule, callers.wire, most))
+            rounds = _rounds(callers, streams, width)
+            post.free = _buffers(rounds, callers.wire, 2 * _ROUNDS_IN_FLIGHT * width)
     except Exception as error:
         failure.note(error)
     agree(callers, b"ready", failure.error)
-    if post is not None:
-        for send, receive in schedule:
-            post.run(send, receive)
+    in_flight: list[list[_InFlight]] = []
+    for this in rounds:
+        if len(in_flight) == _ROUNDS_IN_FLIGHT:
+            _insist(failure, post.finish, in_flight.pop(0))
+        in_flight.append(_insist(failure, post.start, this))
+    for posted in in_flight:
+        _insist(failure, post.finish, posted)
 
 
-Traffic = list[tuple[int, list["_Message"]]]
-"""(peer, messages to it or from it)"""
+def _insist(failure: Failure, step: Callable[[_Arg], _Result], arg: _Arg) -> _Result:
+    """Take a step that peers wait for: what goes wrong in it is noted, and it is taken all the same."""
+    try:
+        return step(arg)
+    except Exception as error:
+        failure.note(error)
+        return step(arg)
 
 
-def _schedule(callers: Callers, streams: _Streams, width: int) -> list[tuple[Traffic, Traffic]]:
-    """What to send and to receive, for one set of peers after the other.
+@dataclass(frozen=True)
+class _Round:
+    """At most one message to and from each of some peers: (peer, message)."""
+
+    send: list[tuple[int, _Message]]
+    receive: list[tuple[int, _Message]]
+
+
+def _rounds(callers: Callers, streams: _Streams, width: int) -> list[_Round]:
+    """What to send and to receive, with one set of peers after the other.
 
     Everyone meets its peers in the same order, and every pair its messages: the rank that is furthest behind never waits
     for one that has not posted yet.
     """
     num, here = len(callers.ranks), callers.position
-    schedule = []
+    rounds = []
     for first in range(1, num, width):
         shifts = range(first, min(first + width, num))
         send = [(r, streams.outgoing(r)) for r in (callers.ranks[(here + shift) % num] for shift in shifts)]
         receive = [(r, streams.incoming(r)) for r in (callers.ranks[(here - shift) % num] for shift in shifts)]
-        schedule.append((send, receive))
-    return schedule
+        for index in range(max(len(messages) for _, messages in (*send, *receive))):
+            rounds.append(
+                _Round(
+                    [(peer, messages[index]) for peer, messages in send if index < len(messages)],
+                    [(peer, messages[index]) for peer, messages in receive if index < len(messages)],
+                )
+            )
+    return rounds
 
 
-def _buffers(schedule: list[tuple[Traffic, Traffic]], wire: torch.device, at_most: int) -> list[torch.Tensor]:
+def _buffers(rounds: list[_Round], wire: torch.device, at_most: int) -> list[torch.Tensor]:
     """Memory for the messages that do not travel as they lie in a local tensor: as many as can be under way."""
     sizes = [
-        message.nbytes
-        for both in schedule
-        for traffic in both
-        for _, messages in traffic
-        for message in messages
-        if _lies(message, wire) is None
+        message.nbytes for one in rounds for _, message in (*one.send, *one.receive) if _lies(message, wire) is None
     ]
     return [torch.empty(max(sizes), dtype=torch.uint8, device=wire) for _ in range(min(len(sizes), at_most))]
 
@@ -213,7 +239,7 @@ class _Stream:
                 self._alone.append(message)
             else:
                 message = self._packed[-1]
-                if message.blocks and message.nbytes + _ALIGNMENT + numel * dtype.itemsize > self._limit:
+                if message.blocks and message.end(numel, dtype) > self._limit:
                     message = _Message()
                     self._packed.append(message)
             message.add(part, numel, dtype)
@@ -253,36 +279,22 @@ class _InFlight:
 
 
 class _Post:
-    """Posts messages in rounds, at most `_ROUNDS_IN_FLIGHT` at a time, each at most one message to and from each peer."""
+    """Posts the messages of one round, and waits for them."""
 
-    def __init__(self, callers: Callers, failure: Failure, buffers: list[torch.Tensor]) -> None:
-        self._callers, self._failure, self._free = callers, failure, buffers
+    def __init__(self, callers: Callers, failure: Failure) -> None:
+        self.free: list[torch.Tensor] = []  # buffers
+        self._callers, self._failure = callers, failure
         self._wire = callers.wire
         self._lost: set[int] = set()
 
-    def run(self, send: list[tuple[int, list[_Message]]], receive: list[tuple[int, list[_Message]]]) -> None:
-        num_rounds = max((len(messages) for _, messages in (*send, *receive)), default=0)
-        in_flight: list[list[_InFlight]] = []
-        for index in range(num_rounds):
-            if len(in_flight) == _ROUNDS_IN_FLIGHT:
-                self._finish(in_flight.pop(0))
-            in_flight.append(
-                self._start(
-                    [(peer, messages[index]) for peer, messages in send if index < len(messages)],
-                    [(peer, messages[index]) for peer, messages in receive if index < len(messages)],
-                )
-            )
-        for posted in in_flight:
-            self._finish(posted)
-
-    def _start(self, send: list[tuple[int, _Message]], receive: list[tuple[int, _Message]]) -> list[_InFlight]:
+    def start(self, this: _Round) -> list[_InFlight]:
         operations, details = [], []
-        for peer, message in receive:
+        for peer, message in this.receive:
             if peer not in self._lost:
                 tensor, buffer = self._tensor_for(message)
                 operations.append(dist.P2POp(dist.irecv, tensor, peer, self._callers.group))
                 details.append((peer, message, buffer, True))
-        for peer, message in send:
+        for peer, message in this.send:
             if peer not in self._lost:
                 tensor, buffer = self._tensor_for(message)
                 if buffer is not None:
@@ -293,29 +305,32 @@ class _Post:
             return []
         try:
             works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
+        except Exception as error:
             self._connection_lost([peer for peer, *_ in details], error)
             return []
         if len(works) != len(details):  # NCCL gives one handle for the whole batch
             works = [works[0]] * len(details)
         return [_InFlight(work, *detail) for work, detail in zip(works, details, strict=True)]
 
-    def _finish(self, posted: list[_InFlight]) -> None:
-        for one in posted:
+    def finish(self, posted: list[_InFlight]) -> None:
+        while posted:
+            one = posted.pop()
             try:
                 one.work.wait(timedelta(seconds=self._callers.timeout))
-            except RuntimeError as error:
+            except Exception as error:
                 self._connection_lost([one.peer], error)
                 continue  # its buffer may still be written to: it is not used again, nor is its peer
             if one.buffer is not None:
-                if one.received:
-                    self._unpack(one.message, one.buffer)
-                self._free.append(one.buffer)
+                try:
+                    self._unpack(one)
+                except Exception as error:
+                    self._failure.note(error)
+                self.free.append(one.buffer)
 
     def _tensor_for(self, message: _Message) -> tuple[torch.Tensor, torch.Tensor | None]:
         if message.lies is not None:
             return message.lies, None
-        buffer = self._free.pop()
+        buffer = self.free.pop() if self.free else torch.empty(message.nbytes, dtype=torch.uint8, device=self._wire)
         return buffer.narrow(0, 0, message.nbytes), buffer
 
     def _pack(self, message: _Message, buffer: torch.Tensor) -> None:
@@ -326,15 +341,12 @@ class _Post:
         except Exception as error:  # what goes out is garbage then, and no rank will use it
             self._failure.note(error)
 
-    def _unpack(self, message: _Message, buffer: torch.Tensor) -> None:
-        if self._failure.error is not None:
+    def _unpack(self, one: _InFlight) -> None:
+        if one.buffer is None or not one.received or self._failure.error is not None:
             return
-        try:
-            for block in message.blocks:
-                if block.view is not None:
-                    block.view.copy_(_inside(block, buffer).view(block.view.shape))
-        except Exception as error:
-            self._failure.note(error)
+        for block in one.message.blocks:
+            if block.view is not None:
+                block.view.copy_(_inside(block, one.buffer).view(block.view.shape))
 
     def _connection_lost(self, peers: list[int], error: Exception) -> None:
         names = ", ".join(f"rank {peer}" for peer in peers)

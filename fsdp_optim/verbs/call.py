@@ -167,17 +167,15 @@ def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: 
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if alike:
         return local, draw([(report, callers.ranks)])
-    told: dict[bytes, list[int]] = {}
-    content, error = b"", None
+    content = b""
     try:
         content = pickle.dumps(report)
     except Exception as reason:
-        error = reason  # told when the others have this rank's message, for which they wait
-    contents = exchange_reports(callers, content)
-    agree(callers, b"told", error)
-    for rank, content in zip(callers.ranks, contents, strict=True):
-        told.setdefault(content, []).append(rank)
-    return local, draw([(pickle.loads(content), tuple(ranks)) for content, ranks in told.items()])
+        error = reason
+    told: dict[bytes, list[int]] = {}
+    for rank, one in zip(callers.ranks, exchange_reports(callers, content, error), strict=True):
+        told.setdefault(one, []).append(rank)
+    return local, draw([(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()])
 
 
 def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> RankReport:

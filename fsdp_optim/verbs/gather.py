@@ -117,15 +117,14 @@ def iterate(
     with all_hear(callers):
         gathering = begin(reader, callers, optim, recipient_rank, "iter_full_optim_state", options)
         batches = list(_batches(gathering.picture, options.bucket_nbytes))
-    for number, batch in enumerate(batches, start=1):
-        with all_hear(callers):
+        for number, batch in enumerate(batches, start=1):
             failure = Failure()
             values = move(gathering, batch, failure)
             found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
             agree(callers, b"moved", failure.error, fatal=failure.fatal)
-        while found:
-            with _tells_when_stopped(callers, at_end=number == len(batches) and len(found) == 1):
-                yield found.pop(0)
+            while found:
+                with _tells_when_stopped(callers, at_end=number == len(batches) and len(found) == 1):
+                    yield found.pop(0)
     agree(callers, b"end")  # a rank that stopped early is heard here, not in the next call
 
 

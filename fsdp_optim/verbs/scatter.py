@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,9 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, own
-from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.agree import agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.transport.reports import broadcast_report
 from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
 
@@ -91,8 +90,8 @@ def deliver(
     made: Shard | list[Shard] = []
     if failure.error is None:
         made = wanted.dict_of(tensors, contents.groups, contents.extra)
-    agree(callers, b"delivered", failure.error, fatal=failure.fatal)
     warn_of_uncollected(local, contents.uncollected)
+    agree(callers, b"delivered", failure.error, fatal=failure.fatal)
     return made
 
 
@@ -111,11 +110,7 @@ def _tell_contents(
         units = tuple(live.fqns for live in picture.live)
         names = Names(groups, local.view.aliases, local.view.unit_order, units, local.view.wrapper_parts)
         state = normalize(full, names)
-        if any(is_sharded_value(value) for values in state.state.values() for value in values.values()):
-            raise StateError(
-                f"rank {source_rank} has only its own part of this sharded dict: give every rank its part, by "
-                "get_shard_from_optim_state_dict on all of them"
-            )
+        _check_whole(state, local.order, source_rank)
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
         fit = check_fits(
             state,
@@ -126,9 +121,18 @@ def _tell_contents(
             regroup=bool(local.optim.parts),
         )
         content = pickle.dumps(_contents(state, summarize(state, shapes), fit))
-    agree(callers, b"contents")
-    contents: Contents = pickle.loads(broadcast_report(callers, content, source_rank))
+    contents: Contents = pickle.loads(tell(callers, content).by(source_rank))
     return state, contents
+
+
+def _check_whole(state: FullState, order: Sequence[str], source_rank: int) -> None:
+    for fqn in (*order, *state.state):
+        for name, value in state.state.get(fqn, {}).items():
+            if is_sharded_value(value):
+                raise StateError(
+                    f"{fqn}: {name} is a {type(value).__name__}, of which rank {source_rank} has only its own part: give "
+                    "every rank its part of this sharded dict, by get_shard_from_optim_state_dict on all of them"
+                )
 
 
 def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> Contents:
