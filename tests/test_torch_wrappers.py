@@ -528,7 +528,10 @@ def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
     place = dist.get_rank() // per_group
     group = [dist.new_group(ranks) for ranks in members][place]
-    mesh = DeviceMesh("cpu", members[place]) if kind == "FSDP2" else None
+    # One mesh of all ranks, cut: torch names a group made by some of the ranks by its ranks, and a second one of the same
+    # name can meet the first one's addresses in the store.
+    grid = init_device_mesh("cpu", (len(members), per_group), mesh_dim_names=("groups", "shards"))
+    mesh = grid["shards"]
 
     def wrap(model: Any) -> Any:
         for index, expert in enumerate(model.experts):

@@ -33,11 +33,6 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
         index = group_of_unit(named.fqns, group_of)
         if index is not None:
             by_group[index].append(named)
-        elif named.handle.param.requires_grad and named.fqns:
-            raise StateError(
-                f"{named.fqns[0]}: the model trains it, the full dict has not ({len(view.order)} parameters in the model, "
-                f"{len(group_of)} in the dict): give the dict of this model, or the optimizer (optim=) that leaves it out"
-            )
     ids = full.local_ids
     if _same_units([named for handles in by_group for named in handles], ids):
         for handles in by_group:

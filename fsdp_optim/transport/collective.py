@@ -284,7 +284,6 @@ class _Post:
     def __init__(self, callers: Callers, failure: Failure) -> None:
         self.free: list[torch.Tensor] = []  # buffers
         self._callers, self._failure = callers, failure
-        self._wire = callers.wire
         self._lost: set[int] = set()
 
     def start(self, this: _Round) -> list[_InFlight]:
@@ -330,7 +329,9 @@ class _Post:
     def _tensor_for(self, message: _Message) -> tuple[torch.Tensor, torch.Tensor | None]:
         if message.lies is not None:
             return message.lies, None
-        buffer = self.free.pop() if self.free else torch.empty(message.nbytes, dtype=torch.uint8, device=self._wire)
+        buffer = (
+            self.free.pop() if self.free else torch.empty(message.nbytes, dtype=torch.uint8, device=self._callers.wire)
+        )
         return buffer.narrow(0, 0, message.nbytes), buffer
 
     def _pack(self, message: _Message, buffer: torch.Tensor) -> None:
