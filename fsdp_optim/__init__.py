@@ -8,16 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.api import (
+    async_save,
     for_fairscale,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     iter_full_optim_state,
+    latest,
+    load,
     load_optim_state_dict,
     rekey_optim_state_dict,
+    save,
     scatter_full_optim_state_dict,
     transfer_optim_state,
 )
 from fsdp_optim.errors import (
+    CheckpointError,
     FsdpOptimError,
     LayoutError,
     RankError,
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "FsdpOptimError",
     "FullyShardedDataParallel",
     "LayoutError",
@@ -39,12 +45,16 @@ __all__ = [
     "RankTimeoutError",
     "StateError",
     "WrapperError",
+    "async_save",
     "for_fairscale",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
     "iter_full_optim_state",
+    "latest",
+    "load",
     "load_optim_state_dict",
     "rekey_optim_state_dict",
+    "save",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
 ]

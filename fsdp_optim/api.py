@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, overload
 
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import NameOf
+from fsdp_optim.formats.folder import complete_in
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.callers import BUCKET_NBYTES
-from fsdp_optim.verbs import gather, load, rekey, scatter, shard, transfer
+from fsdp_optim.verbs import background, gather, rekey, restore, scatter, shard, transfer
+from fsdp_optim.verbs import load as loading
+from fsdp_optim.verbs import save as saving
 from fsdp_optim.verbs.call import Collect, Options
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
+from fsdp_optim.verbs.pending import SaveHandle
+from fsdp_optim.verbs.restore import Check, LoadOptions, Restored
+from fsdp_optim.verbs.save_options import Saved, SaveOptions, Strategy
 
 
 def gather_full_optim_state_dict(
@@ -184,7 +193,7 @@ def load_optim_state_dict(
     Returns:
         `missing` and `extra`, as `strict=False` found them; both empty otherwise.
     """
-    return load.load(optim, shard, keep)
+    return loading.load(optim, shard, keep)
 
 
 def transfer_optim_state(
@@ -222,3 +231,139 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     read. Shares its tensors with `full`, which is left unchanged by this and by fairscale's reader.
     """
     return rekey.for_fairscale(full)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Optimizers | None = None,
+    *,
+    extra: Any = None,
+    per_rank_extra: Any = None,
+    overwrite: bool = False,
+    strategy: Strategy = "auto",
+    max_file_size: int = 4_000_000_000,
+    checksums: bool = True,
+    durable: bool = True,
+    keep_last: int | None = None,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> Saved:
+    """Write one full checkpoint: a folder of safetensors files, which all ranks write at once, each its own bytes.
+
+    Called by all ranks of the model. Nothing is gathered and nothing is changed; memory beyond the training's own:
+    `bucket_nbytes`. The folder gets its name when all of it is written: a save that is killed leaves what was there before.
+
+    Args:
+        path: the folder to make, on a file system that all ranks share.
+        model, optim: as for gather; several optimizers as a list; None: weights and buffers only.
+        extra: values of the trainer (the lowest rank's count): JSON values, tuples, tensors, numpy arrays.
+        per_rank_extra: the same, of each rank.
+        overwrite: replace a checkpoint that is at `path`.
+        strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank gets whole tensors first and
+            writes files of its own, for file systems without sparse files. "auto" tries which it is.
+        max_file_size: bytes; a larger half is split into files of at most that, with an index, as Hugging Face does.
+        checksums: write a table of checksums beside each file, so that readers verify what they read.
+        durable: return when the bytes are on the disk, not only on their way.
+        keep_last: remove older complete checkpoints in the same folder, until there are so many.
+        allow_pickle: pickle what is neither JSON nor tensor in the extras; else it is refused by name.
+        progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves.
+
+    Raises (the same on all ranks):
+        CheckpointError: the path is taken, or cannot be written; names the file.
+        As `gather_full_optim_state_dict`.
+    """
+    return saving.save(path, model, optim, _save_options(locals()))
+
+
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Optimizers | None = None,
+    *,
+    extra: Any = None,
+    per_rank_extra: Any = None,
+    overwrite: bool = False,
+    strategy: Strategy = "auto",
+    max_file_size: int = 4_000_000_000,
+    checksums: bool = True,
+    durable: bool = True,
+    keep_last: int | None = None,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> SaveHandle:
+    """As `save`, but returns when the state is copied to host memory: training may go on and change it.
+
+    Called by all ranks. One thread per rank writes, without any collective call. The next save or async_save of this process
+    waits for it and raises what went wrong in it; so does `handle.wait()`, and the end of the process waits too. Memory: this
+    rank's shard, once, until it is written.
+    """
+    return background.async_save(path, model, optim, _save_options(locals()))
+
+
+def _save_options(given: Mapping[str, Any]) -> SaveOptions:
+    call = Options(
+        name_of=given["name_of"],
+        process_group=given["process_group"],
+        timeout=given["timeout"],
+        bucket_nbytes=given["bucket_nbytes"],
+    )
+    own = {f.name: given[f.name] for f in fields(SaveOptions) if f.name != "call"}
+    return SaveOptions(call=call, **own)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
+    *,
+    strict: bool = True,
+    keep: Sequence[str] = (),
+    verify: bool = True,
+    check: Check | None = None,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> Restored:
+    """Load a checkpoint into a live model and optimizer, at any world size, in any wrapper or none.
+
+    Called by all ranks of the model. Each rank reads the bytes that it needs, and verifies them; what several ranks need is
+    read once and sent. Nothing is changed before all ranks have all of it. Memory beyond the training's own: this rank's
+    shard, once, and `bucket_nbytes`.
+
+    Args:
+        model, optim: as for save; `optim` None: weights and buffers only; both None: the extras only, on this process alone.
+        strict: refuse parameters that one side lacks. False: they stay as they are, and are listed in the result.
+        keep: hyperparameters whose current values stay (`keep=("lr",)`).
+        verify: compare checksums.
+        check: "bitwise": at the end read all once more and compare it with what the model and the optimizer hold.
+        allow_pickle: load pickled values, which can run any code: only from someone you trust.
+
+    Returns:
+        The saved `extra` as a dict (under "extra" where it was none), with `per_rank`, `missing`, `left_out`, `summary`.
+
+    Raises (the same on all ranks, before anything is changed):
+        CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.
+        StateError: the model or the optimizer differs; lists the differences.
+    """
+    call = Options(
+        name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, bucket_nbytes=bucket_nbytes
+    )
+    return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress))
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder of checkpoints; None where there is none. No communication."""
+    found = complete_in(Path(root))
+    return found[-1] if found else None

@@ -30,3 +30,7 @@ class RankError(FsdpOptimError, RuntimeError):
 
 class RankTimeoutError(FsdpOptimError, TimeoutError):
     """Some ranks did not arrive, or did not answer, in time. The message names them."""
+
+
+class CheckpointError(FsdpOptimError, OSError):
+    """A checkpoint cannot be written, is not whole, or is not what was saved. The message names the file and the way out."""

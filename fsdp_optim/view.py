@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -40,6 +40,7 @@ class Handle:
         collected: False where the wrapper says that its state must not be collected (`no_broadcast_optim_state`).
         synchronized: True where the wrapper itself keeps replicas equal; False: equality has to be checked.
         aliases: other (module, attribute) places of the originals, by position in `originals`.
+        kept: gives this rank's elements where the wrapper keeps them elsewhere than in `param` at times.
     """
 
     param: torch.Tensor
@@ -49,6 +50,16 @@ class Handle:
     collected: bool = True
     synchronized: bool = True
     aliases: tuple[tuple[int, nn.Module, str], ...] = ()
+    kept: Callable[[], torch.Tensor] | None = None
+
+    def weights(self) -> torch.Tensor:
+        """The parameter itself on this rank, in the form of its state values; shares its memory."""
+        return self.kept().detach() if self.kept is not None else self.param.detach()
+
+    def install(self, flat: torch.Tensor) -> None:
+        """Overwrite the parameter on this rank with other elements, 1-D; those of `weights`."""
+        with torch.no_grad():
+            self.weights().copy_(flat.view(self.local_shape))
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
         """This rank's elements of a state value as a 1-D tensor, or None when it is not cut like the parameter."""

@@ -11,8 +11,8 @@ from torch import nn
 from fsdp_optim.adapters import dtensor, fairscale, fsdp1, replicated
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import Ranks
-from fsdp_optim.view import Handle, ModelView, NamedHandle
+from fsdp_optim.layout import Ranks, Whole
+from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
 
 __all__ = ["ModelReader", "NameOf"]
 
@@ -68,6 +68,34 @@ class ModelReader:
             unsure=naming.unsure,
             wrapper_parts=_WRAPPER_PARTS,
         )
+
+    def reshard(self) -> None:
+        """Let go of whole parameters that a forward pass has left, so that the next one sees new shards."""
+        for adapter in (fairscale, fsdp1, dtensor):
+            adapter.reshard(self._tree)
+
+    def buffers(self, view: ModelView, name_of: NameOf | None = None) -> tuple[NamedHandle, ...]:
+        """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
+        found = []
+        for fqn, value in self._tree.buffers():
+            if dtensor.is_dtensor(value):
+                raise WrapperError(f"{fqn}: a buffer that is a DTensor is not supported; parameters that are one are")
+            ranks = _ranks_near(fqn, view)
+            name = fqn if name_of is None else name_of(fqn, min(ranks))
+            place = Original(self._tree.root, fqn, Whole(tuple(value.shape), ranks))
+            found.append(NamedHandle(Handle(value, (place,), tuple(value.shape)), (name,)))
+        return tuple(found)
+
+
+def _ranks_near(fqn: str, view: ModelView) -> Ranks:
+    """The ranks that hold the first parameter of the module of a buffer, or of the nearest one around it."""
+    parts = fqn.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        prefix = ".".join(parts[:length]) + "."
+        for named in view.handles:
+            if any(name.startswith(prefix) for name in named.fqns):
+                return named.handle.originals[0].placement.ranks
+    return view.ranks
 
 
 def _me() -> int:

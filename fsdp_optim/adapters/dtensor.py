@@ -85,6 +85,15 @@ def sharded_params(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], 
     return found
 
 
+def reshard(tree: ModuleTree) -> None:
+    """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
+    loaded = sys.modules.get(_FULLY_SHARD_MODULE)
+    if loaded is not None:
+        for module in tree.modules:
+            if isinstance(module, loaded.FSDPModule):
+                module.reshard()
+
+
 def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> MeshBoxes:
     """Where a DTensor's elements live."""
     splits = []
@@ -151,6 +160,11 @@ class DTensorHandle(Handle):
     mesh: DeviceMesh
     spec: tuple[Placement, ...]
     shape: Shape
+
+    def install(self, flat: torch.Tensor) -> None:
+        with torch.no_grad():
+            if is_dtensor(self.param):
+                self.param.to_local().copy_(flat.view(self.local_shape))
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(value):

@@ -99,7 +99,23 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
         num_padded=num_padded,
         collected=not unit.no_broadcast_optim_state,
         aliases=aliases,
+        # while a unit is in use, `data` has all of it, perhaps in half precision
+        kept=lambda: _kept(param),
     )
+
+
+def _kept(param: nn.Parameter) -> torch.Tensor:
+    shard: torch.Tensor | None = getattr(param, "_fp32_shard", None)
+    return shard if shard is not None else param.data
+
+
+def reshard(tree: ModuleTree) -> None:
+    """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
+    for unit in units(tree):
+        if unit._is_root is not None and any(getattr(p, "_fp32_shard", None) is not None for p in unit.params):
+            unit._free_full_params()
+            unit._use_fp32_param_shard()
+            unit.has_full_params = False
 
 
 def _flat_originals(

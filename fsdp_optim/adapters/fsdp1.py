@@ -6,7 +6,7 @@ Read from the installed source of torch 2.13. Only this file touches that wrappe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -140,7 +140,24 @@ def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Rank
             (positions[info.prim_module, info.prim_param_name], info.module, info.param_name)
             for info in flat._shared_param_infos
         ),
+        kept=lambda: _kept(handle),
     )
+
+
+def _kept(handle: FlatParamHandle) -> torch.Tensor:
+    """This rank's chunk, which the flat parameter does not show while a unit is in use."""
+    flat = handle.flat_param
+    shard = getattr(flat, "_local_shard", None)
+    return shard if shard is not None and shard.numel() else flat.data
+
+
+def reshard(tree: ModuleTree) -> None:
+    """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
+    for unit in _units(tree):
+        handle = _handle_of(unit)
+        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+            handle.reshard(True)
+            handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
 def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Iterator[Handle]:
@@ -156,7 +173,9 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
         if handle.uses_sharded_strategy:
             placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
             local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
+            kept: Callable[[], torch.Tensor] | None = _part_of_chunk(handle, placement)
         else:
+            kept = None
             placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
             local_shape = full_shape
         yield Handle(
@@ -168,4 +187,11 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
                 for other in flat._shared_param_infos
                 if (other.prim_module, other.prim_param_name) == (info.module, info.param_name)
             ),
+            kept=kept,
         )
+
+
+def _part_of_chunk(handle: FlatParamHandle, placement: FlatChunks) -> Callable[[], torch.Tensor]:
+    """Where an original lies in this rank's chunk; its own tensor has all of it while a unit is in use."""
+    run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)
+    return lambda: _kept(handle)[run.offset : run.offset + run.stop - run.start]

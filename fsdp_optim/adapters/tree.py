@@ -83,6 +83,15 @@ class ModuleTree:
         """Every registered parameter once, with every (module, attribute) that refers to it, first place first."""
         return iter(self._sites_of_params.items())
 
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The persistent buffers, each by its first name."""
+        seen: set[int] = set()
+        for module, site in self._sites.items():
+            for name, value in module._buffers.items():
+                if value is not None and name not in module._non_persistent_buffers_set and id(value) not in seen:
+                    seen.add(id(value))
+                    yield join(site.path, name), value
+
     def sites_of(self, param: torch.Tensor) -> list[tuple[nn.Module, str]]:
         return self._sites_of_params.get(param, [])
 

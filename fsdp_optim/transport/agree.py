@@ -152,16 +152,16 @@ class _Meeting:
 
     def conclude(self, said: bytes, error: Exception | None, fatal: bool, content: bytes) -> _Verdict:
         digest = hashlib.blake2b(said, digest_size=16).hexdigest()
-        num_alike = 0
         if error is not None:
             reason = (self.callers.rank, type(error).__name__, str(error))
             self.store.set(self.key(f"error/{self.store.add(self.key('errors'), 1)}"), json.dumps(reason))
         else:
             if content:
                 self._put(content)
-            num_alike = self.store.add(self.key(f"alike/{digest}"), 1)
+            self.store.add(self.key(f"alike/{digest}"), 1)
         is_last = self.store.add(self.key("here"), 1) == len(self.callers.ranks)
         if (is_last or fatal) and self._decides():
+            num_alike = self.store.add(self.key(f"alike/{digest}"), 0)  # now, when all have said what they say
             self.store.delete_key(self.key(f"alike/{digest}"))
             if is_last:
                 self._forget_the_previous()

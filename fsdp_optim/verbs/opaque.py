@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fsdp_optim.layout import Layout, Placement, Whole
-from fsdp_optim.plan import plan
+from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.opaque import OpaqueShards, cuts_of
 from fsdp_optim.state.values import own
+from fsdp_optim.transport.bytes import collect_bytes
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.transport.reports import exchange_reports
+from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local
 
 if TYPE_CHECKING:
@@ -38,7 +35,7 @@ def gather_opaque(
     except Exception as error:
         failure.note(error)
         content = pickle.dumps({})
-    collected = _collect(callers, content, recipients, failure)
+    collected = collect_bytes(callers, content, recipients, failure)
     if callers.rank not in recipients or failure.error is not None:
         return {}
     by_rank: dict[int, dict[tuple[str, str], tuple[int, Any]]] = {
@@ -52,24 +49,6 @@ def gather_opaque(
                 if said:
                     found[part.fqn, name] = _joined(said)
     return found
-
-
-def _collect(
-    callers: Callers, content: bytes, recipients: tuple[int, ...], failure: Failure
-) -> dict[int, torch.Tensor]:
-    """The contents of all ranks, as bytes by rank, on recipients; nothing elsewhere."""
-    lengths = [int(length) for length in exchange_reports(callers, b"%d" % len(content), failure.error)]
-    items, collected = [], {}
-    receives = callers.rank in recipients
-    for rank, length in zip(callers.ranks, lengths, strict=True):
-        source = Layout({"content": Whole((length,), (rank,))})
-        mine = list(plan(source, source.whole_on(recipients), rank=callers.rank))
-        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if rank == callers.rank else None
-        if receives:
-            collected[rank] = torch.empty(length, dtype=torch.uint8)
-        items.append(Item(mine, torch.uint8, flat, collected.get(rank)))
-    exchange(callers, items, failure)
-    return collected
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,118 @@
+"""A finished checkpoint, opened: its marker, and where in which file every tensor is. Nothing in it is trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checksums import Sums, hex_of
+from fsdp_optim.formats.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.files import check_name, read_into, read_whole, reading
+from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
+from fsdp_optim.formats.marker import FileInfo, Marker, read_marker
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One safetensors file: its tensors, where its data begins, and its table of checksums (None: not to be verified)."""
+
+    name: str
+    header: Header
+    offset: int
+    sums: Sums | None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor, in its file."""
+
+    file: StoredFile
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All tensors by key: those of the model, and those of the optimizer's state."""
+
+    folder: Path
+    marker: Marker
+    model: Mapping[str, Stored]
+    optim: Mapping[str, Stored]
+
+    @classmethod
+    def open(cls, folder: Path, *, verify: bool) -> Checkpoint:
+        """Read the marker and all headers. Raises CheckpointError that names the file that is not as it was saved."""
+        marker = read_marker(folder)
+        found: dict[str, dict[str, Stored]] = {"model": {}, "optim": {}}
+        for name, info in marker.files.items():
+            stem = name.split("-")[0].split(".")[0]
+            if stem not in found:
+                raise CheckpointError(
+                    f"{folder}: the marker names {name}, which is neither the model's nor the optimizer's"
+                )
+            file = _open_file(folder, name, info, verify=verify)
+            for entry in file.header.entries:
+                if entry.key in found[stem]:
+                    raise CheckpointError(f"{folder / name}: {entry.key} is in another file too")
+                found[stem][entry.key] = Stored(file, entry)
+        for stem, tensors in found.items():
+            _check_index(folder, stem, marker, tensors)
+        return cls(folder, marker, found["model"], found["optim"])
+
+    def read(self, extents: Mapping[str, Sequence[Extent]]) -> int:
+        """Fill memory from ranges of files' data sections, by file name; returns the bytes that were read."""
+        files = {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
+        total = 0
+        for name, its in extents.items():
+            file = files[name]
+            with reading(self.folder, name) as fd:
+                section = DataSection(fd, self.folder / name, file.offset, file.header.tensor_at)
+                total += read_extents(section, its, file.sums)
+        return total
+
+
+def _open_file(folder: Path, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
+    path = folder / name
+    with reading(folder, name) as fd:
+        nbytes = os.fstat(fd).st_size
+        if nbytes != info.nbytes:
+            raise CheckpointError(f"{path}: has {nbytes} bytes, {info.nbytes} were saved: it was cut short or changed")
+        prefix = bytearray(min(8, nbytes))
+        read_into(fd, path, [memoryview(prefix)], 0)
+        text = bytearray(length_of_header(str(path), bytes(prefix), nbytes))
+        read_into(fd, path, [memoryview(text)], 8)
+    if verify and hex_of(bytes(prefix + text)) != info.header:
+        raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
+    offset = 8 + len(text)
+    header = parse_header(str(path), bytes(text), nbytes - offset)
+    sums = None
+    if verify and info.sums is not None:
+        table = read_whole(folder, f"{name}.sums")
+        if hex_of(table) != info.sums:
+            raise CheckpointError(f"{path}.sums: is not what was saved: its checksum differs")
+        sums = Sums.parse(f"{path}.sums", table, nbytes - offset)
+    return StoredFile(name, header, offset, sums)
+
+
+def _check_index(folder: Path, stem: str, marker: Marker, tensors: Mapping[str, Stored]) -> None:
+    """Where a half is split, other tools read its index: it has to say what the files say."""
+    if not any(name.startswith(f"{stem}-") for name in marker.files):
+        return
+    name = f"{stem}.safetensors.index.json"
+    path = folder / name
+    try:
+        weight_map = json.loads(read_whole(folder, name).decode())["weight_map"]
+        said = {key: check_name(str(path), file) for key, file in weight_map.items()}
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not readable: {type(error).__name__}: {error}") from error
+    for key in {**said, **tensors}:
+        stored = tensors.get(key)
+        if stored is None or said.get(key) != stored.file.name:
+            where = stored.file.name if stored is not None else "in no file"
+            raise CheckpointError(f"{path}: says that {key} is in {said.get(key)}, it is {where}")

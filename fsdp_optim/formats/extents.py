@@ -1,0 +1,184 @@
+"""Ranges of a file's data section that this rank holds in memory: written with checksums, read and verified."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checksums import Sums, hash_of
+from fsdp_optim.formats.files import read_into, write_all
+
+_BLOCK_NBYTES = 1 << 20  # hashed and written at once, so that the second finds it in the processor's cache
+_READ_NBYTES = 8 << 20  # read at once, then verified
+
+Row = tuple[int, int, int]
+"""(start, end, hash) of one segment"""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of memory, and where in the data section they belong."""
+
+    start: int
+    memory: memoryview
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.memory)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """The data section of an open file. `tensor_at`: the name of the tensor at a byte of it, for errors."""
+
+    fd: int
+    path: Path
+    offset: int
+    tensor_at: Callable[[int], str]
+
+
+def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> list[Row]:
+    """Write ranges to their place; returns their segments. With `segment_nbytes` 0 nothing is hashed."""
+    rows: list[Row] = []
+    block: list[memoryview] = []
+    block_start = at = 0
+    for segment in _segments(extents, segment_nbytes):
+        if block and (segment[0].start != at or at - block_start >= _BLOCK_NBYTES):
+            write_all(section.fd, section.path, block, section.offset + block_start)
+            block = []
+        if not block:
+            block_start = segment[0].start
+        at = segment[-1].stop
+        pieces = [extent.memory for extent in segment]
+        if segment_nbytes:
+            rows.append((segment[0].start, at, _hash_of_pieces(pieces)))
+        block += pieces
+    if block:
+        write_all(section.fd, section.path, block, section.offset + block_start)
+    return rows
+
+
+def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
+    """Ranges cut at multiples of `nbytes`, and joined up to there where one begins at the end of another."""
+    pending: list[Extent] = []
+    grid = nbytes or _BLOCK_NBYTES
+    for extent in sorted((e for e in extents if len(e.memory)), key=lambda e: e.start):
+        if pending and pending[-1].stop != extent.start:
+            yield pending
+            pending = []
+        at = extent.start
+        while at < extent.stop:
+            end = min((at // grid + 1) * grid, extent.stop)
+            pending.append(Extent(at, extent.memory[at - extent.start : end - extent.start]))
+            at = end
+            if not at % grid:
+                yield pending
+                pending = []
+    if pending:
+        yield pending
+
+
+def read_extents(section: DataSection, extents: Sequence[Extent], sums: Sums | None) -> int:
+    """Fill ranges from their place; returns the bytes that were read.
+
+    With `sums`, segments of which only a part is wanted are read whole, and all are verified.
+
+    Raises CheckpointError that names the file and the tensor where the bytes are not those that were saved.
+    """
+    wanted = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
+    covered = list(_with_rest_of_segments(wanted, sums)) if sums is not None else wanted
+    total = 0
+    check = _Check(section, sums) if sums is not None else None
+    for batch in _batches(covered):
+        read_into(section.fd, section.path, [e.memory for e in batch], section.offset + batch[0].start)
+        total += batch[-1].stop - batch[0].start
+        if check is not None:
+            for extent in batch:
+                check.add(extent)
+    return total
+
+
+def _with_rest_of_segments(wanted: Sequence[Extent], sums: Sums) -> Iterator[Extent]:
+    """The ranges, and memory for what else is in the segments that they touch."""
+    at = 0  # all bytes before are read, or not needed
+    for index, extent in enumerate(wanted):
+        first = bisect.bisect_right(sums.ends, extent.start)
+        begin = max(at, sums.ends[first - 1] if first else 0)
+        if begin < extent.start:
+            yield _scratch(begin, extent.start)
+        yield extent
+        at = extent.stop
+        last = bisect.bisect_left(sums.ends, extent.stop)
+        end = sums.ends[last] if last < len(sums.ends) else at
+        following = wanted[index + 1].start if index + 1 < len(wanted) else end
+        if at < min(end, following) and following >= end:
+            yield _scratch(at, end)
+            at = end
+
+
+def _scratch(start: int, stop: int) -> Extent:
+    return Extent(start, memoryview(bytearray(stop - start)))
+
+
+def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Ranges that lie end to end, up to a size."""
+    batch: list[Extent] = []
+    nbytes = 0
+    for extent in extents:
+        for first in range(0, len(extent.memory), _READ_NBYTES):
+            part = Extent(extent.start + first, extent.memory[first : first + _READ_NBYTES])
+            if batch and (batch[-1].stop != part.start or nbytes + len(part.memory) > _READ_NBYTES):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(part)
+            nbytes += len(part.memory)
+    if batch:
+        yield batch
+
+
+class _Check:
+    """Verifies segments, from bytes that come in order; a segment may come in several parts."""
+
+    def __init__(self, section: DataSection, sums: Sums) -> None:
+        self._section, self._sums = section, sums
+        self._parts: list[memoryview] = []
+        self._digest: xxhash.xxh3_64 | None = None
+        self._at = 0
+
+    def add(self, extent: Extent) -> None:
+        start, memory = extent.start, extent.memory
+        ends = self._sums.ends
+        index = bisect.bisect_right(ends, start)
+        while start < extent.stop:
+            begin, end = ends[index - 1] if index else 0, ends[index]
+            part = memory[start - extent.start : end - extent.start]
+            stop = start + len(part)
+            if start == begin and stop == end:
+                found = hash_of(part)
+            else:
+                digest = self._digest if self._digest is not None and start != begin else xxhash.xxh3_64()
+                digest.update(part)
+                self._digest = digest
+                found = digest.intdigest()
+            if stop == end:
+                self._digest = None
+                if found != self._sums.hashes[index]:
+                    raise CheckpointError(
+                        f"{self._section.path}: bytes [{begin}, {end}) of its data, in {self._section.tensor_at(begin)}, are not "
+                        "those that were saved: the file was damaged; load another checkpoint (verify=False reads it as it is)"
+                    )
+            start, index = stop, index + 1
+
+
+def _hash_of_pieces(pieces: Sequence[memoryview]) -> int:
+    if len(pieces) == 1:
+        return hash_of(pieces[0])
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    return int(digest.intdigest())

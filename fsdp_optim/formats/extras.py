@@ -1,0 +1,56 @@
+"""The trainer's own values in a safetensors file: JSON in its metadata, and the tensors that are in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checksums import hash_of
+from fsdp_optim.formats.codec import Decoder, Encoder
+from fsdp_optim.formats.files import read_whole
+from fsdp_optim.formats.header import DTYPES, Header, length_of_header, parse_header
+
+
+def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:
+    """A file that has one value. Raises CheckpointError that names a part that cannot be saved."""
+    encoder = Encoder(allow_pickle=allow_pickle, records=records)
+    text = json.dumps(encoder.encode(where, value), separators=(",", ":"), allow_nan=False)
+    tensors = encoder.tensors
+    wide_first = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
+    data = b"".join(tensors[i].reshape(-1).view(torch.uint8).numpy().tobytes() for i in wide_first)
+    described = [(str(i), str(tensors[i].dtype).removeprefix("torch."), tuple(tensors[i].shape)) for i in wide_first]
+    sums = f"{hash_of(text.encode()):016x}{hash_of(data):016x}"
+    return Header.of(described, {"json": text, "xxh3_64": sums}).encoded() + data
+
+
+def read_extra(
+    folder: Path, name: str, *, verify: bool, allow_pickle: bool, records: Mapping[str, type] | None = None
+) -> Any:
+    """The value in such a file. Raises CheckpointError where it is not what was saved."""
+    path, whole = folder / name, read_whole(folder, name)
+    length = length_of_header(str(path), whole, len(whole))
+    data = whole[8 + length :]
+    header = parse_header(str(path), whole[8 : 8 + length], len(data))
+    text = header.metadata.get("json")
+    if text is None:
+        raise CheckpointError(f"{path}: has no values of a trainer in it")
+    if verify and header.metadata.get("xxh3_64") != f"{hash_of(text.encode()):016x}{hash_of(data):016x}":
+        raise CheckpointError(f"{path}: is not what was saved: its checksum differs (verify=False reads it as it is)")
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in header.entries:
+        dtype = getattr(torch, DTYPES[entry.code][0])
+        body = torch.frombuffer(bytearray(data[entry.start : entry.stop]) or bytearray(1), dtype=torch.uint8)
+        tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
+    if set(tensors) != {str(index) for index in range(len(tensors))}:
+        raise CheckpointError(f"{path}: its tensors are not numbered from 0")
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its values are not readable: {error}") from error
+    ordered = [tensors[str(index)] for index in range(len(tensors))]
+    return Decoder(str(path), ordered, allow_pickle=allow_pickle, records=records).decode(said)

@@ -1,0 +1,125 @@
+"""Bytes to and from files: whole writes and reads, at their place, into and out of memory that is there already."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fsdp_optim.errors import CheckpointError
+
+_NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 1024 on Linux)
+
+
+def check_name(where: str, name: object) -> str:
+    """A file name that stays inside its checkpoint: no folders but `extra`, no `..`, nothing absolute."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CheckpointError(f"{where}: names the file {name!r}, which is not one of a checkpoint's own")
+    return name
+
+
+@contextmanager
+def reading(folder: Path, name: str) -> Iterator[int]:
+    """A file descriptor of a regular file of a checkpoint. Symbolic links are refused."""
+    path = folder / check_name(str(folder), name)
+    try:
+        if path.parent != folder and path.parent.is_symlink():
+            raise CheckpointError(f"{path.parent}: is a symbolic link; a checkpoint has none")
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from error
+    except OSError as error:
+        link = " (it is a symbolic link; a checkpoint has none)" if path.is_symlink() else ""
+        raise CheckpointError(f"{path}: cannot be read{link}: {error.strerror or error}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path}: is not a regular file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_whole(folder: Path, name: str, nbytes: int | None = None) -> bytes:
+    """All of a small file; `nbytes`: what it has to have."""
+    with reading(folder, name) as fd:
+        size = os.fstat(fd).st_size
+        if nbytes is not None and size != nbytes:
+            raise CheckpointError(f"{folder / name}: has {size} bytes, {nbytes} were saved")
+        data = bytearray(size)
+        read_into(fd, folder / name, [memoryview(data)], 0)
+        return bytes(data)
+
+
+def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
+    """Fill pieces of memory, one after the other, from a file's bytes at `offset`."""
+    for batch in _batches(pieces):
+        left = [piece for piece in batch if len(piece)]
+        while left:
+            try:
+                done = os.preadv(fd, left, offset)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror or error}") from error
+            if not done:
+                raise CheckpointError(f"{path}: ends at byte {offset}: it was cut short")
+            offset += done
+            left = _after(left, done)
+
+
+def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
+    """Write pieces of memory, one after the other, to a file's bytes at `offset`."""
+    for batch in _batches(pieces):
+        left = [piece for piece in batch if len(piece)]
+        while left:
+            try:
+                done = os.pwritev(fd, left, offset)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path}: cannot be written at byte {offset}: {error.strerror or error}"
+                ) from error
+            offset += done
+            left = _after(left, done)
+
+
+def write_file(path: Path, data: bytes, *, durable: bool) -> None:
+    """Make a file of its own with this content."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from error
+    try:
+        write_all(fd, path, [memoryview(data)], 0)
+        if durable:
+            os.fsync(fd)
+    except OSError as error:
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _batches(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
+    return (pieces[first : first + _MOST_PIECES] for first in range(0, len(pieces), _MOST_PIECES))
+
+
+def _after(pieces: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of pieces when the first `done` bytes of them are gone."""
+    left = []
+    for piece in pieces:
+        if done >= len(piece):
+            done -= len(piece)
+        else:
+            left.append(piece[done:])
+            done = 0
+    return left

@@ -1,0 +1,198 @@
+"""The folder of a checkpoint: written aside under another name, then renamed; leftovers told from work in progress.
+
+`<path>.saving-<token>` is being written while the process that made it holds the lock on `owner.lock` in it, and is a
+leftover else. `<path>.old-<token>` is what was at `path` before, until the new one is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.files import sync_folder
+from fsdp_optim.formats.marker import NAME, read_marker
+
+LOCK = "owner.lock"
+_YOUNG = 60.0  # seconds
+_SAVING, _OLD = ".saving-", ".old-"
+
+
+@dataclass
+class Staging:
+    """A folder that is being written. Made by one rank; the others know its path."""
+
+    path: Path
+    folder: Path
+    overwrite: bool
+    lock: int = field(repr=False)
+
+    @classmethod
+    def begin(cls, path: Path, *, overwrite: bool) -> Staging:
+        """Make the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
+        path = Path(os.path.abspath(path))
+        _check_free(path, overwrite=overwrite)
+        folder = path.with_name(f"{path.name}{_SAVING}{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _restore_old(path)
+            _remove_leftovers(path)
+            folder.mkdir()
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _failed(folder, "cannot be made", error) from error
+        with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return cls(path, folder, overwrite, lock)
+
+    def commit(self, *, durable: bool) -> None:
+        """Give the finished folder its name. Another save to the same path may have been faster: then this one raises."""
+        old = None
+        try:
+            if durable:
+                _sync_folders(self.folder)
+            if self.overwrite and os.path.lexists(self.path):
+                old = self.path.with_name(f"{self.path.name}{_OLD}{self.folder.name.rsplit('-', 1)[-1]}")
+                self.path.rename(old)
+            _check_free(self.path, overwrite=False)
+            self.folder.rename(self.path)
+            (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
+            if durable:
+                sync_folder(self.path.parent)
+        except OSError as error:
+            if old is not None and not os.path.lexists(self.path):
+                old.rename(self.path)
+            raise _failed(self.path, "cannot be put in place", error) from error
+        finally:
+            self._unlock()
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Remove the folder, after a failure."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+
+def _sync_folders(folder: Path) -> None:
+    for one in (folder / "extra", folder):
+        if one.is_dir():
+            sync_folder(one)
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    if os.path.lexists(path) and not overwrite:
+        raise CheckpointError(f"{path}: is there already: save to another path, or say overwrite=True")
+    if os.path.lexists(path) and not (path / NAME).exists() and not _is_empty_folder(path):
+        raise CheckpointError(f"{path}: is no checkpoint, so it is not overwritten: remove it, or save to another path")
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _failed(path: Path, what: str, error: OSError) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        return CheckpointError(f"{path}: {what}: another save to this path was faster")
+    return CheckpointError(f"{path}: {what}: {error.strerror or error}")
+
+
+def _siblings(path: Path, mark: str) -> Iterator[Path]:
+    prefix = f"{path.name}{mark}"
+    with contextlib.suppress(OSError):
+        for entry in sorted(path.parent.iterdir()):
+            if entry.name.startswith(prefix) and entry.is_dir() and not entry.is_symlink():
+                yield entry
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what saves that died have left: folders whose lock nobody holds."""
+    for folder in _siblings(path, _SAVING):
+        if not _is_held(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(path):
+        for folder in _siblings(path, _OLD):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether the process that writes a folder lives. One that was made just now may have no lock yet."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return folder.exists() and time.time() - folder.stat().st_mtime < _YOUNG
+    except OSError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _restore_old(path: Path) -> None:
+    """A save that was killed between two renames has left the old checkpoint under another name."""
+    if not os.path.lexists(path):
+        for old in _siblings(path, _OLD):
+            if is_complete(old):
+                old.rename(path)
+                return
+
+
+def existing(path: Path) -> Path:
+    """Where the checkpoint of a path is: there, or aside where a save was killed between two renames."""
+    path = Path(os.path.abspath(path))
+    if not os.path.lexists(path):
+        for aside in _siblings(path, _OLD):
+            if is_complete(aside):
+                return aside
+    return path
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has a marker that can be read, and all files that it names in their sizes."""
+    try:
+        marker = read_marker(folder)
+        return all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items())
+    except OSError:
+        return False
+
+
+def complete_in(root: Path) -> list[Path]:
+    """The complete checkpoints in a folder, the oldest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            finished = _SAVING not in folder.name and _OLD not in folder.name
+            aside = _OLD in folder.name and not os.path.lexists(folder.with_name(folder.name.split(_OLD)[0]))
+            if (finished or aside) and folder.is_dir() and is_complete(folder):
+                found.append((int(read_marker(folder).said.get("created_ns", 0)), folder.name, folder))
+    return [folder for *_, folder in sorted(found)]
+
+
+def keep_newest(path: Path, number: int) -> None:
+    """Remove complete checkpoints beside `path` that are older than the newest `number`; never `path` itself."""
+    for folder in complete_in(path.parent)[:-number]:
+        if folder != path:
+            gone = folder.with_name(f"{folder.name}{_OLD}{secrets.token_hex(8)}")
+            with contextlib.suppress(OSError):
+                (folder / NAME).unlink()  # from here on it is no checkpoint
+                folder.rename(gone)
+            shutil.rmtree(gone if gone.exists() else folder, ignore_errors=True)

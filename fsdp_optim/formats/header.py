@@ -1,0 +1,170 @@
+"""The header of a safetensors file: written by one rule, read with distrust.
+
+The format is that of the safetensors project: 8 bytes (the header's length, little-endian), the header (JSON, padded with
+spaces), the tensors' bytes, row-major and without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8  # bytes; where the data section begins
+_MOST_NBYTES = 100_000_000  # of a header; safetensors' own limit
+_METADATA = "__metadata__"
+
+# safetensors' name of a dtype -> (torch's name, bytes of an element)
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+}
+_CODES = {name: code for code, (name, _) in DTYPES.items()}
+
+
+def code_of(key: str, dtype: str) -> str:
+    """safetensors' name of torch's dtype `dtype`. Raises CheckpointError for one that the format has not."""
+    if dtype not in _CODES:
+        raise CheckpointError(f"{key}: safetensors has no dtype for {dtype}; it has {', '.join(sorted(_CODES))}")
+    return _CODES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: its bytes are [start, stop) of the data section."""
+
+    key: str
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.code][0]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.code][1]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of one file, in the order of their bytes, and its metadata."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
+        """Lay tensors, given as (key, torch's dtype name, shape), end to end."""
+        entries, at = [], 0
+        for key, dtype, shape in tensors:
+            code = code_of(key, dtype)
+            stop = at + prod(shape) * DTYPES[code][1]
+            entries.append(Entry(key, code, shape, at, stop))
+            at = stop
+        return cls(tuple(entries), metadata)
+
+    @property
+    def data_nbytes(self) -> int:
+        return self.entries[-1].stop if self.entries else 0
+
+    def tensor_at(self, byte: int) -> str:
+        """The name of the tensor at a byte of the data section."""
+        return next((entry.key for entry in self.entries if entry.start <= byte < entry.stop), "no tensor")
+
+    def encoded(self) -> bytes:
+        """The beginning of the file, up to the data section."""
+        said: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
+        for entry in self.entries:
+            said[entry.key] = {
+                "dtype": entry.code,
+                "shape": list(entry.shape),
+                "data_offsets": [entry.start, entry.stop],
+            }
+        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return _LENGTH.pack(len(text)) + text
+
+
+def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
+    """How long the JSON of a file's header is, from its first 8 bytes."""
+    if len(prefix) < _LENGTH.size:
+        raise CheckpointError(f"{name}: {file_nbytes} bytes are too few for a safetensors file: it was cut short")
+    (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
+    if length > min(_MOST_NBYTES, file_nbytes - _LENGTH.size):
+        raise CheckpointError(f"{name}: says that its header has {length} bytes, the file has {file_nbytes}")
+    return int(length)
+
+
+def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
+    """Read a header. Raises CheckpointError for anything but tensors that fill the data section without holes."""
+    try:
+        said = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name}: its header is not readable: {error or type(error).__name__}") from error
+    if not isinstance(said, dict):
+        raise CheckpointError(f"{name}: its header is a {type(said).__name__}, not an object")
+    metadata = said.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{name}: the metadata in its header is not words by name")
+    entries = sorted((_entry(name, key, value) for key, value in said.items()), key=lambda e: (e.start, e.stop))
+    at = 0
+    for entry in entries:
+        if entry.start != at:
+            how = "overlaps the one before" if entry.start < at else "leaves a hole before it"
+            raise CheckpointError(f"{name}: {entry.key} begins at byte {entry.start}, not {at}: it {how}")
+        at = entry.stop
+    if at != data_nbytes:
+        raise CheckpointError(f"{name}: its tensors end at byte {at}, its data at byte {data_nbytes}")
+    return Header(tuple(entries), metadata)
+
+
+def _entry(name: str, key: str, said: Any) -> Entry:
+    if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{name}: {key} has to have dtype, shape and data_offsets")
+    code, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+    if code not in DTYPES:
+        raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which is not known here")
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{name}: {key} has shape {shape!r} and offsets {offsets!r}, which are not sizes")
+    start, stop = offsets
+    if stop - start != prod(shape) * DTYPES[code][1]:
+        raise CheckpointError(
+            f"{name}: {key} is {code} of shape {shape}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "
+            f"[{start}, {stop}), {stop - start}"
+        )
+    return Entry(key, code, tuple(shape), start, stop)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is in it twice")
+    return found

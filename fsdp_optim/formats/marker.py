@@ -1,0 +1,85 @@
+"""`fsdp_optim.json`: written last, it makes a folder a checkpoint. It says what is in the files, and how to know them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checksums import hex_of
+from fsdp_optim.formats.files import check_name, read_whole
+
+NAME = "fsdp_optim.json"
+FORMAT, VERSION = "fsdp_optim", 1
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One safetensors file: its bytes, and the hashes of its header and of its table of checksums (None: it has none)."""
+
+    nbytes: int
+    header: str
+    sums: str | None
+
+    def said(self) -> dict[str, Any]:
+        return {"size": self.nbytes, "header_xxh3_64": self.header, "sums_xxh3_64": self.sums}
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a checkpoint says of itself. `said`: all of it, as JSON values."""
+
+    said: Mapping[str, Any]
+    files: Mapping[str, FileInfo]
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> Marker:
+        return cls(
+            {"format": FORMAT, "version": VERSION, **said, "files": {n: f.said() for n, f in files.items()}}, files
+        )
+
+    def encoded(self) -> bytes:
+        body = _canonical(self.said)
+        return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
+
+
+def _canonical(said: Mapping[str, Any]) -> bytes:
+    return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def read_marker(folder: Path) -> Marker:
+    """The marker of a complete checkpoint. Raises CheckpointError for everything else."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder, so no checkpoint")
+    if not (folder / NAME).exists() and not (folder / NAME).is_symlink():
+        raise CheckpointError(
+            f"{folder}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
+        )
+    path = folder / NAME
+    try:
+        outer = json.loads(read_whole(folder, NAME).decode())
+        said, checksum = outer["checkpoint"], outer["checksum"]
+        if said["format"] != FORMAT:
+            raise CheckpointError(f"{path}: has the format {said['format']!r}, not {FORMAT!r}")
+        if type(said["version"]) is not int or said["version"] > VERSION:
+            raise CheckpointError(
+                f"{path}: has the schema version {said['version']!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
+            )
+        if hex_of(_canonical(said)) != checksum:
+            raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
+        files = {check_name(str(path), name): _file_info(info) for name, info in said["files"].items()}
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not readable: {type(error).__name__}: {error}") from error
+    return Marker(said, files)
+
+
+def _file_info(said: Mapping[str, Any]) -> FileInfo:
+    nbytes, header, sums = said["size"], said["header_xxh3_64"], said["sums_xxh3_64"]
+    if type(nbytes) is not int or nbytes < 0 or not isinstance(header, str) or not isinstance(sums, (str, type(None))):
+        raise ValueError(f"{said} does not describe a file")
+    return FileInfo(nbytes, header, sums)

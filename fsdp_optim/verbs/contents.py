@@ -1,0 +1,186 @@
+"""What there is to save: every tensor with its name, dtype and placement, the same on all ranks, and this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
+from fsdp_optim.state.opaque import OpaqueShards
+from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.values import dtype_name, dtype_named
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs.call import Local, Options, meet, read_local
+from fsdp_optim.verbs.gather import Part, Sources
+from fsdp_optim.verbs.opaque import gather_opaque
+from fsdp_optim.view import ModelView
+
+WEIGHT = "weight"
+"""A parameter is read as the state of an optimizer that has one value for each, of this name."""
+
+RECORDS: Mapping[str, type] = {
+    "OpaqueShards": OpaqueShards,
+    "FlatChunks": FlatChunks,
+    "MeshBoxes": MeshBoxes,
+    "Whole": Whole,
+}
+"""What opaque values of sharded parameters are made of, besides plain values."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint. `constant`: its value, where all ranks know it, as of scalars."""
+
+    key: str
+    fqn: str
+    name: str
+    dtype: torch.dtype
+    placement: Placement
+    is_state: bool = True
+    constant: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.placement.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Half:
+    """The model's weights, or the optimizer's state: read on this rank, and drawn for all."""
+
+    local: Local
+    picture: Picture
+    tensors: tuple[Tensor, ...]
+    opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+
+    def flat(self, tensor: Tensor) -> torch.Tensor:
+        """This rank's elements of one of the tensors, 1-D."""
+        return self._sources.flat(tensor.fqn, tensor.name) if tensor.constant is None else tensor.constant.view(-1)
+
+    @cached_property
+    def _sources(self) -> Sources:
+        return Sources(self.local)
+
+
+def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) -> Local:
+    """The parameters and buffers of this rank's model, read as the state of an optimizer."""
+    view = reader.read(ranks, options.name_of)
+    buffers = reader.buffers(view, options.name_of)
+    handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers))
+    order = (*view.order, *(fqn for named in buffers for fqn in named.fqns))
+    everything = replace(view, handles=handles, order=order)
+    return Local(everything, _as_optimizer(everything))
+
+
+def _as_optimizer(view: ModelView) -> LocalOptim:
+    params = tuple(
+        LocalParam(index, 0, named, {WEIGHT: named.handle.weights()})
+        for index, named in enumerate(view.handles)
+        if named.fqns
+    )
+    return LocalOptim(params, ({},), (tuple(p.local_id for p in params),), (None,), {})
+
+
+def read_weights(reader: ModelReader, callers: Callers, options: Options, call: str) -> Half:
+    """Meet the other ranks about the model's parameters and buffers."""
+    local, picture = meet(
+        callers, lambda: weights_of(reader, callers.ranks, options), f"{call}: the model", with_state=True
+    )
+    buffers = {fqn for named in local.view.handles if _is_buffer(named.handle.param) for fqn in named.fqns}
+    tensors = []
+    for fqn in _by_unit(picture):
+        param = picture.params[fqn]
+        dtypes = param.summary.dtypes if param.summary is not None else {}
+        placement = param.placement
+        if fqn in buffers:  # nobody keeps replicas of these equal: as with state_dict(), the lowest rank's counts
+            placement = Whole(placement.shape, (placement.ranks[0],))
+        tensors += [Tensor(fqn, fqn, name, dtype, placement, is_state=False) for name, dtype in dtypes.items()]
+    return Half(local, picture, _aligned(tensors))
+
+
+def _is_buffer(param: torch.Tensor) -> bool:
+    return not isinstance(param, torch.nn.Parameter)
+
+
+def read_state(reader: ModelReader, optim: Optimizers, callers: Callers, options: Options, call: str) -> Half:
+    """Meet the other ranks about the optimizer's state."""
+    everything = replace(options, collect="all")
+    local, picture = meet(
+        callers,
+        lambda: read_local(reader, optim, everything, callers.ranks),
+        f"{call}: the optimizer",
+        with_state=True,
+    )
+    tensors, scalars = [], []
+    for fqns in _units(picture):
+        for name in dict.fromkeys(name for fqn in fqns for name in _names_of(picture, fqn)):
+            for fqn in fqns:
+                summary = picture.params[fqn].summary
+                if summary is not None and name in summary.dtypes:
+                    tensors.append(_tensor(fqn, name, summary.dtypes[name], picture.params[fqn].placement))
+        for fqn in fqns:
+            summary = picture.params[fqn].summary
+            for name, (dtype, placement) in summary.placed if summary is not None else ():
+                tensors.append(_tensor(fqn, name, dtype_named(dtype), placement))
+            for name, scalar in summary.scalars if summary is not None else ():
+                if isinstance(scalar.value, torch.Tensor):
+                    where = Whole((), callers.ranks[:1])
+                    scalars.append(replace(_tensor(fqn, name, scalar.value.dtype, where), constant=scalar.value))
+    opaque = _opaque(callers, local, picture)
+    return Half(local, picture, _aligned([*tensors, *scalars]), opaque)
+
+
+def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> Tensor:
+    return Tensor(f"state.{fqn}.{name}", fqn, name, dtype, placement)
+
+
+def _opaque(callers: Callers, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
+    """Values that are not tensors cut like their parameter, on the lowest rank."""
+    parts = [
+        Part(p.fqn, p.placement, {}, callers.ranks[:1], tuple(name for name, _ in p.summary.opaque))
+        for p in picture.params.values()
+        if p.summary is not None and p.summary.opaque
+    ]
+    if not parts:
+        return {}
+    failure = Failure()
+    found = gather_opaque(callers, local, parts, callers.ranks[:1], failure)
+    agree(callers, b"opaque", failure.error, fatal=failure.fatal)
+    return found
+
+
+def _names_of(picture: Picture, fqn: str) -> tuple[str, ...]:
+    summary = picture.params[fqn].summary
+    return tuple(summary.names) if summary is not None else ()
+
+
+def _units(picture: Picture) -> Iterator[tuple[str, ...]]:
+    """The parameters of each live one, each parameter once: what lies together on a rank lies together in the file."""
+    seen: set[str] = set()
+    for live in picture.live:
+        fqns = tuple(fqn for fqn in live.fqns if fqn in picture.params and fqn not in seen)
+        seen.update(fqns)
+        if fqns:
+            yield fqns
+
+
+def _by_unit(picture: Picture) -> Iterator[str]:
+    return (fqn for fqns in _units(picture) for fqn in fqns)
+
+
+def _aligned(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Wide elements first, so that every tensor begins at a multiple of its element."""
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+
+
+def described(tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
+    """(key, dtype, shape), as a header says it."""
+    return tensor.key, dtype_name(tensor.dtype), tensor.placement.shape

@@ -1,0 +1,280 @@
+"""From tensors to files: which file has which tensor, how each rank's elements come there, and the bytes themselves."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checksums import segment_nbytes
+from fsdp_optim.formats.extents import DataSection, Extent, Row, write_extents
+from fsdp_optim.formats.header import Entry, Header
+from fsdp_optim.layout import FlatChunks, Layout, MeshBoxes, Placement, Whole
+from fsdp_optim.memory import empty
+from fsdp_optim.plan import Copy, plan
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.verbs.contents import Tensor, described
+
+# A file is a rank of its own in a plan: a number that no process has. A tensor with replicas is cut into as many parts as it
+# has replicas, each a rank of its own, so that each replica writes one.
+_FILE = -1
+_CPU = torch.device("cpu")
+_SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
+_SPREAD_FROM = 1 << 20  # bytes; a smaller tensor with replicas is written by one of them
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to write: its tensors in the order of their bytes."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    header: Header
+    segment_nbytes: int
+
+    def entry_of(self, index: int) -> Entry:
+        return self.header.entries[index]
+
+    @cached_property
+    def offset(self) -> int:
+        """Where the data section begins."""
+        return len(self.header.encoded())
+
+    @property
+    def nbytes(self) -> int:
+        return self.offset + self.header.data_nbytes
+
+
+def cut_into_files(
+    stem: str, tensors: Sequence[Tensor], most_nbytes: int, metadata: Mapping[str, str], num_ranks: int
+) -> list[File]:
+    """The tensors in files of at most `most_nbytes` each (or one tensor that is larger), named as Hugging Face names them."""
+    parts: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + tensor.nbytes > most_nbytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.nbytes
+    files = []
+    for number, part in enumerate(parts, start=1):
+        name = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
+        header = Header.of((described(tensor) for tensor in part), metadata if number == 1 else {"format": "pt"})
+        grid = segment_nbytes((tensor.nbytes for tensor in part), num_ranks)
+        files.append(File(name, tuple(part), header, grid))
+    return files
+
+
+def on_file_side(tensor: Tensor, owner: int | None) -> Placement:
+    """Where the elements are when they are written: as they are, or in long runs, or whole on `owner`."""
+    placement = tensor.placement
+    if owner is not None:
+        return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
+    if placement.overlapping or has_short_rows(placement, tensor.dtype.itemsize):
+        ranks = tuple(placement.holders(shard)[0] for shard in range(placement.num_shards))
+        return in_runs(placement, tuple(sorted(set(ranks))))
+    return placement
+
+
+def in_runs(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
+    """The parameter cut into one run for each of some ranks."""
+    return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (tuple(ranks),))
+
+
+def has_short_rows(placement: Placement, itemsize: int) -> bool:
+    """Whether a rank's elements lie in rows of a few bytes each, seen from the whole parameter."""
+    if not isinstance(placement, MeshBoxes) or not placement.numel:
+        return False
+    sizes, shape = placement.box(0).sizes, placement.shape
+    cut = max((dim for dim, (size, full) in enumerate(zip(sizes, shape, strict=True)) if size < full), default=0)
+    return prod(sizes[:cut]) > 1 and prod(sizes[cut:]) * itemsize < _SHORT_NBYTES
+
+
+def file_target(placement: Placement, nbytes: int) -> FlatChunks | Whole:
+    """The file as a Placement: one rank, or one for each replica where they share the work."""
+    num = len(placement.holders(0)) if placement.num_shards else 1
+    if num == 1 or nbytes < _SPREAD_FROM:
+        return Whole(placement.shape, (_FILE,))
+    return FlatChunks(placement.shape, 0, -(-placement.numel // num), (range(-num, 0),))
+
+
+def offset_in_file(target: Placement, rank: int) -> int:
+    """Where in the tensor the part begins that one of the file's ranks stands for, in elements."""
+    if isinstance(target, FlatChunks):
+        return (rank + target.num_shards) * target.chunk_numel
+    return 0
+
+
+def runs_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
+    """(source offset, target offset, elements) of each contiguous part of a copy."""
+    *outer, last = zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True)
+    width = last[0] if last[1] == last[2] == 1 else 1
+    if width == 1 and last[0] > 1:
+        outer.append(last)
+    for index in itertools.product(*(range(size) for size, _, _ in outer)):
+        source = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
+        target = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
+        yield copy.source_offset + source, copy.target_offset + target, width
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a 1-D tensor on the CPU; writing to it writes to the tensor."""
+    view: memoryview = flat.detach().view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+    return view
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor on its way to its file: the placement that it is written from, and whether it has to be moved there first."""
+
+    file: File
+    index: int
+    side: Placement
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.file.tensors[self.index]
+
+    @property
+    def is_direct(self) -> bool:
+        return self.side == self.tensor.placement
+
+    @property
+    def most_nbytes(self) -> int:
+        """What a rank holds of it while it is moved."""
+        return -(-self.tensor.nbytes // max(self.side.num_shards, 1))
+
+
+def moves_of(files: Sequence[File], owners: Sequence[int] | None) -> list[Move]:
+    """How each tensor comes to its file. `owners`: for each file the rank that writes all of it; None: all write."""
+    return [
+        Move(file, index, on_file_side(tensor, owners[number] if owners is not None else None))
+        for number, file in enumerate(files)
+        for index, tensor in enumerate(file.tensors)
+    ]
+
+
+Flat = Callable[[Tensor], torch.Tensor]
+
+
+def staged(
+    callers: Callers, moves: Sequence[Move], flat_of: Flat, failure: Failure
+) -> Iterator[list[tuple[Move, torch.Tensor | None]]]:
+    """Move tensors that are not written as they are, a bucket at a time: this rank's elements, 1-D, on the CPU.
+
+    Called by all ranks, which must exhaust it. Nothing is kept: use each batch before asking for the next.
+    """
+    half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
+    for batch in batches_of(moves, half.bucket_nbytes):
+        items, made = [], []
+        for move in batch:
+            source, target = Layout({"": move.tensor.placement}), Layout({"": move.side})
+            copies = plan(source, target, rank=callers.rank)
+            numel = move.side.numel_on(callers.rank)
+            flat = empty((numel,), move.tensor.dtype, _CPU) if numel else None
+            has = any(copy.source_rank == callers.rank for copy in copies)
+            items.append(Item(copies, move.tensor.dtype, flat_of(move.tensor) if has else None, flat))
+            made.append((move, flat))
+        exchange(half, items, failure)
+        yield made
+
+
+def batches_of(moves: Iterable[Move], most_nbytes: int) -> Iterator[list[Move]]:
+    """Moves together up to a size on any rank."""
+    batch: list[Move] = []
+    size = 0
+    for move in moves:
+        if batch and size + move.most_nbytes > most_nbytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(move)
+        size += move.most_nbytes
+    if batch:
+        yield batch
+
+
+class Writer:
+    """Writes this rank's part of some files, and keeps the checksums of what it wrote, by file."""
+
+    def __init__(self, folder: Path, files: Sequence[File], rank: int, *, checksums: bool, bucket_nbytes: int) -> None:
+        self.rows: dict[str, list[Row]] = {file.name: [] for file in files}
+        self.nbytes = 0
+        self._folder, self._rank = folder, rank
+        self._checksums, self._bucket = checksums, bucket_nbytes
+        self._open: dict[str, int] = {}
+
+    def write(self, parts: Sequence[tuple[Move, torch.Tensor | None]]) -> None:
+        """Write this rank's elements of some tensors to their place."""
+        if not parts:
+            return
+        sources = Layout({str(i): move.side for i, (move, _) in enumerate(parts)})
+        targets = Layout({str(i): file_target(move.side, move.tensor.nbytes) for i, (move, _) in enumerate(parts)})
+        extents: dict[str, list[Extent]] = {}
+        pending = 0
+        for copy in plan(sources, targets, rank=self._rank):
+            if copy.source_rank != self._rank:
+                continue
+            move, flat = parts[int(copy.fqn)]
+            if flat is None:
+                raise CheckpointError(
+                    f"{move.tensor.key}: rank {self._rank} has no elements of it, but {copy.numel} to write"
+                )
+            base = offset_in_file(targets.placements[copy.fqn], copy.target_rank)
+            extents.setdefault(move.file.name, []).extend(_extents(copy, flat, move, base))
+            pending += copy.numel * flat.itemsize if flat.device.type != "cpu" else 0
+            if pending >= self._bucket // 2:
+                self._flush(extents, parts)
+                extents, pending = {}, 0
+        self._flush(extents, parts)
+
+    def _flush(self, extents: Mapping[str, list[Extent]], parts: Sequence[tuple[Move, torch.Tensor | None]]) -> None:
+        files = {move.file.name: move.file for move, _ in parts}
+        for name, its in extents.items():
+            file, path = files[name], self._folder / name
+            section = DataSection(self._fd(path), path, file.offset, file.header.tensor_at)
+            self.rows[name] += write_extents(section, its, file.segment_nbytes if self._checksums else 0)
+            self.nbytes += sum(len(extent.memory) for extent in its)
+
+    def _fd(self, path: Path) -> int:
+        if path.name not in self._open:
+            try:
+                self._open[path.name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+            except OSError as error:
+                raise CheckpointError(
+                    f"rank {self._rank} cannot open {path}: {error.strerror or error}; the folder has to be on a file system "
+                    "that all ranks share"
+                ) from error
+        return self._open[path.name]
+
+    def close(self, *, durable: bool) -> None:
+        """Let go of the files; with `durable`, once they are on the disk."""
+        try:
+            for name, fd in self._open.items() if durable else ():
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    raise CheckpointError(f"{self._folder / name}: cannot be made durable: {error.strerror}") from error
+        finally:
+            for fd in self._open.values():
+                os.close(fd)
+            self._open = {}
+
+
+def _extents(copy: Copy, flat: torch.Tensor, move: Move, base: int) -> Iterator[Extent]:
+    entry, size = move.file.entry_of(move.index), flat.itemsize
+    on_device = flat.device.type != "cpu"
+    memory = None if on_device else bytes_of(flat)
+    for source, target, numel in runs_of(copy):
+        # from a device one piece comes over at a time
+        here = memory[source * size : (source + numel) * size] if memory is not None else None
+        part = here if here is not None else bytes_of(flat[source : source + numel].to(_CPU))
+        yield Extent(entry.start + (base + target) * size, part)

@@ -1,0 +1,381 @@
+"""Save: from the live wrapper to whole, in files. Every rank writes its own bytes to their place; nothing is gathered."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checksums import hex_of, join_tables
+from fsdp_optim.formats.codec import Encoder
+from fsdp_optim.formats.extents import Row
+from fsdp_optim.formats.extras import encode_extra
+from fsdp_optim.formats.files import write_file
+from fsdp_optim.formats.folder import Staging, keep_newest
+from fsdp_optim.formats.marker import NAME, FileInfo, Marker
+from fsdp_optim.state.local import Optimizers
+from fsdp_optim.transport.agree import agree, all_hear, tell
+from fsdp_optim.transport.bytes import collect_bytes
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs.call import read_callers
+from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
+from fsdp_optim.verbs.filing import File, Flat, Move, Writer, cut_into_files, moves_of, staged
+from fsdp_optim.verbs.pending import pending
+from fsdp_optim.verbs.progress import Progress
+from fsdp_optim.verbs.save_options import Saved, SaveOptions
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A save that all ranks have agreed on: what goes where. `flat` gives this rank's elements of a tensor, 1-D."""
+
+    callers: Callers
+    options: SaveOptions
+    path: Path
+    folder: Path
+    files: tuple[File, ...]
+    moves: tuple[Move, ...]
+    absent: tuple[str, ...]
+    flat: Flat
+    extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
+    said: Mapping[str, Any] = field(default_factory=dict)  # what the marker will say
+    staging: Staging | None = None  # on the rank that made the folder
+
+    @property
+    def leads(self) -> bool:
+        return self.callers.rank == self.callers.ranks[0]
+
+    def writer(self) -> Writer:
+        return Writer(
+            self.folder,
+            self.files,
+            self.callers.rank,
+            checksums=self.options.checksums,
+            bucket_nbytes=self.callers.bucket_nbytes,
+        )
+
+    def saved(self, nbytes_written: int) -> Saved:
+        nbytes = sum(file.header.data_nbytes for file in self.files)
+        return Saved(self.path, len(self.moves), nbytes, nbytes_written, self.absent)
+
+    def has(self, move: Move) -> bool:
+        """Whether this rank holds elements of a tensor."""
+        return move.side.numel_on(self.callers.rank) > 0
+
+
+def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
+    """Write one full checkpoint. Called by all ranks of the model."""
+    job = begin(path, model, optim, options)
+    with all_hear(job.callers), abandoned_on_failure(job):
+        writer = job.writer()
+        rows = _write(job, writer)
+        failure = Failure()
+        told = collect_bytes(job.callers, encode_rows(rows), job.callers.ranks[:1], failure)
+        if job.leads and failure.error is None:
+            try:
+                finish(job, [decode_rows(job.files, table.numpy().tobytes()) for table in told.values()])
+            except Exception as error:
+                failure.note(error)
+        agree(job.callers, b"committed", failure.error, fatal=failure.fatal)
+    log_saved(job)
+    return job.saved(writer.nbytes)
+
+
+def _write(job: Job, writer: Writer) -> dict[str, list[Row]]:
+    """Write this rank's part; the failure of any rank is raised on all, when all have stopped writing."""
+    failure = Failure()
+    with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
+        try:
+            write_extras(job)
+            writer.write([(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)])
+            progress.up_to(writer.nbytes * len(job.callers.ranks))
+        except Exception as error:
+            failure.note(error)
+        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
+            try:
+                writer.write(batch)
+                progress.up_to(writer.nbytes * len(job.callers.ranks))
+            except Exception as error:
+                failure.note(error)
+        try:
+            writer.close(durable=job.options.durable and failure.error is None)
+        except Exception as error:
+            failure.note(error)
+    agree(job.callers, b"written", failure.error, fatal=failure.fatal)
+    return writer.rows
+
+
+def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Job:
+    """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet."""
+    (reader,), callers = read_callers([model], options.call, all_of_plain=True)
+    where = Path(os.path.abspath(path))
+    with all_hear(callers):
+        pending.settle()
+        call = (
+            f"save({str(path)!r}, overwrite={options.overwrite}, strategy={options.strategy!r}, max_file_size="
+            f"{options.max_file_size}, checksums={options.checksums}, {'an' if optim is not None else 'no'} optimizer, "
+            f"{'a' if options.per_rank_extra is not None else 'no'} per_rank_extra)"
+        )
+        weights = read_weights(reader, callers, options.call, call)
+        state = read_state(reader, optim, callers, options.call, call) if optim is not None else None
+        extras = _encode_extras(options, callers)
+        said: Mapping[str, Any] = {}
+        staging, told = None, b""
+        try:
+            if callers.rank == callers.ranks[0]:
+                said = _said(options, callers, weights, state, extras)
+                staging = Staging.begin(where, overwrite=options.overwrite)
+                told = json.dumps([str(staging.folder), _strategy(staging.folder, options)]).encode()
+            folder, strategy = json.loads(tell(callers, told).by(callers.ranks[0]))
+            files, owners = _files(options, weights, state, callers, strategy)
+            job = Job(
+                callers,
+                options,
+                where,
+                Path(folder),
+                tuple(files),
+                tuple(moves_of(files, owners)),
+                _absent(state),
+                lambda tensor: (state if state is not None and tensor.is_state else weights).flat(tensor),
+                extras,
+                said,
+                staging,
+            )
+            _make_files(job)
+        except BaseException:
+            if staging is not None:
+                staging.abandon()
+            raise
+    return job
+
+
+def _absent(state: Half | None) -> tuple[str, ...]:
+    params = state.picture.params.values() if state is not None else ()
+    return tuple(param.fqn for param in params if param.summary is None)
+
+
+def _strategy(folder: Path, options: SaveOptions) -> str:
+    """Where files are not sparse, making a whole one writes it once for nothing: then each rank writes its own."""
+    if options.strategy != "auto":
+        return options.strategy
+    probe = folder / "probe"
+    with probe.open("wb") as file:
+        file.truncate(1 << 20)
+        blocks = os.fstat(file.fileno()).st_blocks
+    probe.unlink()
+    return "per_rank_files" if blocks * 512 >= 1 << 20 else "in_place"
+
+
+def _files(
+    options: SaveOptions, weights: Half, state: Half | None, callers: Callers, strategy: str
+) -> tuple[list[File], list[int] | None]:
+    num = len(callers.ranks)
+    halves = [("model", weights.tensors, {"format": "pt"})]
+    if state is not None:
+        halves.append(("optim", state.tensors, {"format": "pt", "param_groups": _plain_groups(state)}))
+    files = []
+    for stem, tensors, metadata in halves:
+        most = options.max_file_size
+        if strategy == "per_rank_files":
+            total = sum(tensor.nbytes for tensor in tensors)
+            most = min(most, max(-(-total // num), 1))
+        files += cut_into_files(stem, tensors, most, metadata, num)
+    if strategy != "per_rank_files":
+        return files, None
+    load = dict.fromkeys(callers.ranks, 0)
+    owners = []
+    for file in files:
+        owner = min(load, key=lambda rank: (load[rank], rank))
+        load[owner] += file.nbytes
+        owners.append(owner)
+    return files, owners
+
+
+def _plain_groups(state: Half) -> str:
+    """The param groups for readers without this library: names and numbers; exact ones are in the marker."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
+
+    groups = [
+        {**hyper, "params": list(state.picture.group_fqns(index))}
+        for index, hyper in enumerate(state.local.optim.groups)
+    ]
+    return json.dumps(groups, default=plain)
+
+
+def _encode_extras(options: SaveOptions, callers: Callers) -> dict[str, bytes]:
+    """This rank's small files. Refuses what cannot be saved before anything is written; `extra` counts on the lowest rank."""
+    found = {}
+    if callers.rank == callers.ranks[0] and options.extra is not None:
+        found["extra/common.safetensors"] = encode_extra("extra", options.extra, allow_pickle=options.allow_pickle)
+    if options.per_rank_extra is not None:
+        name = f"extra/rank-{callers.position:05}.safetensors"
+        found[name] = encode_extra("per_rank_extra", options.per_rank_extra, allow_pickle=options.allow_pickle)
+    return found
+
+
+def _make_files(job: Job) -> None:
+    """The leader makes the files in their full sizes; then all ranks look whether they see them."""
+    error: Exception | None = None
+    if job.leads:
+        try:
+            (job.folder / "extra").mkdir()
+            for file in job.files:
+                write_file(job.folder / file.name, file.header.encoded(), durable=False)
+                os.truncate(job.folder / file.name, file.nbytes)
+        except OSError as reason:
+            error = reason if isinstance(reason, CheckpointError) else CheckpointError(f"{job.folder}: {reason}")
+    agree(job.callers, b"made", error)
+    seen = all((job.folder / file.name).exists() for file in job.files)
+    if not seen:
+        error = CheckpointError(
+            f"rank {job.callers.rank} does not see {job.folder}, which rank {job.callers.ranks[0]} has made: a checkpoint has to "
+            "be on a file system that all ranks share"
+        )
+    agree(job.callers, b"seen", error)
+
+
+def write_extras(job: Job) -> None:
+    """Write this rank's small files."""
+    for name, data in job.extras.items():
+        write_file(job.folder / name, data, durable=job.options.durable)
+
+
+def finish(job: Job, tables: Sequence[Mapping[str, list[Row]]]) -> None:
+    """On the leader, when all ranks have written: checksums, index, marker, and the folder's name."""
+    if job.staging is None:
+        raise CheckpointError("only the rank that made the folder finishes it")
+    infos = {}
+    for file in job.files:
+        sums = None
+        if job.options.checksums:
+            table = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes).encoded()
+            write_file(job.folder / f"{file.name}.sums", table, durable=job.options.durable)
+            sums = hex_of(table)
+        infos[file.name] = FileInfo(file.nbytes, hex_of(file.header.encoded()), sums)
+    for stem in ("model", "optim"):
+        _write_index(job, stem)
+    said = {**job.said, "created_ns": time.time_ns(), "token": job.folder.name}
+    write_file(job.folder / NAME, Marker.of(said, infos).encoded(), durable=job.options.durable)
+    job.staging.commit(durable=job.options.durable)
+    if job.options.keep_last is not None:
+        keep_newest(job.path, job.options.keep_last)
+
+
+def _write_index(job: Job, stem: str) -> None:
+    files = [file for file in job.files if file.name.startswith(f"{stem}-")]
+    if files:
+        said = {
+            "metadata": {"total_size": sum(file.header.data_nbytes for file in files)},
+            "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
+        }
+        text = json.dumps(said, indent=2).encode() + b"\n"
+        write_file(job.folder / f"{stem}.safetensors.index.json", text, durable=job.options.durable)
+
+
+def _said(
+    options: SaveOptions, callers: Callers, weights: Half, state: Half | None, extras: dict[str, bytes]
+) -> dict[str, Any]:
+    """What the marker says. Where tensors are in it, they need a file of their own, and it is added to `extras`."""
+    optim = None
+    if state is not None:
+        value = _optim_said(state)
+        encoder = Encoder(allow_pickle=options.allow_pickle, records=RECORDS)
+        optim = encoder.encode("optim", value)
+        if encoder.tensors:
+            name = "extra/optim.safetensors"
+            extras[name] = encode_extra("optim", value, allow_pickle=options.allow_pickle, records=RECORDS)
+            optim = None
+    return {
+        "world_size": len(callers.ranks),
+        "model": {
+            "params": {tensor.fqn: {"shape": list(tensor.placement.shape)} for tensor in weights.tensors},
+            "aliases": dict(weights.local.view.aliases),
+        },
+        "optim": optim,
+        "has_optim": state is not None,
+        "extra": options.extra is not None,
+        "rank_extras": len(callers.ranks) if options.per_rank_extra is not None else 0,
+    }
+
+
+def _optim_said(state: Half) -> dict[str, Any]:
+    """Everything of the optimizer's state but the elements of tensors."""
+    keys = {(tensor.fqn, tensor.name): tensor for tensor in state.tensors}
+    params = {}
+    for fqn, param in state.picture.params.items():
+        values: list[list[Any]] = []
+        summary = param.summary
+        scalars = dict(summary.scalars) if summary is not None else {}
+        placed = dict(summary.placed) if summary is not None else {}
+        for name in summary.names if summary is not None else ():
+            if (fqn, name) in keys:
+                how = "scalar tensor" if name in scalars else "placed" if name in placed else "tensor"
+                values.append([name, how, keys[fqn, name].key])
+            elif name in scalars:
+                values.append([name, "scalar", scalars[name].value])
+            elif (fqn, name) in state.opaque:
+                values.append([name, "opaque", state.opaque[fqn, name]])
+        params[fqn] = {"shape": list(param.placement.shape), "values": values, "has_state": summary is not None}
+    groups = [
+        {"hyperparameters": dict(hyper), "params": list(state.picture.group_fqns(index))}
+        for index, hyper in enumerate(state.local.optim.groups)
+    ]
+    return {"groups": groups, "extra": dict(state.local.optim.extra), "params": params}
+
+
+def encode_rows(rows: Mapping[str, Sequence[Row]]) -> bytes:
+    """The segments that a rank wrote, of each file in order, as bytes."""
+    listed = [numpy.array(its, dtype="<u8").reshape(-1, 3) for its in rows.values()]
+    return b"".join([numpy.array([len(its)], dtype="<u8").tobytes() + its.tobytes() for its in listed])
+
+
+def decode_rows(files: Sequence[File], encoded: bytes) -> dict[str, list[Row]]:
+    """The inverse of `encode_rows`."""
+    numbers, at, found = numpy.frombuffer(encoded, dtype="<u8"), 0, {}
+    for file in files:
+        num = int(numbers[at])
+        rows = numbers[at + 1 : at + 1 + 3 * num].reshape(-1, 3).tolist()
+        found[file.name] = [(start, end, digest) for start, end, digest in rows]
+        at += 1 + 3 * num
+    return found
+
+
+@contextmanager
+def abandoned_on_failure(job: Job) -> Iterator[None]:
+    """Remove the folder of a save that fails."""
+    try:
+        yield
+    except BaseException:
+        if job.staging is not None:
+            job.staging.abandon()
+        raise
+
+
+def log_saved(job: Job) -> None:
+    """One line about what was saved."""
+    done = job.saved(0)
+    if job.leads:
+        log.info(
+            "saved %s: %d tensors, %d bytes, from %d ranks; without optimizer state: %s",
+            job.path,
+            done.num_tensors,
+            done.nbytes,
+            len(job.callers.ranks),
+            ", ".join(done.absent[:8]) or "none",
+        )
