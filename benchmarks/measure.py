@@ -31,13 +31,19 @@ class Series:
         return statistics.median(self.extra_mib)
 
 
-def run_in_turn(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, Series]:
-    """All contestants in turn, `rounds` times after one that does not count: a noisy minute hits them all."""
+def run_in_turn(
+    contestants: dict[str, Callable[[], object]], rounds: int, before: Callable[[str], None] = lambda name: None
+) -> dict[str, Series]:
+    """All contestants in turn, `rounds` times after one that does not count: a noisy minute hits them all.
+
+    `before`: called before each of them, outside the measured time.
+    """
     series = {name: Series() for name in contestants}
     order = list(contestants.items())
     for index in range(rounds + 1):
         order = [*order[1:], order[0]]  # nobody always comes after the same one
         for name, call in order:
+            before(name)
             seconds, extra = _measure(call)
             if index:
                 series[name].seconds.append(seconds)

@@ -30,6 +30,7 @@ def hash_of(data: Buffer) -> int:
 
 
 def hex_of(data: Buffer) -> str:
+    """The same as 16 hexadecimal digits, as it is written in JSON."""
     return f"{hash_of(data):016x}"
 
 

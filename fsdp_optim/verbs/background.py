@@ -97,18 +97,19 @@ def _write(job: Job, snapshot: Snapshot) -> Saved:
         write_extras(job)
         writer.write(snapshot)
         snapshot.clear()
-        writer.close(durable=job.options.durable)
+        if job.options.durable:
+            writer.sync()
         write_file(
             job.folder / f"{_DONE}{job.callers.rank}.part", encode_rows(writer.rows), durable=job.options.durable
         )
         os.rename(job.folder / f"{_DONE}{job.callers.rank}.part", job.folder / f"{_DONE}{job.callers.rank}")
     except BaseException as error:
-        with contextlib.suppress(Exception):
-            writer.close(durable=False)
         _leave_note(job, error)
         if job.leads:
             _give_up(job, error)
         raise
+    finally:
+        writer.close()
     if job.leads:
         _lead(job)
     else:

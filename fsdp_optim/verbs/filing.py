@@ -255,18 +255,19 @@ class Writer:
                 ) from error
         return self._open[path.name]
 
-    def close(self, *, durable: bool) -> None:
-        """Let go of the files; with `durable`, once they are on the disk."""
-        try:
-            for name, fd in self._open.items() if durable else ():
-                try:
-                    os.fsync(fd)
-                except OSError as error:
-                    raise CheckpointError(f"{self._folder / name}: cannot be made durable: {error.strerror}") from error
-        finally:
-            for fd in self._open.values():
-                os.close(fd)
-            self._open = {}
+    def sync(self) -> None:
+        """Return when what was written is on the disk."""
+        for name, fd in self._open.items():
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise CheckpointError(f"{self._folder / name}: cannot be made durable: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for fd in self._open.values():
+            os.close(fd)
+        self._open = {}
 
 
 def _extents(copy: Copy, flat: torch.Tensor, move: Move, base: int) -> Iterator[Extent]:

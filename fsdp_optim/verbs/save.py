@@ -98,23 +98,26 @@ def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | Non
 def _write(job: Job, writer: Writer) -> dict[str, list[Row]]:
     """Write this rank's part; the failure of any rank is raised on all, when all have stopped writing."""
     failure = Failure()
-    with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
-        try:
-            write_extras(job)
-            writer.write([(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)])
-            progress.up_to(writer.nbytes * len(job.callers.ranks))
-        except Exception as error:
-            failure.note(error)
-        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
+    try:
+        with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
             try:
-                writer.write(batch)
+                write_extras(job)
+                writer.write([(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)])
                 progress.up_to(writer.nbytes * len(job.callers.ranks))
             except Exception as error:
                 failure.note(error)
-        try:
-            writer.close(durable=job.options.durable and failure.error is None)
-        except Exception as error:
-            failure.note(error)
+            for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
+                try:
+                    writer.write(batch)
+                    progress.up_to(writer.nbytes * len(job.callers.ranks))
+                except Exception as error:
+                    failure.note(error)
+        if job.options.durable and failure.error is None:
+            writer.sync()
+    except Exception as error:
+        failure.note(error)
+    finally:
+        writer.close()
     agree(job.callers, b"written", failure.error, fatal=failure.fatal)
     return writer.rows
 
