@@ -72,9 +72,14 @@ def read_safetensors(path: Path) -> File:
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         nbytes = functools.reduce(int.__mul__, shape, ITEM_SIZES[dtype])
-        if set(entry) != {"dtype", "shape", "data_offsets"} or begin != end or stop - begin != nbytes:
+        right = begin == end and stop - begin == nbytes and stop <= len(data)
+        if set(entry) != {"dtype", "shape", "data_offsets"} or not right:
             raise NotValid(f"{path}: {name}: {entry}, after {end} bytes")
-        raw = torch.tensor(list(data[begin:stop]), dtype=torch.uint8) if nbytes < 1 << 16 else _raw(data[begin:stop])
+        raw = (
+            torch.frombuffer(bytearray(data[begin:stop]), dtype=torch.uint8)
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
         tensors[name], places[name], end = raw.view(TORCH_DTYPES[dtype]).reshape(shape), (begin, stop), stop
     if end != len(data):
         raise NotValid(f"{path}: {len(data)} bytes of data, of which tensors have {end}")
@@ -85,10 +90,6 @@ def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) != len(pairs):
         raise NotValid(f"{path}: a key twice in {[key for key, _ in pairs]}")
     return dict(pairs)
-
-
-def _raw(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def read_sums(path: Path) -> list[tuple[int, int]]:
@@ -200,7 +201,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 class Buffered(nn.Module):
     """Uneven parameters, buffers, one that is not to be saved, and a name that is not ASCII."""
 
-    units = ("stem", "named", "")
+    units = ("stem", "named.größe", "")
     tensor_parallel: dict[str, Any] = {}
 
     def __init__(self) -> None:
@@ -216,13 +217,13 @@ class Buffered(nn.Module):
 class Dtypes(nn.Module):
     """Every dtype of parameters and buffers, an odd number of bytes of each, and nothing at all."""
 
-    units = ("half", "long", "")
+    units = ("low", "high", "")
     tensor_parallel: dict[str, Any] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.half = nn.Linear(3, 5, dtype=torch.bfloat16)
-        self.long = nn.Linear(3, 3, dtype=torch.float64)
+        self.low = nn.Linear(3, 5, dtype=torch.bfloat16)
+        self.high = nn.Linear(3, 3, dtype=torch.float64)
         self.single = nn.Linear(3, 1)
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("count", torch.tensor(-(2**62)))
@@ -408,13 +409,13 @@ GOLDEN_SHA256 = ""
 
 
 class Golden(nn.Module):
-    units = ("stem", "half", "")
+    units = ("stem", "low", "")
     tensor_parallel: dict[str, Any] = {}
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 7)
-        self.half = nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
+        self.low = nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
         self.named = nn.ModuleDict({"größe": nn.Linear(2, 3)})
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("count", torch.tensor(5))

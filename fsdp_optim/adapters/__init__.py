@@ -28,6 +28,7 @@ class ModelReader:
 
     def __init__(self, model: nn.Module) -> None:
         self._tree = ModuleTree(model, _is_wrapper_child, dtensor.sharded_params)
+        self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -44,13 +45,19 @@ class ModelReader:
         return [ranks for adapter in (fairscale, fsdp1, dtensor, replicated) for ranks in adapter.rank_sets(self._tree)]
 
     def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None) -> ModelView:
-        """The live parameters, and where their originals live.
+        """The live parameters, and where their originals live. Read once; a reader is made for each call.
 
         Args:
             ranks: the global ranks that share the model (None: `self.ranks`).
             name_of: gives parameters other names, where ranks use one name for different ones.
         """
-        tree, everyone = self._tree, tuple(sorted(self.ranks if ranks is None else ranks))
+        key = tuple(sorted(self.ranks if ranks is None else ranks)), name_of
+        if key not in self._views:
+            self._views[key] = self._read(*key)
+        return self._views[key]
+
+    def _read(self, everyone: tuple[int, ...], name_of: NameOf | None) -> ModelView:
+        tree = self._tree
         sharded = [handle for adapter in (fairscale, fsdp1, dtensor) for handle in adapter.handles(tree)]
         rest = replicated.handles(tree, {id(handle.param) for handle in sharded}, everyone)
         naming = _Naming(tree, name_of)

@@ -36,9 +36,13 @@ def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
 
 def handles(tree: ModuleTree) -> Iterator[Handle]:
     """Every DTensor parameter of the model; nothing when DTensor is not loaded."""
+    alike: dict[tuple[DeviceMesh, tuple[Placement, ...], Shape], MeshBoxes] = {}
     for param, sites in _params(tree):
         fqn = tree.fqn(*sites[0])
-        placement = placement_of(fqn, tuple(param.shape), param.device_mesh, param.placements)
+        key = (param.device_mesh, param.placements, tuple(param.shape))
+        if key not in alike:
+            alike[key] = placement_of(fqn, key[2], *key[:2])
+        placement = alike[key]
         _check_local_shape(fqn, param, placement)
         yield DTensorHandle(
             param=param,

@@ -25,8 +25,7 @@ from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.folder import Staging, keep_newest
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.transport.agree import agree, all_hear, tell
-from fsdp_optim.transport.bytes import collect_bytes
+from fsdp_optim.transport.agree import Told, agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import read_callers
@@ -82,21 +81,20 @@ def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | Non
     job = begin(path, model, optim, options)
     with all_hear(job.callers), abandoned_on_failure(job):
         writer = job.writer()
-        rows = _write(job, writer)
-        failure = Failure()
-        told = collect_bytes(job.callers, encode_rows(rows), job.callers.ranks[:1], failure)
-        if job.leads and failure.error is None:
+        told = _write(job, writer)
+        error: Exception | None = None
+        if job.leads:
             try:
-                finish(job, [decode_rows(job.files, table.numpy().tobytes()) for table in told.values()])
-            except Exception as error:
-                failure.note(error)
-        agree(job.callers, b"committed", failure.error, fatal=failure.fatal)
+                finish(job, [decode_rows(job.files, told.by(rank)) for rank in job.callers.ranks])
+            except Exception as reason:
+                error = reason
+        agree(job.callers, b"committed", error)
     log_saved(job)
     return job.saved(writer.nbytes)
 
 
-def _write(job: Job, writer: Writer) -> dict[str, list[Row]]:
-    """Write this rank's part; the failure of any rank is raised on all, when all have stopped writing."""
+def _write(job: Job, writer: Writer) -> Told:
+    """Write this rank's part, and tell the segments; the failure of any rank is raised on all, when all have stopped."""
     failure = Failure()
     try:
         with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
@@ -118,8 +116,7 @@ def _write(job: Job, writer: Writer) -> dict[str, list[Row]]:
         failure.note(error)
     finally:
         writer.close()
-    agree(job.callers, b"written", failure.error, fatal=failure.fatal)
-    return writer.rows
+    return tell(job.callers, encode_rows(writer.rows), b"", failure.error, fatal=failure.fatal)
 
 
 def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Job:
@@ -142,10 +139,12 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
             if callers.rank == callers.ranks[0]:
                 said = _said(options, callers, weights, state, extras)
                 staging = Staging.begin(where, overwrite=options.overwrite)
-                told = json.dumps([str(staging.folder), _strategy(staging.folder, options)]).encode()
+                strategy = _strategy(staging.folder, options)
+                _make_files(staging.folder, _files(options, weights, state, callers, strategy)[0])
+                told = json.dumps([str(staging.folder), strategy]).encode()
             folder, strategy = json.loads(tell(callers, told).by(callers.ranks[0]))
             files, owners = _files(options, weights, state, callers, strategy)
-            job = Job(
+            return Job(
                 callers,
                 options,
                 where,
@@ -158,12 +157,10 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
                 said,
                 staging,
             )
-            _make_files(job)
         except BaseException:
             if staging is not None:
                 staging.abandon()
             raise
-    return job
 
 
 def _absent(state: Half | None) -> tuple[str, ...]:
@@ -232,25 +229,15 @@ def _encode_extras(options: SaveOptions, callers: Callers) -> dict[str, bytes]:
     return found
 
 
-def _make_files(job: Job) -> None:
-    """The leader makes the files in their full sizes; then all ranks look whether they see them."""
-    error: Exception | None = None
-    if job.leads:
-        try:
-            (job.folder / "extra").mkdir()
-            for file in job.files:
-                write_file(job.folder / file.name, file.header.encoded(), durable=False)
-                os.truncate(job.folder / file.name, file.nbytes)
-        except OSError as reason:
-            error = reason if isinstance(reason, CheckpointError) else CheckpointError(f"{job.folder}: {reason}")
-    agree(job.callers, b"made", error)
-    seen = all((job.folder / file.name).exists() for file in job.files)
-    if not seen:
-        error = CheckpointError(
-            f"rank {job.callers.rank} does not see {job.folder}, which rank {job.callers.ranks[0]} has made: a checkpoint has to "
-            "be on a file system that all ranks share"
-        )
-    agree(job.callers, b"seen", error)
+def _make_files(folder: Path, files: Sequence[File]) -> None:
+    """Every file with its header, in its full length."""
+    try:
+        (folder / "extra").mkdir()
+        for file in files:
+            write_file(folder / file.name, file.header.encoded(), durable=False)
+            os.truncate(folder / file.name, file.nbytes)
+    except OSError as error:
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error}") from error
 
 
 def write_extras(job: Job) -> None:
