@@ -85,12 +85,14 @@ class ModelReader:
         """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
         found = []
         for fqn, value in self._tree.buffers():
-            if dtensor.is_dtensor(value):
-                raise WrapperError(f"{fqn}: a buffer that is a DTensor is not supported; parameters that are one are")
             ranks = _ranks_near(fqn, view)
             name = fqn if name_of is None else name_of(fqn, min(ranks))
-            place = Original(self._tree.root, fqn, Whole(tuple(value.shape), ranks))
-            found.append(NamedHandle(Handle(value, (place,), tuple(value.shape)), (name,)))
+            if dtensor.is_dtensor(value):
+                handle = dtensor.handle_of(fqn, value, self._tree.root)
+            else:
+                place = Original(self._tree.root, fqn, Whole(tuple(value.shape), ranks))
+                handle = Handle(value, (place,), tuple(value.shape))
+            found.append(NamedHandle(handle, (name,)))
         return tuple(found)
 
 

@@ -42,17 +42,26 @@ def handles(tree: ModuleTree) -> Iterator[Handle]:
         key = (param.device_mesh, param.placements, tuple(param.shape))
         if key not in alike:
             alike[key] = placement_of(fqn, key[2], *key[:2])
-        placement = alike[key]
-        _check_local_shape(fqn, param, placement)
-        yield DTensorHandle(
-            param=param,
-            originals=(Original(*sites[0], placement),),
-            local_shape=tuple(param.to_local().shape),
-            aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
-            mesh=param.device_mesh,
-            spec=param.placements,
-            shape=tuple(param.shape),
-        )
+        _check_local_shape(fqn, param, alike[key])
+        yield _handle(param, alike[key], sites)
+
+
+def handle_of(fqn: str, value: DTensor, module: nn.Module) -> Handle:
+    """A DTensor that is no parameter, as a buffer of a tensor parallel module."""
+    placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
+    return _handle(value, placement, [(module, fqn)])
+
+
+def _handle(param: DTensor, placement: MeshBoxes, sites: list[tuple[nn.Module, str]]) -> DTensorHandle:
+    return DTensorHandle(
+        param=param,
+        originals=(Original(*sites[0], placement),),
+        local_shape=tuple(param.to_local().shape),
+        aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
+        mesh=param.device_mesh,
+        spec=param.placements,
+        shape=tuple(param.shape),
+    )
 
 
 def _check_local_shape(fqn: str, param: DTensor, placement: MeshBoxes) -> None:

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Sums, hex_of
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.extras import read_extra
 from fsdp_optim.formats.files import check_name, read_into, read_whole, reading
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.marker import FileInfo, Marker, read_marker
@@ -49,6 +51,8 @@ class Checkpoint:
         marker = read_marker(folder)
         found: dict[str, dict[str, Stored]] = {"model": {}, "optim": {}}
         for name, info in marker.files.items():
+            if name.startswith("extra/"):
+                continue
             stem = name.split("-")[0].split(".")[0]
             if stem not in found:
                 raise CheckpointError(
@@ -63,6 +67,13 @@ class Checkpoint:
             _check_index(folder, stem, marker, tensors)
         return cls(folder, marker, found["model"], found["optim"])
 
+    def extra(self, name: str, *, verify: bool, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
+        """The value in one of the extra files."""
+        if name not in self.marker.files:
+            raise CheckpointError(f"{self.folder}: the marker does not name {name}")
+        info = self.marker.files[name]
+        return read_extra(self.folder, name, info, verify=verify, allow_pickle=allow_pickle, records=records)
+
     def read(self, extents: Mapping[str, Sequence[Extent]]) -> int:
         """Fill memory from ranges of files' data sections, by file name; returns the bytes that were read."""
         files = {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
@@ -70,7 +81,7 @@ class Checkpoint:
         for name, its in extents.items():
             file = files[name]
             with reading(self.folder, name) as fd:
-                section = DataSection(fd, self.folder / name, file.offset, file.header.tensor_at)
+                section = DataSection(fd, self.folder / name, file.offset, file.header.tensors_in)
                 total += read_extents(section, its, file.sums)
         return total
 

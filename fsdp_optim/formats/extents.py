@@ -34,12 +34,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class DataSection:
-    """The data section of an open file. `tensor_at`: the name of the tensor at a byte of it, for errors."""
+    """The data section of an open file. `tensors_in(start, stop)`: the names of the tensors in a range of it, for errors."""
 
     fd: int
     path: Path
     offset: int
-    tensor_at: Callable[[int], str]
+    tensors_in: Callable[[int, int], str]
 
 
 def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> list[Row]:
@@ -168,9 +168,10 @@ class _Check:
             if stop == end:
                 self._digest = None
                 if found != self._sums.hashes[index]:
+                    names = self._section.tensors_in(begin, end)
                     raise CheckpointError(
-                        f"{self._section.path}: bytes [{begin}, {end}) of its data, in {self._section.tensor_at(begin)}, are not "
-                        "those that were saved: the file was damaged; load another checkpoint (verify=False reads it as it is)"
+                        f"{self._section.path}: bytes [{begin}, {end}) of its data, in {names}, are not those that were "
+                        "saved: the file was damaged; load another checkpoint (verify=False reads it as it is)"
                     )
             start, index = stop, index + 1
 

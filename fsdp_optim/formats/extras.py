@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import hash_of
+from fsdp_optim.formats.checksums import hash_of, hex_of
 from fsdp_optim.formats.codec import Decoder, Encoder
 from fsdp_optim.formats.files import read_whole
 from fsdp_optim.formats.header import DTYPES, Header, length_of_header, parse_header
+from fsdp_optim.formats.marker import FileInfo
 
 
 def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:
@@ -28,13 +29,27 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
     return Header.of(described, {"json": text, "xxh3_64": sums}).encoded() + data
 
 
+def info_of(encoded: bytes) -> FileInfo:
+    """What the marker says of such a file."""
+    start = 8 + length_of_header("extra", encoded, len(encoded))
+    return FileInfo(len(encoded), hex_of(encoded[:start]), None)
+
+
 def read_extra(
-    folder: Path, name: str, *, verify: bool, allow_pickle: bool, records: Mapping[str, type] | None = None
+    folder: Path,
+    name: str,
+    info: FileInfo,
+    *,
+    verify: bool,
+    allow_pickle: bool,
+    records: Mapping[str, type] | None = None,
 ) -> Any:
     """The value in such a file. Raises CheckpointError where it is not what was saved."""
-    path, whole = folder / name, read_whole(folder, name)
+    path, whole = folder / name, read_whole(folder, name, info.nbytes)
     length = length_of_header(str(path), whole, len(whole))
     data = whole[8 + length :]
+    if verify and hex_of(whole[: 8 + length]) != info.header:
+        raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
     header = parse_header(str(path), whole[8 : 8 + length], len(data))
     text = header.metadata.get("json")
     if text is None:

@@ -18,6 +18,7 @@ from fsdp_optim.errors import CheckpointError
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes; where the data section begins
 _MOST_NBYTES = 100_000_000  # of a header; safetensors' own limit
+_MOST_NAMED = 8  # tensors in an error
 _METADATA = "__metadata__"
 
 # safetensors' name of a dtype -> (torch's name, bytes of an element)
@@ -90,9 +91,12 @@ class Header:
     def data_nbytes(self) -> int:
         return self.entries[-1].stop if self.entries else 0
 
-    def tensor_at(self, byte: int) -> str:
-        """The name of the tensor at a byte of the data section."""
-        return next((entry.key for entry in self.entries if entry.start <= byte < entry.stop), "no tensor")
+    def tensors_in(self, start: int, stop: int) -> str:
+        """The names of the tensors in a range of the data section."""
+        keys = [entry.key for entry in self.entries if entry.start < stop and start < entry.stop]
+        return ", ".join(keys[:_MOST_NAMED]) + (
+            f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+        )
 
     def encoded(self) -> bytes:
         """The beginning of the file, up to the data section."""

@@ -70,7 +70,7 @@ def read_marker(folder: Path) -> Marker:
             )
         if hex_of(_canonical(said)) != checksum:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
-        files = {check_name(str(path), name): _file_info(info) for name, info in said["files"].items()}
+        files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -78,7 +78,8 @@ def read_marker(folder: Path) -> Marker:
     return Marker(said, files)
 
 
-def _file_info(said: Mapping[str, Any]) -> FileInfo:
+def file_info(said: Mapping[str, Any]) -> FileInfo:
+    """The inverse of `FileInfo.said`."""
     nbytes, header, sums = said["size"], said["header_xxh3_64"], said["sums_xxh3_64"]
     if type(nbytes) is not int or nbytes < 0 or not isinstance(header, str) or not isinstance(sums, (str, type(None))):
         raise ValueError(f"{said} does not describe a file")

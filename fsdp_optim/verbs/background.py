@@ -29,8 +29,7 @@ from fsdp_optim.verbs.save import (
     Job,
     abandoned_on_failure,
     begin,
-    decode_rows,
-    encode_rows,
+    encode_note,
     finish,
     log_saved,
     write_extras,
@@ -100,7 +99,7 @@ def _write(job: Job, snapshot: Snapshot) -> Saved:
         if job.options.durable:
             writer.sync()
         write_file(
-            job.folder / f"{_DONE}{job.callers.rank}.part", encode_rows(writer.rows), durable=job.options.durable
+            job.folder / f"{_DONE}{job.callers.rank}.part", encode_note(job, writer), durable=job.options.durable
         )
         os.rename(job.folder / f"{_DONE}{job.callers.rank}.part", job.folder / f"{_DONE}{job.callers.rank}")
     except BaseException as error:
@@ -142,10 +141,10 @@ def _lead(job: Job) -> None:
             if waiting:
                 time.sleep(_LOOK_EVERY)
         notes = [job.folder / f"{_DONE}{rank}" for rank in job.callers.ranks]
-        tables = [decode_rows(job.files, note.read_bytes()) for note in notes]
+        contents = [note.read_bytes() for note in notes]
         for note in notes:
             note.unlink()
-        finish(job, tables)
+        finish(job, contents)
     except BaseException as error:
         _give_up(job, error)
         raise

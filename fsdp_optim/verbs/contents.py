@@ -100,7 +100,9 @@ def read_weights(reader: ModelReader, callers: Callers, options: Options, call: 
         param = picture.params[fqn]
         dtypes = param.summary.dtypes if param.summary is not None else {}
         placement = param.placement
-        if fqn in buffers:  # nobody keeps replicas of these equal: as with state_dict(), the lowest rank's counts
+        if (
+            fqn in buffers and placement.num_shards == 1
+        ):  # nobody keeps replicas of these equal: as with state_dict(), the lowest rank's counts
             placement = Whole(placement.shape, (placement.ranks[0],))
         tensors += [Tensor(fqn, fqn, name, dtype, placement, is_state=False) for name, dtype in dtypes.items()]
     return Half(local, picture, _aligned(tensors))

@@ -240,7 +240,7 @@ class Writer:
         files = {move.file.name: move.file for move, _ in parts}
         for name, its in extents.items():
             file, path = files[name], self._folder / name
-            section = DataSection(self._fd(path), path, file.offset, file.header.tensor_at)
+            section = DataSection(self._fd(path), path, file.offset, file.header.tensors_in)
             self.rows[name] += write_extents(section, its, file.segment_nbytes if self._checksums else 0)
             self.nbytes += sum(len(extent.memory) for extent in its)
 

@@ -17,7 +17,6 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
-from fsdp_optim.formats.extras import read_extra
 from fsdp_optim.formats.folder import existing
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
@@ -118,9 +117,10 @@ def restore(
         if optim is not None and made is not None:
             load_shard(optim, made, options.keep)
         weights.install()
+        reader.reshard()
         agree(callers, b"installed")
         if options.check == "bitwise":
-            _check_bitwise(reader, optim, callers, checkpoint, weights, state, options.call)
+            _check_bitwise(reader, optim, callers, checkpoint.folder, weights, state, options.call)
     return _summarized(restored, checkpoint, weights, state, nbytes, callers, len(wanted))
 
 
@@ -133,9 +133,9 @@ def _summarized(
     callers: Callers,
     num_tensors: int,
 ) -> Restored:
-    absent = tuple(state.absent) if state is not None else ()
-    restored.missing = (*weights.missing, *(state.fit.missing if state is not None else ()))
-    restored.left_out = (*weights.extra, *(state.fit.extra if state is not None else ()))
+    absent = state.absent if state is not None else ()
+    restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
+    restored.left_out = _each_once(weights.extra, state.fit.extra if state is not None else ())
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.marker.said.get("world_size", 0))
     if callers.rank == callers.ranks[0]:
         log.info(
@@ -150,6 +150,10 @@ def _summarized(
     return restored
 
 
+def _each_once(*names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for some in names for name in some))
+
+
 def _check_same_checkpoint(callers: Callers, checkpoint: Checkpoint) -> None:
     if not agree(callers, checkpoint.marker.encoded()):
         raise CheckpointError(
@@ -159,22 +163,18 @@ def _check_same_checkpoint(callers: Callers, checkpoint: Checkpoint) -> None:
 
 def _extras(checkpoint: Checkpoint, position: int, options: LoadOptions) -> Restored:
     def read(name: str) -> Any:
-        return read_extra(checkpoint.folder, name, verify=options.verify, allow_pickle=options.allow_pickle)
+        return checkpoint.extra(name, verify=options.verify, allow_pickle=options.allow_pickle)
 
-    extra = read("extra/common.safetensors") if checkpoint.marker.said.get("extra") else None
+    common, mine, first = (f"extra/{name}.safetensors" for name in ("common", f"rank-{position:05}", "rank-00000"))
+    names = checkpoint.marker.files
+    extra = read(common) if common in names else None
     restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
-    mine, first = (f"extra/rank-{number:05}.safetensors" for number in (position, 0))
-    if (checkpoint.folder / mine).exists() or position < _num_rank_extras(checkpoint):
+    if mine in names:
         restored.per_rank = read(mine)
-    elif (checkpoint.folder / first).exists():
+    elif first in names:
         log.info("rank %d had no per_rank_extra when it was saved: it gets rank 0's", position)
         restored.per_rank = read(first)
     return restored
-
-
-def _num_rank_extras(checkpoint: Checkpoint) -> int:
-    number = checkpoint.marker.said.get("rank_extras", 0)
-    return number if isinstance(number, int) else 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,6 @@ class _State:
     fit: Fit
     plan: Wanted
     flats: Mapping[int, Mapping[str, torch.Tensor]]
-    absent: tuple[str, ...]
 
     @classmethod
     def meet(
@@ -304,8 +303,7 @@ class _State:
         summaries = summarize(full, shapes)
         plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing) for p, summary in plan.given}
-        absent = tuple(fqn for fqn in picture.params if fqn not in full.state)
-        return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats, absent)
+        return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats)
 
     def wanted(self) -> Iterator[WantedTensor]:
         for fqn, param in self.picture.params.items():
@@ -314,6 +312,11 @@ class _State:
                     mine = self.local.by_fqn.get(fqn)
                     flat = self.flats.get(mine.local_id, {}).get(name) if mine is not None else None
                     yield WantedTensor(fqn, name, self.optim[self.keys[fqn, name]], param.placement, flat)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The optimizer's parameters that have no state in the checkpoint."""
+        return tuple(fqn for fqn in self.picture.params if fqn not in self.full.state)
 
     def dict_of(self) -> Shard | list[Shard]:
         return self.plan.dict_of(self.flats, self.full.groups, self.full.extra)
@@ -327,12 +330,8 @@ def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, An
     if said["optim"] is not None:
         found = Decoder(where, (), allow_pickle=options.allow_pickle, records=RECORDS).decode(said["optim"])
     else:
-        found = read_extra(
-            checkpoint.folder,
-            "extra/optim.safetensors",
-            verify=options.verify,
-            allow_pickle=options.allow_pickle,
-            records=RECORDS,
+        found = checkpoint.extra(
+            "extra/optim.safetensors", verify=options.verify, allow_pickle=options.allow_pickle, records=RECORDS
         )
     if not isinstance(found, dict) or not {"groups", "extra", "params"} <= set(found):
         raise CheckpointError(f"{where} is not written as it should be")
@@ -377,14 +376,18 @@ def _check_bitwise(
     reader: ModelReader,
     optim: Optimizers | None,
     callers: Callers,
-    checkpoint: Checkpoint,
+    folder: Path,
     weights: _Weights,
     state: _State | None,
     options: Options,
 ) -> None:
-    """Read everything once more and compare it with what the live model and optimizer hold; all ranks hear of a difference."""
+    """Read everything once more, by its checksums, and compare it with what the live model and optimizer hold.
+
+    All ranks hear of a difference.
+    """
     failure = Failure()
     pairs: list[tuple[WantedTensor, torch.Tensor | None]] = []
+    checkpoint = Checkpoint.open(folder, verify=True)
     try:
         live = weights_of(reader, callers.ranks, options)
         pairs = [(one, _live_flat(live, one)) for one in weights.wanted()]

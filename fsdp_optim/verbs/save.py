@@ -20,10 +20,10 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hex_of, join_tables
 from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extents import Row
-from fsdp_optim.formats.extras import encode_extra
+from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.folder import Staging, keep_newest
-from fsdp_optim.formats.marker import NAME, FileInfo, Marker
+from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import Told, agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
@@ -34,6 +34,8 @@ from fsdp_optim.verbs.filing import File, Flat, Move, Writer, cut_into_files, mo
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
+
+_WORD = "<u8"
 
 log = logging.getLogger("fsdp_optim")
 
@@ -85,7 +87,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | Non
         error: Exception | None = None
         if job.leads:
             try:
-                finish(job, [decode_rows(job.files, told.by(rank)) for rank in job.callers.ranks])
+                finish(job, [told.by(rank) for rank in job.callers.ranks])
             except Exception as reason:
                 error = reason
         agree(job.callers, b"committed", error)
@@ -116,7 +118,7 @@ def _write(job: Job, writer: Writer) -> Told:
         failure.note(error)
     finally:
         writer.close()
-    return tell(job.callers, encode_rows(writer.rows), b"", failure.error, fatal=failure.fatal)
+    return tell(job.callers, encode_note(job, writer), b"", failure.error, fatal=failure.fatal)
 
 
 def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Job:
@@ -246,17 +248,22 @@ def write_extras(job: Job) -> None:
         write_file(job.folder / name, data, durable=job.options.durable)
 
 
-def finish(job: Job, tables: Sequence[Mapping[str, list[Row]]]) -> None:
-    """On the leader, when all ranks have written: checksums, index, marker, and the folder's name."""
+def finish(job: Job, notes: Sequence[bytes]) -> None:
+    """On the leader, when all ranks have written and left a note of it: checksums, index, marker, and the folder's name."""
     if job.staging is None:
         raise CheckpointError("only the rank that made the folder finishes it")
-    infos = {}
+    infos: dict[str, FileInfo] = {}
+    tables = []
+    for note in notes:
+        extras, table = decode_note(job.files, note)
+        infos.update(extras)
+        tables.append(table)
     for file in job.files:
         sums = None
         if job.options.checksums:
-            table = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes).encoded()
-            write_file(job.folder / f"{file.name}.sums", table, durable=job.options.durable)
-            sums = hex_of(table)
+            joined = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes).encoded()
+            write_file(job.folder / f"{file.name}.sums", joined, durable=job.options.durable)
+            sums = hex_of(joined)
         infos[file.name] = FileInfo(file.nbytes, hex_of(file.header.encoded()), sums)
     for stem in ("model", "optim"):
         _write_index(job, stem)
@@ -299,8 +306,6 @@ def _said(
         },
         "optim": optim,
         "has_optim": state is not None,
-        "extra": options.extra is not None,
-        "rank_extras": len(callers.ranks) if options.per_rank_extra is not None else 0,
     }
 
 
@@ -329,21 +334,25 @@ def _optim_said(state: Half) -> dict[str, Any]:
     return {"groups": groups, "extra": dict(state.local.optim.extra), "params": params}
 
 
-def encode_rows(rows: Mapping[str, Sequence[Row]]) -> bytes:
-    """The segments that a rank wrote, of each file in order, as bytes."""
-    listed = [numpy.array(its, dtype="<u8").reshape(-1, 3) for its in rows.values()]
-    return b"".join([numpy.array([len(its)], dtype="<u8").tobytes() + its.tobytes() for its in listed])
+def encode_note(job: Job, writer: Writer) -> bytes:
+    """What a rank says when it has written its part: its extra files, and its segments of each file in order."""
+    extras = json.dumps({name: info_of(data).said() for name, data in job.extras.items()}).encode()
+    listed = [numpy.array(its, dtype=_WORD).reshape(-1, 3) for its in writer.rows.values()]
+    rows = b"".join([numpy.array([len(its)], dtype=_WORD).tobytes() + its.tobytes() for its in listed])
+    return len(extras).to_bytes(8, "little") + extras + rows
 
 
-def decode_rows(files: Sequence[File], encoded: bytes) -> dict[str, list[Row]]:
-    """The inverse of `encode_rows`."""
-    numbers, at, found = numpy.frombuffer(encoded, dtype="<u8"), 0, {}
+def decode_note(files: Sequence[File], note: bytes) -> tuple[dict[str, FileInfo], dict[str, list[Row]]]:
+    """The inverse of `encode_note`."""
+    length = int.from_bytes(note[:8], "little")
+    extras = {name: file_info(said) for name, said in json.loads(note[8 : 8 + length]).items()}
+    numbers, at, found = numpy.frombuffer(note[8 + length :], dtype=_WORD), 0, {}
     for file in files:
         num = int(numbers[at])
         rows = numbers[at + 1 : at + 1 + 3 * num].reshape(-1, 3).tolist()
         found[file.name] = [(start, end, digest) for start, end, digest in rows]
         at += 1 + 3 * num
-    return found
+    return extras, found
 
 
 @contextmanager
