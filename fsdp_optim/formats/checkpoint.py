@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import read_extra
 from fsdp_optim.formats.files import check_name, read_into, read_whole, reading
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
+from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo, Marker, read_marker
 
 
@@ -51,7 +51,7 @@ class Checkpoint:
         marker = read_marker(folder)
         found: dict[str, dict[str, Stored]] = {"model": {}, "optim": {}}
         for name, info in marker.files.items():
-            if name.startswith("extra/"):
+            if name.startswith("extra/") or name.endswith(".json"):
                 continue
             stem = name.split("-")[0].split(".")[0]
             if stem not in found:
@@ -64,7 +64,7 @@ class Checkpoint:
                     raise CheckpointError(f"{folder / name}: {entry.key} is in another file too")
                 found[stem][entry.key] = Stored(file, entry)
         for stem, tensors in found.items():
-            _check_index(folder, stem, marker, tensors)
+            _check_index(folder, stem, marker, tensors, verify=verify)
         return cls(folder, marker, found["model"], found["optim"])
 
     def extra(self, name: str, *, verify: bool, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
@@ -109,18 +109,22 @@ def _open_file(folder: Path, name: str, info: FileInfo, *, verify: bool) -> Stor
     return StoredFile(name, header, offset, sums)
 
 
-def _check_index(folder: Path, stem: str, marker: Marker, tensors: Mapping[str, Stored]) -> None:
+def _check_index(folder: Path, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:
     """Where a half is split, other tools read its index: it has to say what the files say."""
     if not any(name.startswith(f"{stem}-") for name in marker.files):
         return
     name = f"{stem}.safetensors.index.json"
     path = folder / name
+    text = read_whole(folder, name)
+    info = marker.files.get(name)
+    if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
+        raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
     try:
-        weight_map = json.loads(read_whole(folder, name).decode())["weight_map"]
+        weight_map = parse_json(str(path), text)["weight_map"]
         said = {key: check_name(str(path), file) for key, file in weight_map.items()}
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not readable: {type(error).__name__}: {error}") from error
     for key in {**said, **tensors}:
         stored = tensors.get(key)

@@ -14,6 +14,7 @@ from fsdp_optim.formats.checksums import hash_of, hex_of
 from fsdp_optim.formats.codec import Decoder, Encoder
 from fsdp_optim.formats.files import read_whole
 from fsdp_optim.formats.header import DTYPES, Header, length_of_header, parse_header
+from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo
 
 
@@ -63,9 +64,6 @@ def read_extra(
         tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
     if set(tensors) != {str(index) for index in range(len(tensors))}:
         raise CheckpointError(f"{path}: its tensors are not numbered from 0")
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its values are not readable: {error}") from error
+    said = parse_json(f"{path}: its values", text.encode())
     ordered = [tensors[str(index)] for index in range(len(tensors))]
     return Decoder(str(path), ordered, allow_pickle=allow_pickle, records=records).decode(said)

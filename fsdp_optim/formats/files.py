@@ -29,7 +29,7 @@ def reading(folder: Path, name: str) -> Iterator[int]:
     try:
         if path.parent != folder and path.parent.is_symlink():
             raise CheckpointError(f"{path.parent}: is a symbolic link; a checkpoint has none")
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from error
     except OSError as error:

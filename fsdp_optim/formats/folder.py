@@ -48,6 +48,7 @@ class Staging:
             folder.mkdir()
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             raise _failed(folder, "cannot be made", error) from error
         with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +70,8 @@ class Staging:
                 sync_folder(self.path.parent)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
-                old.rename(self.path)
+                with contextlib.suppress(OSError):  # else readers and the next save find it under its other name
+                    old.rename(self.path)
             raise _failed(self.path, "cannot be put in place", error) from error
         finally:
             self._unlock()

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.json_text import parse_json
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes; where the data section begins
@@ -124,10 +125,7 @@ def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
 
 def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
     """Read a header. Raises CheckpointError for anything but tensors that fill the data section without holes."""
-    try:
-        said = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name}: its header is not readable: {error or type(error).__name__}") from error
+    said = parse_json(f"{name}: its header", text)
     if not isinstance(said, dict):
         raise CheckpointError(f"{name}: its header is a {type(said).__name__}, not an object")
     metadata = said.pop(_METADATA, {})
@@ -164,11 +162,3 @@ def _entry(name: str, key: str, said: Any) -> Entry:
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is in it twice")
-    return found

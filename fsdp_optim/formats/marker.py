@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.files import check_name, read_whole
+from fsdp_optim.formats.json_text import parse_json
 
 NAME = "fsdp_optim.json"
 FORMAT, VERSION = "fsdp_optim", 1
@@ -60,7 +61,7 @@ def read_marker(folder: Path) -> Marker:
         )
     path = folder / NAME
     try:
-        outer = json.loads(read_whole(folder, NAME).decode())
+        outer = parse_json(str(path), read_whole(folder, NAME))
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:
             raise CheckpointError(f"{path}: has the format {said['format']!r}, not {FORMAT!r}")
@@ -73,7 +74,7 @@ def read_marker(folder: Path) -> Marker:
         files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not readable: {type(error).__name__}: {error}") from error
     return Marker(said, files)
 

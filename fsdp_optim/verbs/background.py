@@ -7,15 +7,15 @@ folder finishes it when all are done, and leaves a note where that failed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from fsdp_optim.errors import CheckpointError, FsdpOptimError, RankTimeoutError
+from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.marker import read_marker
 from fsdp_optim.memory import empty
@@ -36,7 +36,8 @@ from fsdp_optim.verbs.save import (
 )
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
 
-_DONE, _FAILED = "done-", "failed-"
+_DONE, _FAILED, _SEEN, _VERDICT = "done-", "failed-", "seen-", "verdict"
+_ROOM = 2048  # bytes, for why a rank failed
 _LOOK_EVERY = 0.02  # seconds
 _FAREWELL = 10.0  # seconds for the others to see a failure, before the folder goes
 
@@ -90,23 +91,19 @@ def _copied(parts: Snapshot) -> Snapshot:
 
 
 def _write(job: Job, snapshot: Snapshot) -> Saved:
-    """In the background: write this rank's part, then wait for the others through the folder."""
+    """In the background: write this rank's part, then hear through the folder how it ended."""
     writer = job.writer()
     try:
+        _reserve_notes(job)
         write_extras(job)
         writer.write(snapshot)
         snapshot.clear()
         if job.options.durable:
             writer.sync()
-        write_file(
-            job.folder / f"{_DONE}{job.callers.rank}.part", encode_note(job, writer), durable=job.options.durable
-        )
-        os.rename(job.folder / f"{_DONE}{job.callers.rank}.part", job.folder / f"{_DONE}{job.callers.rank}")
-    except BaseException as error:
-        _leave_note(job, error)
-        if job.leads:
-            _give_up(job, error)
-        raise
+        _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))
+    except Exception as error:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        _leave_reason(job, f"{_FAILED}{job.callers.rank}", text)
     finally:
         writer.close()
     if job.leads:
@@ -117,72 +114,91 @@ def _write(job: Job, snapshot: Snapshot) -> Saved:
     return job.saved(writer.nbytes)
 
 
-def _leave_note(job: Job, error: BaseException) -> None:
-    text = json.dumps([job.callers.rank, type(error).__name__, str(error)]).encode()
+def _reserve_notes(job: Job) -> None:
+    """Make room for what this rank may have to say when the disk is full."""
+    for name in (f"{_FAILED}{job.callers.rank}", *([_VERDICT] if job.leads else [])):
+        _overwrite(job.folder / f"{name}.part", "")
+
+
+def _leave_reason(job: Job, name: str, text: str) -> None:
+    """Tell why, in the room that was reserved for it."""
     with contextlib.suppress(OSError):
-        (job.folder / f"{_FAILED}{job.callers.rank}.part").write_bytes(text)
-        os.rename(job.folder / f"{_FAILED}{job.callers.rank}.part", job.folder / f"{_FAILED}{job.callers.rank}")
+        _overwrite(job.folder / f"{name}.part", text)
+    with contextlib.suppress(OSError):
+        os.rename(job.folder / f"{name}.part", job.folder / name)
+
+
+def _overwrite(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file:
+        file.write(text.encode()[:_ROOM].ljust(_ROOM))  # in place: a full disk has room for it
+
+
+def _leave_note(job: Job, name: str, content: bytes) -> None:
+    """A file of the folder that is there whole or not at all."""
+    write_file(job.folder / f"{name}.part", content, durable=False)
+    os.rename(job.folder / f"{name}.part", job.folder / name)
 
 
 def _lead(job: Job) -> None:
-    """Wait for all ranks, and finish the checkpoint."""
+    """Wait for all ranks, and finish the checkpoint; or tell all of them why not."""
     try:
-        waiting = set(job.callers.ranks)
-        deadline = time.monotonic() + job.callers.timeout
-        while waiting:
-            failed = _failure_of(job)
-            if failed is not None:
-                raise failed
-            waiting = {rank for rank in waiting if not (job.folder / f"{_DONE}{rank}").exists()}
-            if waiting and time.monotonic() > deadline:
-                raise RankTimeoutError(
-                    f"{job.path}: rank {min(waiting)} did not finish its part within {job.callers.timeout:g} s"
-                )
-            if waiting:
-                time.sleep(_LOOK_EVERY)
-        notes = [job.folder / f"{_DONE}{rank}" for rank in job.callers.ranks]
-        contents = [note.read_bytes() for note in notes]
-        for note in notes:
-            note.unlink()
-        finish(job, contents)
-    except BaseException as error:
-        _give_up(job, error)
-        raise
+        finish(job, _notes(job))
+    except Exception as error:
+        ours = isinstance(error, (CheckpointError, RankTimeoutError))
+        text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
+        _leave_reason(job, _VERDICT, text)
+        deadline = time.monotonic() + _FAREWELL
+        others = set(job.callers.ranks[1:])
+        while others and time.monotonic() < deadline and job.folder.exists():
+            others = {rank for rank in others if not (job.folder / f"{_SEEN}{rank}").exists()}
+            time.sleep(_LOOK_EVERY)
+        if job.staging is not None:
+            job.staging.abandon()
+        raise CheckpointError(text) from error
 
 
-def _give_up(job: Job, error: BaseException) -> None:
-    """Tell the other ranks; when they have seen it, or had the time, remove the folder."""
-    _leave_note(job, error)
-    deadline = time.monotonic() + _FAREWELL
-    while time.monotonic() < deadline and job.folder.exists():
-        if all((job.folder / f"{_FAILED}{rank}").exists() for rank in job.callers.ranks):
-            break
-        time.sleep(_LOOK_EVERY)
-    if job.staging is not None:
-        job.staging.abandon()
-
-
-def _failure_of(job: Job) -> FsdpOptimError | None:
-    for rank in job.callers.ranks:
-        note = job.folder / f"{_FAILED}{rank}"
-        if note.exists():
-            who, kind, text = json.loads(note.read_bytes())
-            return CheckpointError(f"rank {who}: {text if kind == 'CheckpointError' else f'{kind}: {text}'}")
-    return None
+def _notes(job: Job) -> list[bytes]:
+    """What all ranks say when they are done. Raises CheckpointError with the reasons of those that failed."""
+    waiting = set(job.callers.ranks)
+    deadline = time.monotonic() + job.callers.timeout
+    while waiting:
+        if not job.folder.exists():
+            raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")
+        failed = [rank for rank in job.callers.ranks if (job.folder / f"{_FAILED}{rank}").exists()]
+        if failed:
+            reasons = [(rank, (job.folder / f"{_FAILED}{rank}").read_text().strip()) for rank in failed]
+            raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in reasons))
+        waiting = {rank for rank in waiting if not (job.folder / f"{_DONE}{rank}").exists()}
+        if waiting and time.monotonic() > deadline:
+            raise RankTimeoutError(
+                f"{job.path}: rank {min(waiting)} did not finish its part within {job.callers.timeout:g} s"
+            )
+        if waiting:
+            time.sleep(_LOOK_EVERY)
+    paths = [job.folder / f"{_DONE}{rank}" for rank in job.callers.ranks]
+    contents = [path.read_bytes() for path in paths]
+    for path in (*paths, *job.folder.glob(f"{_FAILED}*.part"), job.folder / f"{_VERDICT}.part"):
+        path.unlink(missing_ok=True)
+    return contents
 
 
 def _follow(job: Job) -> None:
-    """Wait until the rank that made the folder has given it its name, or a rank has failed."""
-    deadline = time.monotonic() + job.callers.timeout
+    """Wait until the rank that made the folder has given it its name, or says why not."""
+    deadline = time.monotonic() + job.callers.timeout + _FAREWELL
     while job.folder.exists():
-        failed = _failure_of(job)
-        if failed is not None:
-            _leave_note(job, failed)  # seen
-            raise failed
+        with contextlib.suppress(FileNotFoundError):
+            text = (job.folder / _VERDICT).read_text().strip()
+            with contextlib.suppress(OSError):
+                (job.folder / f"{_SEEN}{job.callers.rank}").touch()
+            raise CheckpointError(text)
         if time.monotonic() > deadline:
             raise RankTimeoutError(
                 f"{job.path}: rank {job.callers.ranks[0]} did not finish it within {job.callers.timeout:g} s"
             )
         time.sleep(_LOOK_EVERY)
-    if read_marker(job.path).said.get("token") != job.folder.name:
-        raise CheckpointError(f"{job.path}: {job.folder} went away before it was finished")
+    try:
+        token = read_marker(job.path).said.get("token")
+    except CheckpointError:
+        token = None
+    if token != job.folder.name:
+        raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")

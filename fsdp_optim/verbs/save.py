@@ -175,10 +175,13 @@ def _strategy(folder: Path, options: SaveOptions) -> str:
     if options.strategy != "auto":
         return options.strategy
     probe = folder / "probe"
-    with probe.open("wb") as file:
-        file.truncate(1 << 20)
-        blocks = os.fstat(file.fileno()).st_blocks
-    probe.unlink()
+    try:
+        with probe.open("wb") as file:
+            file.truncate(1 << 20)
+            blocks = os.fstat(file.fileno()).st_blocks
+        probe.unlink()
+    except OSError:  # what is wrong will be said where it is in the way
+        return "in_place"
     return "per_rank_files" if blocks * 512 >= 1 << 20 else "in_place"
 
 
@@ -239,7 +242,8 @@ def _make_files(folder: Path, files: Sequence[File]) -> None:
             write_file(folder / file.name, file.header.encoded(), durable=False)
             os.truncate(folder / file.name, file.nbytes)
     except OSError as error:
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {error}") from error
+        reason = error.strerror or error
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {reason}") from error
 
 
 def write_extras(job: Job) -> None:
@@ -266,7 +270,7 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
             sums = hex_of(joined)
         infos[file.name] = FileInfo(file.nbytes, hex_of(file.header.encoded()), sums)
     for stem in ("model", "optim"):
-        _write_index(job, stem)
+        infos.update(_write_index(job, stem))
     said = {**job.said, "created_ns": time.time_ns(), "token": job.folder.name}
     write_file(job.folder / NAME, Marker.of(said, infos).encoded(), durable=job.options.durable)
     job.staging.commit(durable=job.options.durable)
@@ -274,15 +278,19 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
         keep_newest(job.path, job.options.keep_last)
 
 
-def _write_index(job: Job, stem: str) -> None:
+def _write_index(job: Job, stem: str) -> dict[str, FileInfo]:
+    """Which file of a split half has which tensor, as Hugging Face writes it."""
     files = [file for file in job.files if file.name.startswith(f"{stem}-")]
-    if files:
-        said = {
-            "metadata": {"total_size": sum(file.header.data_nbytes for file in files)},
-            "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
-        }
-        text = json.dumps(said, indent=2).encode() + b"\n"
-        write_file(job.folder / f"{stem}.safetensors.index.json", text, durable=job.options.durable)
+    if not files:
+        return {}
+    name = f"{stem}.safetensors.index.json"
+    said = {
+        "metadata": {"total_size": sum(file.header.data_nbytes for file in files)},
+        "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
+    }
+    text = json.dumps(said, indent=2).encode() + b"\n"
+    write_file(job.folder / name, text, durable=job.options.durable)
+    return {name: FileInfo(len(text), hex_of(text), None)}
 
 
 def _said(
