@@ -18,7 +18,10 @@ import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import is_plain
+
+_LONGEST_RANGE = 1 << 24  # more is not a value, but an attempt to fill the memory
 
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
@@ -104,42 +107,48 @@ class Decoder:
 
     def decode(self, said: Any) -> Any:
         """The value. Raises CheckpointError for JSON that no Encoder writes."""
+        with distrusted(self._where):
+            return self._decode(said)
+
+    def _decode(self, said: Any) -> Any:
         if isinstance(said, list):
-            return [self.decode(item) for item in said]
+            return [self._decode(item) for item in said]
         if not isinstance(said, dict):
             return said
-        tags = [key for key in said if key.startswith("$")]
-        if not tags:
-            return {key: self.decode(item) for key, item in said.items()}
-        try:
-            (tag,) = said
-            return self._tagged(tag, said[tag])
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{self._where}: {tags[0]} is not written as it should be: {error}") from error
+        if not any(key.startswith("$") for key in said):
+            return {key: self._decode(item) for key, item in said.items()}
+        (tag,) = said
+        return self._tagged(tag, said[tag])
 
     def _tagged(self, tag: str, said: Any) -> Any:
         makers: Mapping[str, Callable[[Any], Any]] = {
             "$float": float,
-            "$tuple": lambda items: tuple(self.decode(items)),
-            "$set": lambda items: set(self.decode(items)),
-            "$frozenset": lambda items: frozenset(self.decode(items)),
-            "$size": lambda items: torch.Size(self.decode(items)),
+            "$tuple": lambda items: tuple(self._decode(items)),
+            "$set": lambda items: set(self._decode(items)),
+            "$frozenset": lambda items: frozenset(self._decode(items)),
+            "$size": lambda items: torch.Size(self._decode(items)),
             "$tensor": lambda index: self._tensors[index].clone(),
             "$ndarray": lambda index: self._tensors[index].clone().numpy(),
             "$numpy": lambda index: self._tensors[index].numpy()[()],
             "$bytes": lambda text: base64.b64decode(text, validate=True),
             "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-            "$complex": lambda parts: complex(*self.decode(parts)),
-            "$range": lambda numbers: range(*numbers),
+            "$complex": lambda parts: complex(*self._decode(parts)),
+            "$range": self._range,
             "$dtype": self._dtype,
             "$device": torch.device,
             "$record": self._record,
             "$pickle": self._pickle,
         }
         if tag in _DICTS:
-            pairs = [(self.decode(key), self.decode(value)) for key, value in said]
+            pairs = [(self._decode(key), self._decode(value)) for key, value in said]
             return _DICTS[tag](dict(pairs) if tag == "$counter" else pairs)
         return makers[tag](said)
+
+    def _range(self, numbers: list[int]) -> range:
+        made = range(*numbers)
+        if len(made) > _LONGEST_RANGE:
+            raise ValueError(f"a range of {len(made)} numbers")
+        return made
 
     def _dtype(self, name: str) -> torch.dtype:
         dtype = getattr(torch, name)
@@ -149,7 +158,7 @@ class Decoder:
 
     def _record(self, said: Any) -> Any:
         name, fields = said
-        return self._records[name](**{key: self.decode(value) for key, value in fields.items()})
+        return self._records[name](**{key: self._decode(value) for key, value in fields.items()})
 
     def _pickle(self, text: str) -> Any:
         if not self._allow_pickle:

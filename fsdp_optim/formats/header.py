@@ -19,6 +19,7 @@ from fsdp_optim.formats.json_text import parse_json
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes; where the data section begins
 _MOST_NBYTES = 100_000_000  # of a header; safetensors' own limit
+_MOST_DIMENSIONS = 64  # of a tensor, as torch has it
 _MOST_NAMED = 8  # tensors in an error
 _METADATA = "__metadata__"
 
@@ -147,10 +148,10 @@ def _entry(name: str, key: str, said: Any) -> Entry:
     if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{name}: {key} has to have dtype, shape and data_offsets")
     code, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which is not known here")
     if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{name}: {key} has shape {shape!r} and offsets {offsets!r}, which are not sizes")
+        raise CheckpointError(f"{name}: {key} has a shape or data_offsets that are not sizes: {str(said)[:200]}")
     start, stop = offsets
     if stop - start != prod(shape) * DTYPES[code][1]:
         raise CheckpointError(
@@ -161,4 +162,8 @@ def _entry(name: str, key: str, said: Any) -> Entry:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= _MOST_DIMENSIONS
+        and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    )

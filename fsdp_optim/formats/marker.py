@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hex_of
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.files import check_name, read_whole
 from fsdp_optim.formats.json_text import parse_json
 
@@ -60,23 +61,36 @@ def read_marker(folder: Path) -> Marker:
             f"{folder}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
         )
     path = folder / NAME
-    try:
-        outer = parse_json(str(path), read_whole(folder, NAME))
+    outer = parse_json(str(path), read_whole(folder, NAME))
+    with distrusted(str(path)):
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:
             raise CheckpointError(f"{path}: has the format {said['format']!r}, not {FORMAT!r}")
-        if type(said["version"]) is not int or said["version"] > VERSION:
+        if type(said["version"]) is not int or not 1 <= said["version"] <= VERSION:
             raise CheckpointError(
                 f"{path}: has the schema version {said['version']!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
             )
         if hex_of(_canonical(said)) != checksum:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
         files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
-    except CheckpointError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not readable: {type(error).__name__}: {error}") from error
-    return Marker(said, files)
+        _check_said(said, files)
+        return Marker(said, files)
+
+
+def _check_said(said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> None:
+    """That everything has the type that readers expect. Raises ValueError, or what a wrong type causes."""
+    world_size, model = said["world_size"], said["model"]
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}")
+    if type(said["created_ns"]) is not int or type(said["has_optim"]) is not bool:
+        raise ValueError("created_ns or has_optim is of another type")
+    beyond = [name for name in files if name.startswith("extra/rank-") and int(name[11:16]) >= world_size]
+    if beyond:
+        raise ValueError(f"{beyond[0]} is of a rank beyond the {world_size} that saved it")
+    words = [word for pair in model["aliases"].items() for word in pair]
+    shapes = [param["shape"] for param in model["params"].values()]
+    if not all(isinstance(word, str) for word in words) or not all(isinstance(shape, list) for shape in shapes):
+        raise ValueError("the model's names and shapes are of other types")
 
 
 def file_info(said: Mapping[str, Any]) -> FileInfo:

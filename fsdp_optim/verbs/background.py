@@ -53,6 +53,7 @@ def async_save(
         failure = Failure()
         snapshot: Snapshot = []
         try:
+            _reserve_notes(job)
             snapshot = _copied(
                 [(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)]
             )
@@ -93,8 +94,8 @@ def _copied(parts: Snapshot) -> Snapshot:
 def _write(job: Job, snapshot: Snapshot) -> Saved:
     """In the background: write this rank's part, then hear through the folder how it ended."""
     writer = job.writer()
+    failed: str | None = None
     try:
-        _reserve_notes(job)
         write_extras(job)
         writer.write(snapshot)
         snapshot.clear()
@@ -102,12 +103,12 @@ def _write(job: Job, snapshot: Snapshot) -> Saved:
             writer.sync()
         _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))
     except Exception as error:
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        _leave_reason(job, f"{_FAILED}{job.callers.rank}", text)
+        failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        _leave_reason(job, f"{_FAILED}{job.callers.rank}", failed)
     finally:
         writer.close()
     if job.leads:
-        _lead(job)
+        _lead(job, failed)
     else:
         _follow(job)
     log_saved(job)
@@ -116,8 +117,11 @@ def _write(job: Job, snapshot: Snapshot) -> Saved:
 
 def _reserve_notes(job: Job) -> None:
     """Make room for what this rank may have to say when the disk is full."""
-    for name in (f"{_FAILED}{job.callers.rank}", *([_VERDICT] if job.leads else [])):
-        _overwrite(job.folder / f"{name}.part", "")
+    try:
+        for name in (f"{_FAILED}{job.callers.rank}", *([_VERDICT] if job.leads else [])):
+            _overwrite(job.folder / f"{name}.part", "")
+    except OSError as error:
+        raise CheckpointError(f"{job.folder}: cannot be written: {error.strerror or error}") from error
 
 
 def _leave_reason(job: Job, name: str, text: str) -> None:
@@ -139,9 +143,11 @@ def _leave_note(job: Job, name: str, content: bytes) -> None:
     os.rename(job.folder / f"{name}.part", job.folder / name)
 
 
-def _lead(job: Job) -> None:
-    """Wait for all ranks, and finish the checkpoint; or tell all of them why not."""
+def _lead(job: Job, failed: str | None) -> None:
+    """Wait for all ranks, and finish the checkpoint; or tell all of them why not. `failed`: why this rank did."""
     try:
+        if failed is not None:
+            raise CheckpointError(f"rank {job.callers.rank}: {failed}")
         finish(job, _notes(job))
     except Exception as error:
         ours = isinstance(error, (CheckpointError, RankTimeoutError))

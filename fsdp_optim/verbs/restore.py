@@ -17,6 +17,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.folder import existing
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
@@ -293,9 +294,9 @@ class _State:
         groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
         units = tuple(live.fqns for live in picture.live)
         names = Names(groups, local.view.aliases, local.view.unit_order, units, local.view.wrapper_parts)
-        said = _optim_said(checkpoint, options)
         keys: dict[tuple[str, str], str] = {}
-        full = normalize(_full_dict(checkpoint, said, names, keys), names)
+        with distrusted(f"{checkpoint.folder}: the optimizer"):
+            full = normalize(_full_dict(checkpoint, _optim_said(checkpoint, options), names, keys), names)
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
         fit = check_fits(
             full, names, shapes, live=local.with_state, strict=options.call.strict, regroup=bool(local.optim.parts)
@@ -359,6 +360,8 @@ def _full_dict(
                     )
             elif how in _READ_AT_ONCE:
                 values[name] = constants[what]
+                if how == "scalar tensor" and constants[what].dim():
+                    raise ValueError(f"{what} is a scalar of shape {list(constants[what].shape)}")
             else:
                 values[name] = what
         state[fqn] = values
