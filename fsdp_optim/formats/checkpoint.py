@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import Sums, hex_of
+from fsdp_optim.formats.checksums import Sums, hex_of, most_sums_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import read_extra
@@ -17,6 +17,8 @@ from fsdp_optim.formats.files import check_name, read_into, read_whole, reading
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo, Marker, read_marker
+
+MOST_INDEX_NBYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def _open_file(folder: Path, name: str, info: FileInfo, *, verify: bool) -> Stor
     header = parse_header(str(path), bytes(text), nbytes - offset)
     sums = None
     if verify and info.sums is not None:
-        table = read_whole(folder, f"{name}.sums")
+        table = read_whole(folder, f"{name}.sums", most_nbytes=most_sums_nbytes(nbytes - offset))
         if hex_of(table) != info.sums:
             raise CheckpointError(f"{path}.sums: is not what was saved: its checksum differs")
         sums = Sums.parse(f"{path}.sums", table, nbytes - offset)
@@ -116,7 +118,7 @@ def _check_index(folder: Path, stem: str, marker: Marker, tensors: Mapping[str, 
         return
     name = f"{stem}.safetensors.index.json"
     path = folder / name
-    text = read_whole(folder, name)
+    text = read_whole(folder, name, most_nbytes=MOST_INDEX_NBYTES)
     info = marker.files.get(name)
     if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")

@@ -42,6 +42,11 @@ def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
     return min(max(1 << max(wanted.bit_length() - 1, 0), _FEWEST_NBYTES), _LARGEST_NBYTES)
 
 
+def most_sums_nbytes(data_nbytes: int) -> int:
+    """How long a table can be: no segment is empty."""
+    return len(MAGIC) + _ROW.itemsize * data_nbytes
+
+
 @dataclass(frozen=True)
 class Sums:
     """The table of one file: segment i is bytes [ends[i-1], ends[i]) of the data section."""

@@ -43,12 +43,14 @@ def reading(folder: Path, name: str) -> Iterator[int]:
         os.close(fd)
 
 
-def read_whole(folder: Path, name: str, nbytes: int | None = None) -> bytes:
-    """All of a small file; `nbytes`: what it has to have."""
+def read_whole(folder: Path, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
+    """All of a small file; `nbytes`: what it has to have, `most_nbytes`: what it may have."""
     with reading(folder, name) as fd:
         size = os.fstat(fd).st_size
         if nbytes is not None and size != nbytes:
             raise CheckpointError(f"{folder / name}: has {size} bytes, {nbytes} were saved")
+        if most_nbytes is not None and size > most_nbytes:
+            raise CheckpointError(f"{folder / name}: has {size} bytes, {most_nbytes} at most make sense")
         data = bytearray(size)
         read_into(fd, folder / name, [memoryview(data)], 0)
         return bytes(data)

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import time
@@ -22,8 +23,9 @@ from fsdp_optim.formats.files import sync_folder
 from fsdp_optim.formats.marker import NAME, read_marker
 
 LOCK = "owner.lock"
-_YOUNG = 60.0  # seconds
-_SAVING, _OLD = ".saving-", ".old-"
+_YOUNG = 2.0  # seconds
+_NEW, _SAVING, _OLD = ".new-", ".saving-", ".old-"
+_TOKEN = re.compile("[0-9a-f]{16}")
 
 
 @dataclass
@@ -40,18 +42,31 @@ class Staging:
         """Make the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
         path = Path(os.path.abspath(path))
         _check_free(path, overwrite=overwrite)
-        folder = path.with_name(f"{path.name}{_SAVING}{secrets.token_hex(8)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _restore_old(path)
             _remove_leftovers(path)
-            folder.mkdir()
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            return cls._make(path, overwrite)
         except OSError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise _failed(folder, "cannot be made", error) from error
-        with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            raise _failed(path, "cannot be saved", error) from error
+
+    @classmethod
+    def _make(cls, path: Path, overwrite: bool) -> Staging:
+        """A folder that never has its name without its lock being held."""
+        token = secrets.token_hex(8)
+        new, folder = (path.with_name(f"{path.name}{mark}{token}") for mark in (_NEW, _SAVING))
+        new.mkdir()
+        lock = -1
+        try:
+            lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            new.rename(folder)
+        except BaseException:
+            if lock >= 0:
+                os.close(lock)
+            shutil.rmtree(new, ignore_errors=True)
+            raise
         return cls(path, folder, overwrite, lock)
 
     def commit(self, *, durable: bool) -> None:
@@ -115,29 +130,38 @@ def _failed(path: Path, what: str, error: OSError) -> CheckpointError:
 
 
 def _siblings(path: Path, mark: str) -> Iterator[Path]:
-    prefix = f"{path.name}{mark}"
+    """Folders beside `path` that a save of it has made."""
+    return (folder for folder, base in _aside(path.parent, mark) if base == path)
+
+
+def _aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
+    """Folders that saves have made in a folder, each with the path that it is of."""
     with contextlib.suppress(OSError):
-        for entry in sorted(path.parent.iterdir()):
-            if entry.name.startswith(prefix) and entry.is_dir() and not entry.is_symlink():
-                yield entry
+        for entry in sorted(parent.iterdir()):
+            base, found, token = entry.name.rpartition(mark)
+            if found and base and _TOKEN.fullmatch(token) and entry.is_dir() and not entry.is_symlink():
+                yield entry, parent / base
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what saves that died have left: folders whose lock nobody holds."""
-    for folder in _siblings(path, _SAVING):
-        if not _is_held(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(path):
-        for folder in _siblings(path, _OLD):
+    """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
+    for mark in (_NEW, _SAVING):
+        for folder, _ in _aside(path.parent, mark):
+            if not _is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    for folder, base in _aside(path.parent, _OLD):
+        if os.path.lexists(base) or not (folder / NAME).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether the process that writes a folder lives. One that was made just now may have no lock yet."""
+    """Whether the process that writes a folder lives. A folder that was made just now may have no lock yet."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return folder.exists() and time.time() - folder.stat().st_mtime < _YOUNG
+        with contextlib.suppress(OSError):
+            return _NEW in folder.name and time.time() - folder.stat().st_mtime < _YOUNG
+        return False
     except OSError:
         return True
     try:
@@ -179,13 +203,13 @@ def is_complete(folder: Path) -> bool:
 
 def complete_in(root: Path) -> list[Path]:
     """The complete checkpoints in a folder, the oldest first."""
+    replaced = {folder for folder, base in _aside(root, _OLD) if os.path.lexists(base)}
+    unfinished = {folder for mark in (_NEW, _SAVING) for folder, _ in _aside(root, mark)}
     found = []
     with contextlib.suppress(OSError):
         for folder in root.iterdir():
-            finished = _SAVING not in folder.name and _OLD not in folder.name
-            aside = _OLD in folder.name and not os.path.lexists(folder.with_name(folder.name.split(_OLD)[0]))
-            if (finished or aside) and folder.is_dir() and is_complete(folder):
-                found.append((int(read_marker(folder).said.get("created_ns", 0)), folder.name, folder))
+            if folder not in replaced | unfinished and folder.is_dir() and is_complete(folder):
+                found.append((int(read_marker(folder).said["created_ns"]), folder.name, folder))
     return [folder for *_, folder in sorted(found)]
 
 

@@ -83,6 +83,10 @@ class Header:
         """Lay tensors, given as (key, torch's dtype name, shape), end to end."""
         entries, at = [], 0
         for key, dtype, shape in tensors:
+            if key == _METADATA:
+                raise CheckpointError(
+                    f"{key}: a safetensors file keeps its metadata under this name: rename the parameter"
+                )
             code = code_of(key, dtype)
             stop = at + prod(shape) * DTYPES[code][1]
             entries.append(Entry(key, code, shape, at, stop))

@@ -15,6 +15,7 @@ from fsdp_optim.formats.files import check_name, read_whole
 from fsdp_optim.formats.json_text import parse_json
 
 NAME = "fsdp_optim.json"
+_MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
 FORMAT, VERSION = "fsdp_optim", 1
 
 
@@ -61,7 +62,7 @@ def read_marker(folder: Path) -> Marker:
             f"{folder}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
         )
     path = folder / NAME
-    outer = parse_json(str(path), read_whole(folder, NAME))
+    outer = parse_json(str(path), read_whole(folder, NAME, most_nbytes=_MOST_NBYTES))
     with distrusted(str(path)):
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:

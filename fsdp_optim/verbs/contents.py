@@ -94,7 +94,7 @@ def read_weights(reader: ModelReader, callers: Callers, options: Options, call: 
     local, picture = meet(
         callers, lambda: weights_of(reader, callers.ranks, options), f"{call}: the model", with_state=True
     )
-    buffers = {fqn for named in local.view.handles if _is_buffer(named.handle.param) for fqn in named.fqns}
+    buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     tensors = []
     for fqn in _by_unit(picture):
         param = picture.params[fqn]
@@ -108,8 +108,14 @@ def read_weights(reader: ModelReader, callers: Callers, options: Options, call: 
     return Half(local, picture, _aligned(tensors))
 
 
-def _is_buffer(param: torch.Tensor) -> bool:
+def is_buffer(param: torch.Tensor) -> bool:
+    """Whether a Handle's tensor is a buffer of the model."""
     return not isinstance(param, torch.nn.Parameter)
+
+
+def may_be_cast(param: torch.Tensor) -> bool:
+    """Whether it is a buffer of which the dtype says little: wrappers cast floating ones in the first forward pass."""
+    return is_buffer(param) and param.is_floating_point()
 
 
 def read_state(reader: ModelReader, optim: Optimizers, callers: Callers, options: Options, call: str) -> Half:

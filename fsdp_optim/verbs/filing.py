@@ -28,6 +28,7 @@ from fsdp_optim.verbs.contents import Tensor, described
 _FILE = -1
 _CPU = torch.device("cpu")
 _SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
+_MOST_PARTS = 1024
 _SPREAD_FROM = 1 << 20  # bytes; a smaller tensor with replicas is written by one of them
 
 
@@ -104,7 +105,8 @@ def file_target(placement: Placement, nbytes: int) -> FlatChunks | Whole:
     num = len(placement.holders(0)) if placement.num_shards else 1
     if num == 1 or nbytes < _SPREAD_FROM:
         return Whole(placement.shape, (_FILE,))
-    return FlatChunks(placement.shape, 0, -(-placement.numel // num), (range(-num, 0),))
+    parts = num * min(placement.num_shards, _MOST_PARTS)  # as many of each shard as it has replicas
+    return FlatChunks(placement.shape, 0, -(-placement.numel // parts), (range(-parts, 0),))
 
 
 def offset_in_file(target: Placement, rank: int) -> int:

@@ -41,8 +41,9 @@ def load(
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
         raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
-    for one, its in zip(optims, shards, strict=True):
-        _load(one, {**its, "param_groups": _keeping(one, its, keep)})  # type: ignore[arg-type]
+    kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]  # type: ignore[arg-type]
+    for one, its, groups in zip(optims, shards, kept, strict=True):
+        _load(one, {**its, "param_groups": groups})  # type: ignore[arg-type]
     first = shards[0] if shards else {}
     return Incompatible(tuple(getattr(first, "missing", ())), tuple(getattr(first, "extra", ())))
 

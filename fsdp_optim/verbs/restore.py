@@ -29,7 +29,7 @@ from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
-from fsdp_optim.verbs.contents import RECORDS, WEIGHT, weights_of
+from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
 from fsdp_optim.verbs.load import LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
 from fsdp_optim.verbs.pending import pending
@@ -101,11 +101,15 @@ def restore(
         checkpoint = Checkpoint.open(existing(Path(path)), verify=options.verify)
         return _extras(checkpoint, dist.get_rank() if dist.is_initialized() else 0, options)
     (reader,), callers = read_callers([model], options.call, all_of_plain=True)
+    call = (
+        f"load({str(path)!r}, {'an' if optim is not None else 'no'} optimizer, strict={options.call.strict}, verify="
+        f"{options.verify}, check={options.check!r}, keep={tuple(options.keep)})"
+    )
     with all_hear(callers):
         pending.settle()
         checkpoint = Checkpoint.open(existing(Path(path)), verify=options.verify)
         _check_same_checkpoint(callers, checkpoint)
-        weights = _Weights.meet(reader, callers, checkpoint, options.call)
+        weights = _Weights.meet(reader, callers, checkpoint, options.call, call)
         state = _State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
         restored = _extras(checkpoint, callers.position, options)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
@@ -190,9 +194,11 @@ class _Weights:
     extra: tuple[str, ...]
 
     @classmethod
-    def meet(cls, reader: ModelReader, callers: Callers, checkpoint: Checkpoint, options: Options) -> _Weights:
+    def meet(
+        cls, reader: ModelReader, callers: Callers, checkpoint: Checkpoint, options: Options, call: str
+    ) -> _Weights:
         local, picture = meet(
-            callers, lambda: weights_of(reader, callers.ranks, options), "load: the model", with_state=False
+            callers, lambda: weights_of(reader, callers.ranks, options), f"{call}: the model", with_state=False
         )
         aliases = checkpoint.marker.said["model"]["aliases"]
         stored = _by_name(picture, local, checkpoint.model, aliases)
@@ -202,7 +208,8 @@ class _Weights:
         _check_model(checkpoint, local, picture, stored, missing, extra, options.strict)
         flats = {}
         for param in local.optim.params:
-            dtype = dtype_name(param.handle.weights().dtype)
+            first = stored.get(param.named.fqns[0]) if may_be_cast(param.handle.param) else None
+            dtype = first.entry.dtype if first is not None else dtype_name(param.handle.weights().dtype)
             summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
             flats[param.local_id] = allocate(param, summary, callers.rank, frozenset(missing))[WEIGHT]
         return cls(local, picture, stored, flats, tuple(missing), tuple(extra))
@@ -256,7 +263,7 @@ def _check_model(
             differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
         mine = local.by_fqn.get(fqn)
         dtype = dtype_name(mine.handle.weights().dtype) if mine is not None else entry.dtype
-        if dtype != entry.dtype:
+        if dtype != entry.dtype and not (mine is not None and may_be_cast(mine.handle.param)):
             differences.append(f"{fqn}: {entry.dtype} in the checkpoint, {dtype} in the model")
     if differences:
         shown = "\n".join(differences[:_MOST_NAMED])
@@ -365,7 +372,7 @@ def _full_dict(
             else:
                 values[name] = what
         state[fqn] = values
-    groups = [{**group["hyperparameters"], "params": group["params"]} for group in said["groups"]]
+    groups = [{**dict(group["hyperparameters"]), "params": group["params"]} for group in said["groups"]]
     return {**said["extra"], "state": state, "param_groups": groups}
 
 
@@ -393,10 +400,11 @@ def _check_bitwise(
     checkpoint = Checkpoint.open(folder, verify=True)
     try:
         live = weights_of(reader, callers.ranks, options)
-        pairs = [(one, _live_flat(live, one)) for one in weights.wanted()]
+        pairs = [(one, _live_flat(live, one)) for one in weights.wanted() if not _is_cast(live, one)]
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options, collect="all"), callers.ranks)
             pairs += [(one, _live_flat(loaded, one)) for one in state.wanted() if one.fqn not in state.fit.missing]
+            read_constants(checkpoint, [one for key, one in checkpoint.optim.items() if not one.entry.shape])
             _check_scalars(state, loaded)
     except Exception as error:
         failure.note(error)
@@ -410,6 +418,16 @@ def _check_scalars(state: _State, loaded: Local) -> None:
                 found = (param.state or {}).get(name)
                 if Scalar.of(found) != Scalar.of(value):
                     raise CheckpointError(f"{fqn}: {name} is {found!r} in the live optimizer, {value!r} was saved")
+
+
+def _is_cast(live: Local, wanted: WantedTensor) -> bool:
+    """Whether it is a buffer that this model has in another dtype than it was saved in."""
+    param = live.by_fqn.get(wanted.fqn)
+    return (
+        param is not None
+        and may_be_cast(param.handle.param)
+        and dtype_name(param.handle.weights().dtype) != wanted.stored.entry.dtype
+    )
 
 
 def _live_flat(local: Local, wanted: WantedTensor) -> torch.Tensor | None:

@@ -336,7 +336,7 @@ def _optim_said(state: Half) -> dict[str, Any]:
                 values.append([name, "opaque", state.opaque[fqn, name]])
         params[fqn] = {"shape": list(param.placement.shape), "values": values, "has_state": summary is not None}
     groups = [
-        {"hyperparameters": dict(hyper), "params": list(state.picture.group_fqns(index))}
+        {"hyperparameters": [list(pair) for pair in hyper.items()], "params": list(state.picture.group_fqns(index))}
         for index, hyper in enumerate(state.local.optim.groups)
     ]
     return {"groups": groups, "extra": dict(state.local.optim.extra), "params": params}

@@ -1,0 +1,525 @@
+"""async_save: training goes on at once, the checkpoint is of the moment of the call; keep_last and latest.
+
+What runs in the background is held up by a gate on its writes, so that the tests know what came before what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from test_checkpoint import (
+    InFolder,
+    Whole,
+    check_files,
+    everything,
+    load_trained,
+    oracle_after,
+    save,
+    scramble,
+    two_groups,
+)
+from torch import nn
+from wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+WRITES = ("pwrite", "pwritev", "write", "fsync", "fdatasync", "rename", "replace")
+LIMIT = 60.0  # seconds; reached by nothing but a failure
+KWARGS = {"make": OfModel(two_groups), "model": Whole}
+
+
+def async_save(path: Path, trained: Trained, **kwargs: Any) -> Any:
+    options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
+    return fsdp_optim.async_save(path, trained.model, trained.optim, **options)
+
+
+def in_background() -> bool:
+    return threading.current_thread() is not threading.main_thread()
+
+
+@contextlib.contextmanager
+def before_writes(hook: Callable[[Any], None]) -> Iterator[None]:
+    """Call `hook` with the file (descriptor or path) before each of this process's writes, in their threads."""
+
+    def hooked(name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(file: Any, *args: Any, **kwargs: Any) -> Any:
+            hook(file)
+            return real(file, *args, **kwargs)
+
+        return mock.patch.object(os, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for name in WRITES:
+            stack.enter_context(hooked(name))
+        yield
+
+
+class Gate:
+    """Holds up writes in the background until it is opened, and notes which checkpoint each write was of."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.notes: list[tuple[str, bool]] = []  # the checkpoint, and whether it was written in the background
+        self._open = threading.Event()
+        self._patches = before_writes(self._pass)
+        self._delay = 0.0
+
+    def _pass(self, file: Any) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file))
+        if path == self.root or not path.is_relative_to(self.root):
+            return
+        if in_background():
+            if not self._open.wait(LIMIT):
+                raise RuntimeError("nobody opened the gate")
+            time.sleep(self._delay)
+            self._delay = 0.0
+        self.notes.append((path.relative_to(self.root).parts[0].split(".")[0], in_background()))
+
+    def open(self, delay: float = 0.0) -> None:
+        """The next write also takes `delay` seconds."""
+        self._delay = delay
+        self._open.set()
+
+    def __enter__(self) -> Gate:
+        self._patches.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.open()
+        self._patches.__exit__(*exc_info)
+
+
+@contextlib.contextmanager
+def full_disk(is_full: bool = True) -> Iterator[None]:
+    """Writes in the background fail."""
+
+    def fail(file: Any) -> None:
+        if in_background() and is_full and isinstance(file, int) and os.readlink(f"/proc/self/fd/{file}")[0] == "/":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with before_writes(fail):
+        yield
+
+
+# ------------------------------------------------------------------------------------------ training goes on
+
+
+def train_on(root: Path, wrapper: str, **options: Any) -> None:
+    """Change everything while nothing is written yet."""
+    with cpu(), Gate(root) as gate:
+        trained = Trained(wrapper, **KWARGS)
+        extra: Any = {"table": torch.arange(5), "list": [1, (2,)]}
+        per_rank: Any = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
+        before = everything(trained)
+        handle = async_save(root / wrapper, trained, extra=extra, per_rank_extra=per_rank, **options)
+        check_same("after async_save", everything(trained), before)
+        trained.step(range(STEPS, STEPS + 2))
+        scramble(trained)
+        extra["table"].zero_()
+        extra["list"].append(3)
+        extra["new"] = per_rank["rng"].zero_()
+        found = [handle.done(), (root / wrapper).exists()]
+        gate.open()
+        saved = handle.wait(timeout=LIMIT)
+        check_same("done, and there, while nothing was written", found, [False, False])
+        check_same("done, and there", [handle.done(), (root / wrapper).exists()], [True, True])
+        if saved is None or type(handle.wait()) is not type(saved):
+            raise Differs(f"wait gave {saved!r} and {handle.wait()!r}")
+        if not any(background for _, background in gate.notes):
+            raise Differs("nothing was written in the background")
+
+
+def train_on_in_all(root: Path) -> None:
+    for wrapper in WRAPPERS:
+        try:
+            train_on(root, wrapper)
+        except Exception as error:
+            raise Differs(f"{wrapper}: {type(error).__name__}: {error}") from error
+
+
+def check_extra(path: Path, size: int) -> None:
+    """Raise unless the trainer's state is that of the moment of the call."""
+    restored = fsdp_optim.load(path)
+    check_same("extra", dict(restored), {"table": torch.arange(5), "list": [1, (2,)]})
+    check_same("per rank", run_on_ranks(per_rank_of, size, path), [(r, torch.arange(3) + r) for r in range(size)])
+
+
+def per_rank_of(path: Path) -> tuple[int, torch.Tensor]:
+    per_rank = fsdp_optim.load(path, process_group=dist.group.WORLD).per_rank
+    return per_rank["rank"], per_rank["rng"]
+
+
+class TrainingGoesOnTest(InFolder):
+    def test_every_wrapper(self) -> None:
+        run_on_ranks(train_on_in_all, 3, self.root)
+        for wrapper in WRAPPERS:
+            check_files(self.root / wrapper, oracle_after(STEPS))
+        self.check_only(*WRAPPERS)
+        check_extra(self.root / "FSDP2", 3)
+        run_on_ranks(load_trained, 2, self.root / "FSDP1 flat", "FSDP2", KWARGS, check="bitwise")
+
+    @parameterized.expand((({"strategy": "per_rank_files"},), ({"max_file_size": 400},), ({"durable": True},)))
+    def test_with_option(self, options: dict[str, Any]) -> None:
+        run_on_ranks(train_on, 3, self.root, "FSDP1 orig", **options)
+        check_files(self.root / "FSDP1 orig", oracle_after(STEPS))
+        check_extra(self.root / "FSDP1 orig", 3)
+
+    def test_wait_that_is_too_short(self) -> None:
+        run_on_ranks(wait_in_vain, 2, self.root)
+        check_files(self.path, oracle_after(STEPS))
+
+    def test_no_collective_call_in_the_background(self) -> None:
+        run_on_ranks(watch_collectives, 3, self.root)
+        check_files(self.path, oracle_after(STEPS))
+
+    def test_without_ranks(self) -> None:
+        with Gate(self.root) as gate:
+            trained = Trained("plain", **KWARGS)
+            handle = async_save(self.path, trained)
+            scramble(trained)
+            done = handle.done()
+            gate.open()
+            handle.wait()
+        self.assertFalse(done)
+        check_files(self.path, oracle_after(STEPS))
+
+    def test_what_is_refused_is_refused_by_the_call(self) -> None:
+        model = nn.Linear(2, 2)
+        for extra in ({"outer": [{"inner name": print}]}, {"inner name": object()}):
+            kind, text = error_text(lambda extra=extra: fsdp_optim.async_save(self.path, model, extra=extra))
+            self.assertIn(kind, ("StateError", "CheckpointError"), text)
+            self.assertIn("inner name", text)
+        fsdp_optim.async_save(self.path, model).wait()  # and it is not raised again
+        self.check_only("step-1")
+
+
+def wait_in_vain(root: Path) -> None:
+    with Gate(root) as gate:
+        trained = Trained("FSDP2", **KWARGS)
+        handle = async_save(root / "step-1", trained)
+        for _ in range(2):
+            try:
+                handle.wait(timeout=0.05)
+            except TimeoutError:
+                continue
+            raise Differs("waiting was to time out")
+        done = handle.done()
+        gate.open()
+        handle.wait(timeout=LIMIT)
+        check_same("done", [done, handle.done()], [False, True])
+
+
+COLLECTIVE = (
+    "all",
+    "broadcast",
+    "barrier",
+    "gather",
+    "scatter",
+    "reduce",
+    "send",
+    "recv",
+    "monitored",
+    "split",
+    "merge",
+)
+STORE = ("set", "get", "add", "wait", "check", "compare_set", "multi_", "append", "delete_key", "queue")
+
+
+def watch_collectives(root: Path) -> None:
+    """Calls of a group, which ranks have to make in one order, and calls of the store, through which ranks meet too."""
+    calls: list[tuple[str, bool]] = []
+
+    def watched(kind: Any, name: str) -> Any:
+        real = getattr(kind, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append((f"{kind.__name__}.{name}", in_background()))
+            return real(self, *args, **kwargs)
+
+        return mock.patch.object(kind, name, call)
+
+    trained = Trained("FSDP1 flat", **KWARGS)
+    with contextlib.ExitStack() as stack:
+        kinds = (
+            (dist.ProcessGroup, COLLECTIVE),
+            (dist.Store, STORE),
+            (dist.PrefixStore, STORE),
+            (dist.TCPStore, STORE),
+        )
+        for kind, words in kinds:
+            for name in [name for name in vars(kind) if name.startswith(words)]:
+                stack.enter_context(watched(kind, name))
+        handle = async_save(root / "step-1", trained)
+        handle.wait(timeout=LIMIT)
+        dist.barrier()
+    check_same("calls in the background", [name for name, background in calls if background], [])
+    seen = {name for name, _ in calls}
+    check_same("the barrier is seen", "ProcessGroup.barrier" in seen, True)
+    check_same("the store is seen", any(name.startswith(("Store", "PrefixStore", "TCPStore")) for name in seen), True)
+
+
+# ------------------------------------------------------------------------------------------ one after the other
+
+
+def two_saves(root: Path, second: str) -> None:
+    with Gate(root) as gate:
+        trained = Trained("FSDP2", **KWARGS)
+        handle: Any = async_save(root / "first", trained)
+        if second != "save":
+            del handle  # nobody waits for it
+            gc.collect()
+        trained.step(range(STEPS, STEPS + 2))
+        timer = threading.Timer(0.5, gate.open)
+        timer.start()
+        again = (save if second == "save" else async_save)(root / "second", trained)
+        is_there = (root / "first" / "fsdp_optim.json").exists()
+        timer.join()
+        if second == "save":
+            check_same("done", handle.done(), True)
+            handle.wait()
+        else:
+            again.wait(timeout=LIMIT)
+        check_same("the first, when the second call returns", is_there, True)
+        names = [name for name, _ in gate.notes]
+        check_same("writes", names, sorted(names))
+        check_same("writes of", sorted(set(names)), ["first", "second"])
+
+
+def fail_in_background(root: Path, bad: int, told_by: str) -> tuple[str, str]:
+    trained = Trained("FSDP2", **KWARGS)
+    before = everything(trained)
+    with full_disk(dist.get_rank() == bad):
+        handle = async_save(root / "first", trained)
+        calls: dict[str, Callable[[], Any]] = {
+            "wait": lambda: handle.wait(timeout=LIMIT),
+            "save": lambda: save(root / "second", trained),
+            "async_save": lambda: async_save(root / "second", trained),
+        }
+        error = error_text(calls[told_by])
+    check_same("after the failure", everything(trained), before)
+    check_same("checkpoints", [(root / "first").exists(), (root / "second").exists()], [False, False])
+    check_same("done", handle.done(), True)
+    check_same("newest", fsdp_optim.latest(root), None)
+    dist.barrier()  # before others go on to save
+    save(root / "first", trained)  # told once, it is over
+    return error
+
+
+class OneAfterTheOtherTest(InFolder):
+    @parameterized.expand(("save", "async_save"))
+    def test_the_next_save_waits_for_the_last(self, second: str) -> None:
+        run_on_ranks(two_saves, 2, self.root, second)
+        check_files(self.root / "first", oracle_after(STEPS))
+        check_files(self.root / "second", oracle_after(STEPS + 2))
+        self.check_only("first", "second")
+
+    @parameterized.expand(
+        [
+            (told_by, bad)
+            for told_by in ("wait", "save", "async_save")
+            for bad in ((0, 1, 2) if told_by == "wait" else (1,))
+        ]
+    )
+    def test_an_error_in_the_background_is_told(self, told_by: str, bad: int) -> None:
+        errors = run_on_ranks(fail_in_background, 3, self.root, bad, told_by)
+        check_refused(told_by, errors, "CheckpointError", os.strerror(errno.ENOSPC), f"rank {bad}")
+        check_files(self.root / "first", oracle_after(STEPS))
+        self.check_only("first")
+
+
+# ------------------------------------------------------------------------------------------ the end of the process
+
+
+def leave(root: Path, rank: int, world_size: int, is_full: bool, code: int) -> None:
+    """A script that saves last of all, and ends."""
+    if world_size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=world_size)
+    trained = Trained("FSDP2" if world_size > 1 else "plain", **KWARGS)
+    gate = Gate(root)
+    disk = full_disk(is_full)
+    disk.__enter__()
+    gate.__enter__()
+    handle = async_save(root / "step-1", trained)
+    scramble(trained)
+    print("done:", handle.done(), flush=True)
+    if world_size > 1:
+        dist.destroy_process_group()
+    gate.open(delay=0.5)
+    sys.exit(code)
+
+
+def start(
+    root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False, code: int = 0
+) -> subprocess.Popen[str]:
+    """`leave` in a process of its own."""
+    root.mkdir(exist_ok=True)
+    arguments = f"Path({str(root)!r}), {rank}, {world_size}, {is_full}, {code}"
+    script = f"from pathlib import Path; import test_checkpoint_async as t; t.leave({arguments})"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    found = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        found.append((process.returncode, out, err))
+    return found
+
+
+class EndOfProcessTest(InFolder):
+    def test_it_waits_for_the_checkpoint(self) -> None:
+        two, one = self.root / "two", self.root / "one"
+        found = ends([start(two, 0, 2), start(two, 1, 2), start(one, code=3)])
+        self.assertEqual([code for code, _, _ in found], [0, 0, 3], found)
+        self.assertEqual([out for _, out, _ in found], ["done: False\n"] * 3)
+        for root in (one, two):
+            check_files(root / "step-1", oracle_after(STEPS))
+            self.assertEqual(fsdp_optim.latest(root), root / "step-1")
+
+    def test_an_error_is_not_lost(self) -> None:
+        [(_, out, err)] = ends([start(self.root / "full", is_full=True)])
+        self.assertEqual(out, "done: False\n")
+        self.assertIn(os.strerror(errno.ENOSPC), err)
+        self.assertIn("step-1", err)
+        self.assertIsNone(fsdp_optim.latest(self.root / "full"))
+
+
+# ------------------------------------------------------------------------------------------ keep_last, latest
+
+
+def keep_on_ranks(root: Path, kind: str) -> list[list[str]]:
+    """What is there when each save has returned, or its handle was waited for."""
+    trained, found = Trained("FSDP2", steps=1), []
+    for step in (8, 9, 10, 11):
+        if kind == "save":
+            save(root / f"step-{step}", trained, keep_last=2, durable=True)
+        else:
+            async_save(root / f"step-{step}", trained, keep_last=2, durable=True).wait(timeout=LIMIT)
+        newest = fsdp_optim.latest(root)
+        dist.barrier()
+        found.append([newest.name if newest else "", *sorted(entry.name for entry in root.iterdir())])
+        dist.barrier()
+    return found
+
+
+class KeepTest(InFolder):
+    def save(self, name: str, **kwargs: Any) -> None:
+        model = nn.Linear(3, 2)
+        fsdp_optim.save(self.root / name, model, torch.optim.SGD(model.parameters()), **kwargs)
+
+    @parameterized.expand(("save", "async_save"))
+    def test_the_newest_are_kept(self, kind: str) -> None:
+        for found in run_on_ranks(keep_on_ranks, 2, self.root, kind):
+            wanted = [
+                ["step-8", "step-8"],
+                ["step-9", "step-8", "step-9"],
+                ["step-10", "step-10", "step-9"],
+                ["step-11", "step-10", "step-11"],
+            ]
+            self.assertEqual(found, wanted)
+
+    def test_what_is_no_checkpoint_is_left_alone(self) -> None:
+        (self.root / "logs").mkdir()
+        (self.root / "logs" / "model.safetensors").write_bytes(b"mine")
+        (self.root / "notes.txt").write_text("mine")
+        (self.root / "fsdp_optim.json").write_text("{}")
+        for name in ("b", "a", "c"):
+            self.save(name, keep_last=1)
+            self.assertEqual(fsdp_optim.latest(self.root), self.root / name)
+            self.check_only("logs", "notes.txt", "fsdp_optim.json", name)
+
+    def test_without_keep_last_nothing_is_deleted(self) -> None:
+        for name in ("a", "b", "c"):
+            self.save(name)
+        self.check_only("a", "b", "c")
+        self.save("d", keep_last=4)
+        self.check_only("a", "b", "c", "d")
+        self.save("e", keep_last=2)
+        self.check_only("d", "e")
+
+    def test_a_failed_save_deletes_nothing(self) -> None:
+        self.save("a")
+        self.save("b")
+
+        def fail(file: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with before_writes(fail):
+            kind, text = error_text(lambda: self.save("c", keep_last=1))
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertEqual(fsdp_optim.latest(self.root), self.root / "b")
+        for name in ("a", "b"):
+            self.assertEqual(fsdp_optim.load(self.root / name, nn.Linear(3, 2)).summary.world_size, 1)
+        self.save("c", keep_last=1)
+        self.check_only("c")
+
+    def test_older_ones_are_deleted_last(self) -> None:
+        """Whenever something of an old checkpoint goes, the new one is complete."""
+        self.save("a")
+        seen: list[Any] = []
+
+        def noting(name: str) -> Any:
+            real = getattr(os, name)
+
+            def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+                seen.append(fsdp_optim.latest(self.root))
+                return real(path, *args, **kwargs)
+
+            return mock.patch.object(os, name, call)
+
+        with noting("unlink"), noting("remove"), noting("rmdir"):
+            self.save("b", keep_last=1)
+        self.check_only("b")
+        self.assertIn(self.root / "b", seen)
+        self.assertNotIn(None, seen)
+
+    def test_latest_of_nothing(self) -> None:
+        self.assertIsNone(fsdp_optim.latest(self.root / "none"))
+        self.assertIsNone(fsdp_optim.latest(self.root))
+        (self.root / "folder").mkdir()
+        (self.root / "file").write_text("")
+        self.assertIsNone(fsdp_optim.latest(str(self.root)))
+
+    @parameterized.expand(("no marker", "a broken marker", "a file is missing", "a file is cut", "still being saved"))
+    def test_latest_is_complete(self, case: str) -> None:
+        for name in ("step-9", "step-10", "step-11"):
+            self.save(name)
+        self.assertEqual(fsdp_optim.latest(str(self.root)), self.root / "step-11")
+        newest = self.root / "step-11"
+        if case == "no marker":
+            (newest / "fsdp_optim.json").unlink()
+        elif case == "a broken marker":
+            marker = newest / "fsdp_optim.json"
+            marker.write_text(marker.read_text()[:-9])
+        elif case == "a file is missing":
+            (newest / "model.safetensors").unlink()
+        elif case == "a file is cut":
+            os.truncate(newest / "model.safetensors", (newest / "model.safetensors").stat().st_size - 1)
+        else:
+            newest.rename(self.root / "step-11.saving-0123456789abcdef")
+        found = fsdp_optim.latest(self.root)
+        self.assertEqual(found, self.root / "step-10")
+        self.assertIsInstance(found, Path)

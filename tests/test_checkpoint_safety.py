@@ -1,0 +1,1440 @@
+"""Checkpoints that are damaged, that lie, or that cannot be written: all ranks raise one CheckpointError, and nothing changes.
+
+Lies are sealed: the checksums are made again, so that it is not they which find the lie. The files are edited with the
+reader of tests/test_safetensors_format.py, which knows the format only from its description.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import functools
+import json
+import os
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import xxhash
+from helpers_groups import Meeting
+from parameterized import parameterized
+from test_safetensors_format import (
+    MARKER,
+    Buffered,
+    Large,
+    all_bytes,
+    canonical,
+    check_folder,
+    extra,
+    in_order,
+    make_sums,
+    read_marker,
+    read_safetensors,
+    read_sums,
+    sums_of,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from wrapping import (
+    Differs,
+    Trained,
+    adam,
+    check_refused,
+    check_same,
+    cpu,
+    differences,
+    error_text,
+    in_fsdp2,
+    local_of,
+    sgd,
+    snapshot,
+)
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+WORLD = 2
+PATIENCE = 15.0  # seconds; a call that takes them has hung
+LIMIT = 45.0  # for a run of ranks that does little
+Error = tuple[str, str]
+
+# ------------------------------------------------------------------------------------------- models
+
+
+def trained(steps: int, wrapper: str = "FSDP2", model: str = "Buffered") -> Trained:
+    """Parameters, optimizer and buffers are those of so many steps."""
+    made = Trained(wrapper, adam, steps, Buffered) if model == "Buffered" else Trained(wrapper, sgd, steps, Large)
+    for name, buffer in made.model.named_buffers():
+        if name.endswith("count"):
+            buffer.fill_(steps)
+    return made
+
+
+def contents(one: Trained) -> dict[str, Any]:
+    """This rank's part of what a checkpoint restores."""
+    saved = [in_order(one.optim.state[param]) for param in one.params]
+    return {
+        "parameters": [local_of(param).detach().clone() for param in one.params],
+        "state": [{name: local_of(value).clone() for name, value in values.items()} for values in saved],
+        "buffers": {name: buffer.clone() for name, buffer in one.model.named_buffers()},
+    }
+
+
+def everything(one: Trained) -> dict[str, Any]:
+    """What a refused call must not change: identities too."""
+    buffers = dict(one.model.named_buffers())
+    return snapshot(one) | {
+        "buffers": {name: buffer.clone() for name, buffer in buffers.items()},
+        "buffer identities": [id(buffer) for buffer in buffers.values()],
+    }
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of a call on one rank: its error, and what it changed."""
+
+    error: Error
+    changed: list[str]
+
+
+def outcome_of(call: Callable[[], Any], *models: Trained) -> Outcome:
+    before = [everything(one) for one in models]
+    error = error_text(call)
+    changed = [line for one, was in zip(models, before, strict=True) for line in differences(everything(one), was)]
+    return Outcome(error, changed)
+
+
+# ------------------------------------------------------------------------------------------- good checkpoints
+
+
+def save_good(path: Path, steps: int = 3, wrapper: str = "FSDP2", model: str = "Buffered", **options: Any) -> None:
+    with cpu():
+        one = trained(steps, wrapper, model)
+        mine = {"rank": dist.get_rank(), "rng": torch.arange(5) + dist.get_rank()}
+        fsdp_optim.save(path, one.model, one.optim, extra=extra(), per_rank_extra=mine, **options)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "split": {"max_file_size": 100},
+    "large": {"model": "Large"},
+    "unsummed": {"checksums": False},
+}
+
+
+@functools.cache
+def good(kind: str) -> Path:
+    """A checkpoint that nobody changes."""
+    folder = Path(_root().name) / kind
+    run_on_ranks(save_good, WORLD, folder, **KINDS[kind])
+    return folder
+
+
+@functools.cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fsdp_optim_safety_")
+
+
+def load_both_ways(paths: Sequence[Path], right: Path, kind: str, verifies: Sequence[bool]) -> list[list[Outcome]]:
+    """On one rank: what comes of loading each of these, with and without checksums; then a good one has to load."""
+    with cpu():
+        model = KINDS[kind].get("model", "Buffered")
+        target, found = trained(1, model=model), []
+        for path in paths:
+            found.append([])
+            for verify in verifies:
+                call = functools.partial(
+                    fsdp_optim.load, path, target.model, target.optim, verify=verify, timeout=PATIENCE
+                )
+                found[-1].append(outcome_of(call, target))
+        fsdp_optim.load(right, target.model, target.optim, timeout=PATIENCE)
+        check_same("loaded afterwards", contents(target), contents(trained(3, model=model)))
+        return found
+
+
+class DamageTest(unittest.TestCase):
+    """Has a copy of a good checkpoint to damage."""
+
+    def setUp(self) -> None:
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory(prefix="fsdp_optim_safety_")))
+
+    def copy(self, kind: str = "whole", name: str = "damaged") -> Path:
+        return Path(shutil.copytree(good(kind), self.root / name, symlinks=True))
+
+    def check_refused(
+        self, folder: Path, *words: str, kind: str = "whole", verifies: Sequence[bool] = (True, False)
+    ) -> None:
+        """All ranks refuse it alike, in words that have all of these; "a|b" is one of both."""
+        self.check_all_refused({folder.name: (folder, words)}, kind, verifies)
+
+    def check_all_refused(
+        self,
+        cases: Mapping[str, tuple[Path, Sequence[str]]],
+        kind: str = "whole",
+        verifies: Sequence[bool] = (True, False),
+        or_state_error: Sequence[str] = (),
+    ) -> None:
+        """The same of many folders in one run of ranks. `or_state_error`: what may also be another model's checkpoint."""
+        folders = [folder for folder, _ in cases.values()]
+        by_rank = run_on_ranks(load_both_ways, WORLD, folders, good(kind), kind, verifies, timeout=LIMIT)
+        for (what, (_, words)), *outcomes in zip(cases.items(), *by_rank, strict=True):
+            for verify, ranks in zip(verifies, zip(*outcomes, strict=True), strict=True):
+                with self.subTest(what, verify=verify):
+                    check_outcomes(what, ranks, *words, or_state_error=what in or_state_error)
+
+
+def check_outcomes(what: str, ranks: Sequence[Outcome], *words: str, or_state_error: bool = False) -> None:
+    """Raise unless all ranks raised the same CheckpointError with all these words, and changed nothing."""
+    state_error = or_state_error and ranks[0].error[0] == "StateError"
+    check_refused(what, [outcome.error for outcome in ranks], "StateError" if state_error else "CheckpointError")
+    text = ranks[0].error[1]
+    lacking = [word for word in words if not state_error and not any(one in text for one in word.split("|"))]
+    if lacking:
+        raise Differs(f"{what}: {lacking} not in {text!r}")
+    changed = {rank: outcome.changed for rank, outcome in enumerate(ranks) if outcome.changed}
+    if changed:
+        raise Differs(f"{what}: refused ({text!r}), but changed: {changed}")
+
+
+# ------------------------------------------------------------------------------------------- flipped bits
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    """`position` from the end where it is negative."""
+    whole = bytearray(path.read_bytes())
+    whole[position] ^= 1 << bit
+    path.write_bytes(whole)
+
+
+def places_in(path: Path) -> dict[str, int]:
+    """Where to flip a bit in a safetensors file."""
+    file = read_safetensors(path)
+    data, length = len(file.header), len(file.header) - 8
+    header = {"the header's length": 0, "the header's first byte": 8, "the header's middle": 8 + length // 2}
+    places = {"the first": data, "the middle": data + len(file.data) // 2, "the last": data + len(file.data) - 1}
+    return header | {f"{name} byte of data": place for name, place in places.items()}
+
+
+SAVED_FILES = ("model.safetensors", "optim.safetensors", "extra/common.safetensors", "extra/rank-00001.safetensors")
+FLIPS = ("the header's length", "the header's first byte", "the header's middle")
+FLIPS += tuple(f"the {place} byte of data" for place in ("first", "middle", "last"))
+
+
+class FlippedBitTest(DamageTest):
+    @parameterized.expand([(name,) for name in SAVED_FILES])
+    def test_a_file(self, name: str) -> None:
+        cases = {}
+        for place in FLIPS:
+            folder = self.copy(name=place)
+            flip(folder / name, places_in(folder / name)[place], bit=3)
+            tensors = "|".join(read_safetensors(good("whole") / name).tensors)
+            words = (tensors,) if "data" in place and "extra" not in name else ()
+            cases[place] = (folder, (name, *words))
+        self.check_all_refused(cases, verifies=[True])
+
+    @parameterized.expand([(place,) for place in ("first", "middle", "last")])
+    def test_one_segment_of_several(self, place: str) -> None:
+        """Which only one rank reads, or both."""
+        folder = self.copy("large")
+        for name in ("model.safetensors", "optim.safetensors"):
+            position = places_in(folder / name)[f"the {place} byte of data"]
+            flip(folder / name, position, bit=7)
+            file = read_safetensors(good("large") / name)
+            offset = position - len(file.header)
+            ends = [end for end, _ in read_sums(sums_of(good("large") / name))]
+            begin, end = max([0, *(e for e in ends if e <= offset)]), min(e for e in ends if e > offset)
+            near = [tensor for tensor, (first, last) in file.places.items() if first < end and last > begin]
+            self.check_refused(folder, name, "|".join(near), kind="large", verifies=[True])
+            shutil.copyfile(good("large") / name, folder / name)
+
+    def test_a_table_of_checksums(self) -> None:
+        cases = {}
+        for what, position in (("magic", 0), ("end of segment", 8), ("hash", 16), ("last byte", -1)):
+            for name in ("model.safetensors", "optim.safetensors"):
+                folder = self.copy(name=f"{what} {name}")
+                flip(sums_of(folder / name), position, bit=5)
+                cases[folder.name] = (folder, [name])
+        self.check_all_refused(cases, verifies=[True])
+
+    def test_the_marker(self) -> None:
+        size = (good("whole") / MARKER).stat().st_size
+        cases = {}
+        for position in (0, size // 3, size // 2, size - 1):
+            folder = self.copy(name=f"at_{position}")
+            flip(folder / MARKER, position)
+            cases[folder.name] = (folder, [MARKER])
+        self.check_all_refused(cases, verifies=[True])
+
+    @parameterized.expand([("whole",), ("split",)])
+    def test_anywhere(self, kind: str) -> None:
+        """Bits at random of all files that there are."""
+        seed = random.SystemRandom().getrandbits(32)
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        files = [name for name, data in all_bytes(good(kind)).items() if data and name != "owner.lock"]
+        cases = [
+            (name, rng.randrange(1 << 62), rng.randrange(8)) for name in files for _ in range(48 // len(files) + 1)
+        ]
+        folders = []
+        for number, (name, place, bit) in enumerate(cases):
+            folders.append(self.copy(kind, f"{number:03}"))
+            flip(folders[-1] / name, place % (folders[-1] / name).stat().st_size, bit)
+        wrong = []
+        by_rank = run_on_ranks(load_both_ways, WORLD, folders, good(kind), kind, [True])
+        for (name, place, bit), *outcomes in zip(cases, *by_rank, strict=True):
+            try:
+                check_outcomes(f"{name}, seed {seed}", [outcome for (outcome,) in outcomes], Path(name).name)
+            except Differs as error:
+                wrong.append(f"{name}, byte {place % (good(kind) / name).stat().st_size}, bit {bit}: {error}")
+        if wrong:
+            raise Differs(f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong))
+
+
+def load_unverified(path: Path, right: Path, name: str) -> list[list[str]]:
+    """What is different from the right checkpoint, of the parameters and state, without checksums and with."""
+    found = []
+    for folder in (path, right):
+        target = trained(1)
+        fsdp_optim.load(folder, target.model, target.optim, verify=False, timeout=PATIENCE)
+        found.append(contents(target))
+    return [list(differences(found[0][what], found[1][what], what)) for what in ("parameters", "state", "buffers")]
+
+
+class VerifyTest(DamageTest):
+    """`verify=False` turns checksums off: what is there is loaded."""
+
+    @parameterized.expand([("model.safetensors", 0), ("optim.safetensors", 1)])
+    def test_a_flipped_bit_is_loaded(self, name: str, what: int) -> None:
+        folder = self.copy()
+        tensor = ("stem.weight", "state.stem.weight.exp_avg")[what]
+        file = read_safetensors(folder / name)
+        flip(folder / name, len(file.header) + file.places[tensor][0])
+        by_rank = run_on_ranks(load_unverified, WORLD, folder, good("whole"), name)
+        for rank, found in enumerate(by_rank):
+            check_same(
+                "parts that differ", [bool(lines) for lines in found], [rank == 0 and what == i for i in range(3)]
+            )
+        (line,) = by_rank[0][what]
+        self.assertIn("1 of 20 elements, at [0]", line)
+
+    def test_a_checkpoint_without_checksums(self) -> None:
+        check_same("tables", list(good("unsummed").rglob("*.sums")), [])
+        folder = self.copy("unsummed")
+        run_on_ranks(load_both_ways, WORLD, [], folder, "unsummed", [True])
+        (folder / "model.safetensors").unlink()
+        self.check_refused(folder, "model.safetensors", kind="unsummed")
+
+
+# ------------------------------------------------------------------------------------------- sizes
+
+
+def cut_by_one(path: Path) -> None:
+    """JSON by one that counts: it ends in a line break."""
+    os.truncate(path, len(path.read_bytes().rstrip(b"\n")) - 1 if path.suffix == ".json" else path.stat().st_size - 1)
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_to_seven_bytes(path: Path) -> None:
+    os.truncate(path, 7)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def one_byte_more(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def much_more(path: Path) -> None:
+    os.truncate(path, path.stat().st_size + (1 << 40))
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+SIZES = (
+    cut_by_one,
+    cut_in_half,
+    cut_to_seven_bytes,
+    emptied,
+    one_byte_more,
+    much_more,
+    missing,
+    a_folder,
+    zeros,
+)
+EVERY_FILE = [*SAVED_FILES, "model.safetensors.sums", "optim.safetensors.sums", MARKER]
+
+
+class WrongSizeTest(DamageTest):
+    @parameterized.expand([(name,) for name in EVERY_FILE])
+    def test_a_file(self, name: str) -> None:
+        damages = [one for one in SIZES if one is not much_more or name in ("model.safetensors", MARKER)]
+        # without checksums, nobody needs the tables
+        by_checksum = [one for one in damages if name.endswith(".sums") or one is zeros]
+        for some, verifies in (
+            (by_checksum, [True]),
+            ([one for one in damages if one not in by_checksum], [True, False]),
+        ):
+            cases = {}
+            for damage in some:
+                folder = self.copy(name=damage.__name__)
+                damage(folder / name)
+                cases[damage.__name__] = (folder, [Path(name).name])
+            if cases:
+                self.check_all_refused(cases, verifies=verifies)
+
+    @parameterized.expand([("model.safetensors",), ("extra/common.safetensors",), (MARKER,)])
+    def test_a_pipe(self, name: str) -> None:
+        """Opening one waits for a writer, that never comes."""
+        folder = self.copy()
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        self.check_refused(folder, Path(name).name)
+
+    def test_parts_and_index(self) -> None:
+        names = sorted(path.name for path in good("split").glob("optim*.safetensors"))
+        cases = {}
+        for name in (names[0], names[-1], "optim.safetensors.index.json"):
+            for damage in (cut_by_one, emptied, missing):
+                folder = self.copy("split", f"{damage.__name__} {name}")
+                damage(folder / name)
+                cases[folder.name] = (folder, [name])
+        self.check_all_refused(cases, "split")
+
+    def test_what_is_no_checkpoint(self) -> None:
+        (self.root / "empty").mkdir()
+        (self.root / "file").write_bytes(b"{}")
+        names = ("empty", "file", "nothing", "file/below")
+        self.check_all_refused({name: (self.root / name, [str(self.root / name)]) for name in names})
+
+
+# ------------------------------------------------------------------------------------------- lies
+
+
+def raw_header(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def packed(entries: Any) -> bytes:
+    """As a header is written, with its length."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return raw_header(text + b" " * (-len(text) % 8))
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    return json.loads(read_safetensors(path).header[8:])
+
+
+def rewrite(path: Path, header: bytes, data: bytes | None = None) -> None:
+    """Another header, and perhaps other data, and all checksums to match: those of the table and those of the marker."""
+    data = read_safetensors(path).data if data is None else data
+    path.write_bytes(header + data)
+    folder = next(parent for parent in path.parents if (parent / MARKER).exists())
+    checkpoint = read_marker(folder)
+    entry = checkpoint["files"][str(path.relative_to(folder))]
+    entry |= {"size": path.stat().st_size, "header_xxh3_64": xxhash.xxh3_64_hexdigest(header)}
+    if entry["sums_xxh3_64"] is not None:
+        sums_of(path).write_bytes(make_sums(data))
+        entry["sums_xxh3_64"] = xxhash.xxh3_64_hexdigest(sums_of(path).read_bytes())
+    seal(folder, checkpoint)
+
+
+def seal(folder: Path, checkpoint: Any) -> None:
+    """Write a marker that has the right checksum."""
+    text = canonical(checkpoint)
+    checksum = xxhash.xxh3_64_hexdigest(text).encode()
+    (folder / MARKER).write_bytes(b'{"checksum": "' + checksum + b'", "checkpoint": ' + text + b"}")
+
+
+Entries = dict[str, Any]
+
+
+def offsets(begin: Any, end: Any) -> Callable[[Entries, str], Any]:
+    """Say that the tensor lies there; numbers may be functions of where it lies."""
+
+    def edit(entries: Entries, name: str) -> None:
+        places = entries[name]["data_offsets"]
+        entries[name]["data_offsets"] = [
+            place(places) if callable(place) else place for place in (begin, end) if place is not ...
+        ]
+
+    return edit
+
+
+def field(key: str, value: Any) -> Callable[[Entries, str], Any]:
+    def edit(entries: Entries, name: str) -> None:
+        if value is ...:
+            del entries[name][key]
+        else:
+            entries[name][key] = value(entries[name][key]) if callable(value) else value
+
+    return edit
+
+
+def where_another_is(entries: Entries, name: str) -> None:
+    """It begins where another tensor begins: before it, and it is not beyond the end."""
+    places = [entry["data_offsets"] for key, entry in entries.items() if key not in ("__metadata__", name)]
+    begin, end = entries[name]["data_offsets"]
+    other = min(place[0] for place in places)
+    entries[name]["data_offsets"] = [other, other + end - begin]
+
+
+def no_entry(entries: Entries, name: str) -> None:
+    del entries[name]
+
+
+def twice(entries: Entries, name: str) -> bytes:
+    text = json.dumps(entries)
+    return text[:-1].encode() + f", {json.dumps(name)}: {json.dumps(entries[name])}}}".encode()
+
+
+def two_offsets(entries: Entries, name: str) -> bytes:
+    """The key twice inside the tensor's entry; the last one is right."""
+    text = json.dumps(entries)
+    own = json.dumps(entries[name])
+    return text.replace(own, '{"data_offsets": [0, 4], ' + own[1:], 1).encode()
+
+
+BEGIN, END = (lambda places: places[0]), (lambda places: places[1])
+
+LIES: dict[str, Callable[[Entries, str], Any]] = {
+    "overlap": where_another_is,
+    "overlap by a part": offsets(lambda p: p[0] - 4, lambda p: p[1] - 4),
+    "overlap at the end": offsets(BEGIN, lambda p: p[1] + 4),
+    "hole before it": offsets(lambda p: p[0] + 4, END),
+    "hole of a tensor": no_entry,
+    "beyond the end": offsets(lambda p: p[0] + (1 << 20), lambda p: p[1] + (1 << 20)),
+    "2**63": offsets(2**63, lambda p: 2**63 + p[1] - p[0]),
+    "2**63 - 8": offsets(2**63 - 8, lambda p: 2**63 - 8 + p[1] - p[0]),
+    "2**64": offsets(2**64, lambda p: 2**64 + p[1] - p[0]),
+    "2**64 and around": offsets(lambda p: 2**64 + p[0], lambda p: 2**64 + p[1]),
+    "end at 2**63": offsets(BEGIN, 2**63),
+    "negative": offsets(lambda p: p[0] - p[1], 0),
+    "minus 2**63": offsets(-(2**63), lambda p: p[1] - p[0] - 2**63),
+    "backwards": offsets(END, BEGIN),
+    "not whole numbers": offsets(lambda p: float(p[0]), lambda p: float(p[1])),
+    "infinity": offsets(BEGIN, float("inf")),
+    "not a number": offsets(float("nan"), float("nan")),
+    "strings": offsets(lambda p: str(p[0]), lambda p: str(p[1])),
+    "null": offsets(None, None),
+    "true": offsets(False, True),
+    "one offset": offsets(BEGIN, ...),
+    "no offsets": field("data_offsets", ...),
+    "offsets are a dict": field("data_offsets", {"0": 0, "1": 4}),
+    "dtype of another size": field("dtype", "F64"),
+    "dtype that nobody knows": field("dtype", "Q7"),
+    "dtype is a list": field("dtype", ["F32"]),
+    "no dtype": field("dtype", ...),
+    "shape too large": field("shape", lambda shape: [*shape[:-1], shape[-1] + 1]),
+    "shape too small": field("shape", lambda shape: [*shape[:-1], shape[-1] - 1]),
+    "shape with another dimension": field("shape", lambda shape: [*shape, 2]),
+    "negative shape": field("shape", lambda shape: [-size for size in shape]),
+    "shape of 2**63": field("shape", [2**63, 2**63]),
+    "shape whose size wraps to nothing": field("shape", [2**32, 2**32]),
+    "shape of fractions": field("shape", lambda shape: [float(size) for size in shape]),
+    "shape is a string": field("shape", "57"),
+    "no shape": field("shape", ...),
+    "the name twice": twice,
+    "offsets twice": two_offsets,
+    "the entry is a list": lambda entries, name: entries.update({name: [1, 2]}),
+    "the entry is null": lambda entries, name: entries.update({name: None}),
+}
+
+VICTIMS = {"model.safetensors": "stem.weight", "optim.safetensors": "state.stem.weight.exp_avg"}
+
+
+class LyingHeaderTest(DamageTest):
+    def test_rewriting_alone_does_no_harm(self) -> None:
+        """Otherwise the tests of this class would see their own mistakes refused."""
+        folder = self.copy()
+        for name in SAVED_FILES:
+            rewrite(folder / name, packed(entries_of(folder / name)))
+        check_folder(folder)
+        if (folder / MARKER).read_bytes() == (good("whole") / MARKER).read_bytes():
+            raise Differs("nothing was written anew")
+        run_on_ranks(load_both_ways, WORLD, [], folder, "whole", [True])
+
+    @parameterized.expand([(name,) for name in VICTIMS])
+    def test_about_a_tensor(self, name: str) -> None:
+        cases, victim = {}, VICTIMS[name]
+        spans = read_safetensors(good("whole") / name).places
+        begin, end = spans[victim]
+        neighbours = [
+            n for n, (b, e) in spans.items() if e == begin or b == end
+        ]  # a hole, or an overlap, has two sides
+        for number, (lie, edit) in enumerate(LIES.items()):
+            folder = self.copy(name=f"{number}")
+            entries = entries_of(folder / name)
+            header = edit(entries, victim)
+            rewrite(folder / name, packed(entries if header is None else header))
+            named = [*spans] if lie == "overlap" else [victim, *neighbours]
+            cases[lie] = (folder, [name] if lie.endswith("twice") else [name, "|".join(named)])
+        self.check_all_refused(cases)
+
+    @parameterized.expand([(name,) for name in VICTIMS])
+    def test_a_hole_between_tensors_with_data_in_it(self, name: str) -> None:
+        folder = self.copy()
+        entries, file = entries_of(folder / name), read_safetensors(folder / name)
+        last = list(file.places)[-1]
+        begin, end = file.places[last]
+        entries[last]["data_offsets"] = [begin + 8, end + 8]
+        rewrite(folder / name, packed(entries), file.data[:begin] + bytes(8) + file.data[begin:])
+        self.check_refused(folder, name, last)
+
+    @parameterized.expand([(name,) for name in VICTIMS])
+    def test_data_that_no_tensor_has(self, name: str) -> None:
+        folder = self.copy()
+        file = read_safetensors(folder / name)
+        rewrite(folder / name, packed(entries_of(folder / name)), file.data + bytes(8))
+        self.check_refused(folder, name)
+
+    def test_another_shape_or_dtype_of_the_same_size(self) -> None:
+        """That is a checkpoint of another model: the error may say that instead."""
+        for key, value in (("shape", [5, 7]), ("dtype", "I32")):
+            folder, name = self.copy(name=key), "model.safetensors"
+            entries = entries_of(folder / name)
+            entries["stem.weight"][key] = value
+            rewrite(folder / name, packed(entries))
+            by_rank = run_on_ranks(load_both_ways, WORLD, [folder], good("whole"), "whole", [True, False])
+            for way in (0, 1):
+                errors = [outcomes[0][way].error for outcomes in by_rank]
+                kind = errors[0][0] if errors[0][0] == "StateError" else "CheckpointError"
+                check_refused(f"another {key}", errors, kind, "stem.weight")
+                check_same("changed", [outcomes[0][way].changed for outcomes in by_rank], [[], []])
+
+
+HEADERS: dict[str, Callable[[bytes], bytes]] = {
+    "longer than the file": lambda header: struct.pack("<Q", 1 << 20) + header[8:],
+    "longer by one": lambda header: struct.pack("<Q", len(header) - 7) + header[8:],
+    "of 2**63 bytes": lambda header: struct.pack("<Q", 2**63) + header[8:],
+    "of 2**64 - 1 bytes": lambda header: struct.pack("<Q", 2**64 - 1) + header[8:],
+    "of no bytes": lambda header: struct.pack("<Q", 0),
+    "of one byte": lambda header: raw_header(b"{"),
+    "empty dict": lambda header: packed({}),
+    "a list": lambda header: packed([]),
+    "a number": lambda header: packed(7),
+    "null": lambda header: packed(None),
+    "not JSON": lambda header: packed(b'{"stem.weight": '),
+    "two values": lambda header: packed(b"{} {}"),
+    "not UTF-8": lambda header: packed(b'{"\xff\xfe": 1}'),
+    "half a surrogate": lambda header: packed(b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'),
+    "a NUL in a name": lambda header: packed(b'{"a\\u0000": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'),
+    "deep lists": lambda header: packed(b"[" * 200_000),
+    "deep lists, closed": lambda header: packed(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "deep dicts": lambda header: packed(b'{"a": ' * 100_000 + b"1" + b"}" * 100_000),
+    "a number of 100,000 digits": lambda header: packed(
+        b'{"stem.weight": {"dtype": "F32", "shape": [7, 5], "data_offsets": [0, ' + b"9" * 100_000 + b"]}}"
+    ),
+    "a shape of 100,000 dimensions": lambda header: packed(
+        {"stem.weight": {"dtype": "F32", "shape": [2] * 100_000, "data_offsets": [0, 140]}}
+    ),
+    "metadata is a list": lambda header: packed(json.loads(header[8:]) | {"__metadata__": ["pt"]}),
+    "metadata is deep": lambda header: packed(
+        json.dumps(json.loads(header[8:]) | {"__metadata__": 0}).encode().replace(b": 0}", b": " + b"[" * 99_999)
+    ),
+}
+
+
+class WrongHeaderTest(DamageTest):
+    @parameterized.expand([("optim.safetensors",), ("extra/rank-00001.safetensors",)])
+    def test_a_header(self, name: str) -> None:
+        cases = {}
+        for number, (what, edit) in enumerate(HEADERS.items()):
+            folder = self.copy(name=f"{number}")
+            rewrite(folder / name, edit(read_safetensors(folder / name).header))
+            cases[what] = (folder, [Path(name).name])
+        self.check_all_refused(cases)
+
+    def test_a_header_of_half_a_gigabyte(self) -> None:
+        """It is not read: a sparse file makes one of any size."""
+        folder, name, size = self.copy(), "model.safetensors", 1 << 29
+        with open(folder / name, "r+b") as file:
+            file.write(struct.pack("<Q", size - 16))
+            file.truncate(size)
+        checkpoint = read_marker(folder)
+        checkpoint["files"][name]["size"] = size
+        seal(folder, checkpoint)
+        self.check_refused(folder, name)
+
+    def test_a_table_that_lies(self) -> None:
+        """The table's own checksum is right, but the table has a segment beyond the end, or ends early, or goes back."""
+        tables: dict[str, Callable[[list[tuple[int, int]], int], list[tuple[int, int]]]] = {
+            "none": lambda pairs, size: [],
+            "beyond": lambda pairs, size: [(size + 4096, pairs[0][1])],
+            "2**63": lambda pairs, size: [(2**63, pairs[0][1])],
+            "early": lambda pairs, size: [(size - 4, pairs[0][1])],
+            "back": lambda pairs, size: [*pairs, (4, 0), (size, 0)],
+            "nothing": lambda pairs, size: [*pairs, *pairs],
+        }
+        cases = {}
+        for what, edit in tables.items():
+            folder, name = self.copy(name=what), "model.safetensors"
+            path, data = sums_of(folder / name), read_safetensors(folder / name).data
+            pairs = edit([(len(data), xxhash.xxh3_64_intdigest(data))], len(data))
+            path.write_bytes(b"FSOSUMS1" + b"".join(struct.pack("<QQ", *pair) for pair in pairs))
+            checkpoint = read_marker(folder)
+            checkpoint["files"][name]["sums_xxh3_64"] = xxhash.xxh3_64_hexdigest(path.read_bytes())
+            seal(folder, checkpoint)
+            cases[what] = (folder, [name])
+        self.check_all_refused(cases, verifies=[True])
+
+
+# ------------------------------------------------------------------------------------------- links, names, markers
+
+
+def renamed(value: Any, was: str, name: str) -> Any:
+    """A string wherever it stands, in keys and values."""
+    if isinstance(value, Mapping):
+        return {renamed(key, was, name): renamed(item, was, name) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item, was, name) for item in value]
+    return name if value == was else value
+
+
+class OutsideTest(DamageTest):
+    """What is read lies in the folder, whatever the folder's files say."""
+
+    def test_a_symlink(self) -> None:
+        cases: dict[bool, Any] = {True: {}, False: {}}
+        for number, name in enumerate((*EVERY_FILE, "extra")):
+            folder, outside = self.copy(name=f"{number}"), self.root / f"elsewhere_{number}"
+            (folder / name).rename(outside)
+            (folder / name).symlink_to(outside)
+            cases[name.endswith(".sums")][name] = (folder, [Path(name).name])
+        self.check_all_refused(cases[False])
+        self.check_all_refused(cases[True], verifies=[True])
+
+    def test_a_symlink_to_a_file_inside(self) -> None:
+        folder = self.copy()
+        (folder / "model.safetensors").rename(folder / "weights")
+        (folder / "model.safetensors").symlink_to("weights")
+        self.check_refused(folder, "model.safetensors")
+
+    def test_a_symlink_to_nothing_and_to_itself(self) -> None:
+        for target in ("nothing", "model.safetensors"):
+            folder = self.copy(name=target)
+            (folder / "model.safetensors").unlink()
+            (folder / "model.safetensors").symlink_to(target)
+            self.check_refused(folder, "model.safetensors")
+
+    def test_a_name_in_the_marker(self) -> None:
+        was, cases = "optim.safetensors", {}
+        names = {
+            "above": f"../other/{was}",
+            "absolute": str(self.root / "other" / was),
+            "around": f"extra/../{was}",
+            "inside": f"./{was}",
+            "empty": "",
+            "dot": "..",
+            "NUL": f"{was}\0",
+            "long": "a" * 100_000,
+        }
+        self.copy(name="other")  # what is named is there, and good
+        for what, name in names.items():
+            folder = self.copy(name=what)
+            seal(folder, renamed(read_marker(folder), was, name))
+            cases[what] = (folder, [f"{MARKER}|the marker"])
+        self.check_all_refused(cases)
+
+    def test_an_index(self) -> None:
+        name, victim, cases = "model.safetensors.index.json", "stem.weight", {}
+        index = json.loads((good("split") / name).read_bytes())
+        files = index["weight_map"]
+        self.copy("split", "other")
+        others = {
+            "above": f"../other/{files[victim]}",
+            "absolute": str(self.root / "other" / files[victim]),
+            "missing file": files[victim].replace("-of-", "-of-9"),
+            "other file": next(other for other in files.values() if other != files[victim]),
+        }
+        texts = {what: json.dumps(index | {"weight_map": files | {victim: other}}) for what, other in others.items()}
+        texts |= {"a list": "[]", "no map": '{"metadata": {}}', "deep": "[" * 200_000}
+        for what, text in texts.items():
+            folder = self.copy("split", what)
+            (folder / name).write_text(text)
+            cases[what] = (folder, [name])
+        self.check_all_refused(cases, "split")
+
+
+MARKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda checkpoint: [],
+    "null": lambda checkpoint: None,
+    "nothing in it": lambda checkpoint: {},
+    "no files": lambda checkpoint: {k: v for k, v in checkpoint.items() if k != "files"},
+    "files are a list": lambda checkpoint: checkpoint | {"files": list(checkpoint["files"])},
+    "files are empty": lambda checkpoint: checkpoint | {"files": {}},
+    "another format": lambda checkpoint: checkpoint | {"format": "fsdp_optim_other"},
+    "no format": lambda checkpoint: {k: v for k, v in checkpoint.items() if k != "format"},
+    "no version": lambda checkpoint: {k: v for k, v in checkpoint.items() if k != "version"},
+    "version of words": lambda checkpoint: checkpoint | {"version": "1"},
+    "version 0": lambda checkpoint: checkpoint | {"version": 0},
+    "version -1": lambda checkpoint: checkpoint | {"version": -1},
+    "version true": lambda checkpoint: checkpoint | {"version": True},
+    "version null": lambda checkpoint: checkpoint | {"version": None},
+    "world of nobody": lambda checkpoint: checkpoint | {"world_size": 0},
+    "world of less": lambda checkpoint: checkpoint | {"world_size": -1},
+    "world of words": lambda checkpoint: checkpoint | {"world_size": "2"},
+    "no model": lambda checkpoint: {k: v for k, v in checkpoint.items() if k != "model"},
+    "model is a number": lambda checkpoint: checkpoint | {"model": 7},
+    "optim is a number": lambda checkpoint: checkpoint | {"optim": 7},
+}
+
+
+def with_file(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    """Other values for one of the files."""
+
+    def edit(checkpoint: dict[str, Any]) -> Any:
+        checkpoint["files"]["model.safetensors"].update(values)
+        return checkpoint
+
+    return edit
+
+
+def with_group(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    """Other values for the optimizer's group."""
+
+    def edit(checkpoint: dict[str, Any]) -> Any:
+        checkpoint["optim"]["groups"][0].update(values)
+        return checkpoint
+
+    return edit
+
+
+def with_state(**values: Any) -> Callable[[dict[str, Any]], Any]:
+    """Other values of what is said of a parameter's state."""
+
+    def edit(checkpoint: dict[str, Any]) -> Any:
+        checkpoint["optim"]["params"]["stem.weight"].update(values)
+        return checkpoint
+
+    return edit
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = {"$tuple": [value]}
+    return value
+
+
+MARKERS |= {
+    "groups are a number": lambda checkpoint: checkpoint | {"optim": checkpoint["optim"] | {"groups": 7}},
+    "params of a group are numbers": with_group(params=[0, 1]),
+    "params of a group are unknown": with_group(params=["nobody"]),
+    "params of a group are lists": with_group(params=[["stem.weight"]]),
+    "hyperparameters are a list": with_group(hyperparameters=[]),
+    "hyperparameter of no kind": with_group(hyperparameters={"lr": {"$system": "true"}}),
+    "hyperparameter is a pickle": with_group(hyperparameters={"lr": {"$pickle": "gASVAgAAAAAAAABLAS4="}}),
+    "hyperparameter of no bytes": with_group(hyperparameters={"lr": {"$bytes": "%%%"}}),
+    "hyperparameter of no tensor": with_group(hyperparameters={"lr": {"$tensor": 2**63}}),
+    "hyperparameter of no device": with_group(hyperparameters={"lr": {"$device": "moon:0"}}),
+    "hyperparameter of no dtype": with_group(hyperparameters={"lr": {"$dtype": "system"}}),
+    "hyperparameter of a large range": with_group(hyperparameters={"lr": {"$tuple": {"$range": [0, 2**62, 1]}}}),
+    "hyperparameters 900 deep": with_group(hyperparameters={"lr": nested(450)}),
+    "shape of a parameter": with_state(shape=[5, 7]),
+    "shape of a parameter, huge": with_state(shape=[2**63, 2**63]),
+    "shape of a parameter, words": with_state(shape="57"),
+    "state of a tensor that is not there": with_state(values=[["exp_avg", "tensor", "state.nobody.exp_avg"]]),
+    "state of another shape": with_state(values=[["exp_avg", "tensor", "state.stem.bias.exp_avg"]]),
+    "state of no kind": with_state(values=[["exp_avg", "system", "true"]]),
+    "state of numbers": with_state(values=[1, 2]),
+    "state is a number": with_state(values=7),
+    "scalar tensor with dimensions": with_state(values=[["step", "scalar tensor", "state.stem.bias.exp_avg"]]),
+    "state that is a pickle": with_state(values=[["step", "opaque", {"$pickle": "gASVAgAAAAAAAABLAS4="}]]),
+    "state that is a record": with_state(values=[["step", "opaque", {"$record": ["os.system", {"command": "true"}]}]]),
+}
+OF_ANOTHER_MODEL = ("files are empty", "params of a group are numbers", "params of a group are unknown")
+OF_ANOTHER_MODEL += ("params of a group are lists", "state of no kind")
+"""What may be refused as the checkpoint of another model."""
+MARKERS |= {
+    f"size {size!r}": with_file(size=size) for size in (-1, 0, 1, 2**63, 2**64, 1e300, float("inf"), "100", None, [])
+}
+MARKERS["size of 5000 digits"] = with_file(size=10**5000)
+MARKERS |= {f"header hash {value!r}": with_file(header_xxh3_64=value) for value in ("", 7, None, "0" * 16)}
+MARKERS |= {f"sums hash {value!r}": with_file(sums_xxh3_64=value) for value in ("", 7, "0" * 16)}
+
+
+class MarkerTest(DamageTest):
+    def test_sealing_alone_does_no_harm(self) -> None:
+        folder = self.copy()
+        seal(folder, read_marker(folder))
+        run_on_ranks(load_both_ways, WORLD, [], folder, "whole", [True])
+
+    def test_a_newer_version_is_refused_by_name(self) -> None:
+        cases = {}
+        for version in (2, 7, 2**63, 10**30):
+            folder = self.copy(name=f"{version}")
+            seal(folder, read_marker(folder) | {"version": version, "files": {}})
+            cases[str(version)] = (folder, [MARKER, "version", str(version), "fsdp_optim"])
+        self.check_all_refused(cases)
+
+    def test_a_newer_version_whose_checksum_this_one_does_not_know(self) -> None:
+        folder = self.copy()
+        (folder / MARKER).write_text(
+            json.dumps({"checksum": "other", "checkpoint": {"format": "fsdp_optim", "version": 2}})
+        )
+        self.check_refused(folder, MARKER, verifies=[True])
+
+    def test_a_sealed_marker(self) -> None:
+        cases: dict[bool, Any] = {True: {}, False: {}}
+        for number, (what, edit) in enumerate(MARKERS.items()):
+            folder = self.copy(name=f"{number}")
+            limit = sys_digits(0)
+            try:
+                seal(folder, edit(read_marker(folder)))
+            finally:
+                sys_digits(limit)
+            cases["hash" in what][what] = (folder, [str(folder)])
+        self.check_all_refused(cases[False], or_state_error=OF_ANOTHER_MODEL)
+        self.check_all_refused(cases[True], verifies=[True])
+
+    def test_other_bytes(self) -> None:
+        texts = {
+            "deep lists": b"[" * 200_000,
+            "deep, closed": b'{"checksum": "", "checkpoint": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "deep dicts": b'{"checkpoint": ' * 100_000 + b"1" + b"}" * 100_000,
+            "digits": b'{"checksum": "", "checkpoint": {"version": ' + b"9" * 100_000 + b"}}",
+            "not UTF-8": b'{"checksum": "\xff", "checkpoint": {}}',
+            "UTF-16": '{"checksum": "", "checkpoint": {}}'.encode("utf-16"),
+            "nothing": b"",
+            "a number": b"7",
+            "no checksum": b'{"checkpoint": {"format": "fsdp_optim", "version": 1}}',
+            "checksum of numbers": b'{"checksum": 7, "checkpoint": {"format": "fsdp_optim", "version": 1}}',
+        }
+        cases = {}
+        for what, text in texts.items():
+            folder = self.copy(name=what)
+            (folder / MARKER).write_bytes(text)
+            cases[what] = (folder, [MARKER])
+        self.check_all_refused(cases)
+
+    def test_a_marker_of_half_a_gigabyte(self) -> None:
+        folder = self.copy()
+        os.truncate(folder / MARKER, 1 << 29)
+        self.check_refused(folder, MARKER)
+
+    def test_a_key_twice(self) -> None:
+        """Readers that take the first one and readers that take the last one would see two checkpoints."""
+        folder = self.copy()
+        text = (folder / MARKER).read_text()
+        (folder / MARKER).write_text(text.replace("{", '{"checkpoint": {"format": "fsdp_optim", "version": 1}, ', 1))
+        self.check_refused(folder, MARKER)
+
+
+def sys_digits(limit: int) -> int:
+    """How many digits of an int Python reads and writes; the limit before."""
+    was = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(limit)
+    return was
+
+
+# ------------------------------------------------------------------------------------------- reading that fails
+
+READING = [(os, name) for name in ("pread", "preadv", "read", "readv", "open")]
+
+
+class NthCalls:
+    """Stands for several functions; the nth call of any of them, counted together, does something else first."""
+
+    def __init__(self, nth: int, instead: Callable[[], Any]) -> None:
+        self.nth, self.count, self._instead = nth, 0, instead
+        self._lock = threading.Lock()
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                now = self.count == self.nth + 1
+            if now:
+                self._instead()
+            return function(*args, **kwargs)
+
+        return call
+
+    @property
+    def reached(self) -> bool:
+        return self.count > self.nth
+
+
+@contextlib.contextmanager
+def nth_call(functions: Sequence[tuple[Any, str]], nth: int, instead: Callable[[], Any]) -> Iterator[NthCalls]:
+    calls = NthCalls(nth, instead)
+    with contextlib.ExitStack() as stack:
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, calls.around(getattr(owner, name))))
+        yield calls
+
+
+def failing(number: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def reading_fails(folder: Path) -> list[tuple[str, Outcome]]:
+    """Every call that reads fails once, on each rank in turn."""
+    target, meeting, found = trained(1), Meeting(), []
+    for rank in range(WORLD):
+        for nth in (*range(6), *range(6, 200, 9)):
+            functions = READING if rank == dist.get_rank() else []
+            with nth_call(functions, nth, failing(errno.EIO)) as calls:
+                outcome = outcome_of(
+                    lambda: fsdp_optim.load(folder, target.model, target.optim, timeout=PATIENCE), target
+                )
+            if not meeting.tell(calls.reached)[rank]:
+                break
+            found.append((f"call {nth} on rank {rank}", outcome))
+    fsdp_optim.load(folder, target.model, target.optim, timeout=PATIENCE)
+    check_same("loaded afterwards", contents(target), contents(trained(3)))
+    return found
+
+
+class ReadingFailsTest(unittest.TestCase):
+    def test_on_each_rank_in_turn(self) -> None:
+        by_rank = run_on_ranks(reading_fails, WORLD, good("whole"))
+        if len({what.split()[-1] for what, _ in by_rank[0]}) != WORLD or len(by_rank[0]) < 4 * WORLD:
+            raise Differs(f"hardly anything failed: {[what for what, _ in by_rank[0]]}")
+        for cases in zip(*by_rank, strict=True):
+            check_outcomes(cases[0][0], [outcome for _, outcome in cases], os.strerror(errno.EIO))
+
+
+# ------------------------------------------------------------------------------------------- saving that fails
+
+
+class Saver:
+    """Saves to one path again and again, and sees what came of it. The same on all ranks."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path, self.options = path, options
+        self.model, self.target = trained(3), trained(1)
+        self.meeting = Meeting()
+        self.number = 0
+        self.found: list[str] = []
+        self.tried: list[str] = []
+        self.save(overwrite=False)
+        self.complete = 0
+
+    def save(self, overwrite: bool = True) -> None:
+        fsdp_optim.save(
+            self.path,
+            self.model.model,
+            self.model.optim,
+            extra={"number": self.number},
+            overwrite=overwrite,
+            timeout=PATIENCE,
+            **self.options,
+        )
+
+    def attempt(self) -> Outcome:
+        """One save over the old one, of other values, on this rank."""
+        self.number += 1
+        with torch.no_grad():
+            for param in self.model.params:
+                local_of(param).fill_(self.number)
+        return outcome_of(self.save, self.model)
+
+    def judge(self, what: str, mine: Outcome, *words: str, must_fail: bool = True) -> list[Outcome]:
+        """What is wrong is noted. Unless it must fail, it may also have succeeded, or failed after the new one stood."""
+        outcomes = self.meeting.tell(mine)
+        self.tried.append(what)
+        try:
+            if must_fail or any(outcome.error[0] for outcome in outcomes):
+                check_outcomes(what, outcomes, *words)
+            numbers = self.meeting.tell(self.number_there())
+            allowed = {self.complete}
+            if not must_fail:
+                allowed = {self.complete, self.number} if outcomes[0].error[0] else {self.number}
+            if len(set(numbers)) != 1 or numbers[0] not in allowed:
+                raise Differs(f"{what}: {outcomes[0].error}: the path then has save {numbers}, not {allowed}")
+            self.complete = numbers[0]
+        except Differs as error:
+            self.found.append(str(error))
+        return outcomes
+
+    def judge_success(self, what: str, mine: Outcome) -> None:
+        """Nothing came in the way of this one."""
+        errors = self.meeting.tell(mine.error)
+        if any(kind for kind, _ in errors):
+            self.found.append(f"{what}: {errors}")
+        else:
+            self.complete = self.number
+
+    def number_there(self) -> Any:
+        """Which save the path has, all of it; or what is wrong."""
+        try:
+            restored = fsdp_optim.load(self.path, self.target.model, self.target.optim, timeout=PATIENCE)
+            number = restored["number"]
+            wanted = None if number == 0 else float(number)
+            values = {float(v) for param in self.target.params for v in local_of(param).detach().flatten()}
+            if wanted is not None and values - {wanted}:
+                return f"save {number} with values of {sorted(values)[:5]}"
+            return number
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def finish(self) -> tuple[list[str], list[str]]:
+        """Now nothing fails: the next save works, and no leftover is there. (tried, wrong)."""
+        mine = self.attempt()
+        errors = self.meeting.tell(mine.error)
+        if any(kind for kind, _ in errors):
+            self.found.append(f"afterwards: {errors}")
+        elif self.number_there() != self.number:
+            self.found.append(f"afterwards: {self.number_there()}, not {self.number}")
+        self.meeting.tell(0)
+        names = sorted(path.name for path in self.path.parent.iterdir() if path.name.startswith(self.path.name))
+        if names != [self.path.name]:
+            self.found.append(f"leftovers: {names}")
+        return self.tried, self.found
+
+
+WRITING = [(os, name) for name in ("pwrite", "pwritev", "write", "writev")]
+MAKING = [
+    (os, name) for name in ("open", "mkdir", "ftruncate", "posix_fallocate", "fsync", "fdatasync", "sync_file_range")
+]
+MAKING = [(owner, name) for owner, name in MAKING if hasattr(owner, name)]
+MOVING = [(os, name) for name in ("rename", "replace", "link", "symlink", "unlink", "remove", "rmdir")]
+
+
+def writing_fails(root: Path, group: str, number: int) -> tuple[list[str], list[str]]:
+    """Every call of some kind fails once, on each rank in turn."""
+    functions = {"writing": WRITING, "making": MAKING, "moving": MOVING}[group]
+    saver = Saver(root / "step")
+    for rank in range(WORLD):
+        for nth in (*range(6), *range(6, 60, 9)):
+            mine = functions if rank == dist.get_rank() else []
+            with nth_call(mine, nth, failing(number)) as calls:
+                outcome = saver.attempt()
+            if not saver.meeting.tell(calls.reached)[rank]:
+                saver.judge_success(f"nothing failed on rank {rank}", outcome)
+                break
+            what = f"call {nth} on rank {rank}"
+            saver.judge(what, outcome, os.strerror(number), must_fail=group == "writing")
+            if len(saver.found) > 5:
+                return saver.tried, saver.found
+    return saver.finish()
+
+
+def files_may_not_grow(root: Path, in_background: bool) -> tuple[list[str], list[str]]:
+    """The system itself lets one rank write no byte behind the first ones of a file."""
+    saver = Saver(root / "step")
+    if in_background:
+
+        def save(overwrite: bool = True) -> None:
+            handle = fsdp_optim.async_save(
+                saver.path,
+                saver.model.model,
+                saver.model.optim,
+                extra={"number": saver.number},
+                overwrite=overwrite,
+                timeout=PATIENCE,
+            )
+            handle.wait(PATIENCE)
+
+        saver.save = save  # type: ignore[method-assign]
+    for rank in range(WORLD):
+        for most in (0, 9, 200):
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if dist.get_rank() == rank:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                outcome = saver.attempt()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            saver.judge(f"{most} bytes on rank {rank}", outcome, os.strerror(errno.EFBIG))
+    return saver.finish()
+
+
+PAGE = 4096
+
+
+def filled_up(root: Path) -> tuple[list[str], list[str]]:
+    """A small disk that is full, and has a page more each time, until a save fits."""
+    saver = Saver(root / "step")
+    filler = root / "filler"
+    for pages in (*range(8), *range(8, 400, 5)):
+        if dist.get_rank() == 0:
+            filler.unlink(missing_ok=True)
+            for leftover in root.glob("step.*"):
+                shutil.rmtree(leftover)
+            free = os.statvfs(root).f_bavail
+            filler.write_bytes(bytes(max(0, free - pages) * PAGE))
+        saver.meeting.tell(0)
+        outcome = saver.attempt()
+        if not any(kind for kind, _ in saver.meeting.tell(outcome.error)):
+            saver.judge_success(f"{pages} pages", outcome)
+            break
+        saver.judge(f"{pages} pages", outcome, os.strerror(errno.ENOSPC))
+    else:
+        saver.found.append("no save fitted")
+    saver.meeting.tell(0)
+    if dist.get_rank() == 0:
+        filler.unlink()
+    saver.meeting.tell(0)
+    return saver.finish()
+
+
+def vanishing(root: Path, what: str) -> tuple[list[str], list[str]]:
+    """The folder that is written to is removed in the middle, by each rank in turn."""
+    saver = Saver(root / "step")
+
+    def vanish() -> None:
+        saving = list(root.glob("step.saving-*"))
+        for folder in [root] if saving and what == "all" else saving:
+            shutil.rmtree(folder)
+            gone.append(folder)
+
+    for rank in range(WORLD):
+        for nth in (0, 1, 2, 5, 9, 14):
+            gone: list[Path] = []
+            functions = [*WRITING, *MAKING] if rank == dist.get_rank() else []
+            with nth_call(functions, nth, vanish):
+                outcome = saver.attempt()
+            if not saver.meeting.tell(bool(gone))[rank]:
+                saver.judge_success(f"nothing vanished at call {nth} of rank {rank}", outcome)
+                continue
+            if what == "saving":
+                saver.judge(f"at call {nth} of rank {rank}", outcome, str(saver.path))
+            else:
+                saver.tried.append(f"at call {nth} of rank {rank}")
+                try:
+                    check_outcomes(saver.tried[-1], saver.meeting.tell(outcome), str(saver.path))
+                except Differs as error:
+                    saver.found.append(str(error))
+                saver.meeting.tell(0)
+                if dist.get_rank() == 0:
+                    shutil.rmtree(root, ignore_errors=True)
+                    root.mkdir()
+                saver.meeting.tell(0)
+                saver.number = 0
+                saver.save()
+                saver.complete = 0
+    return saver.finish()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
+    """A tmpfs; gives what mounts it again with other options."""
+
+    def mount(options: str) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise unittest.SkipTest(f"mounting is not permitted here: {done.stderr.strip()}")
+
+    folder.mkdir()
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        raise unittest.SkipTest("mounting is not permitted here")
+    mount(f"size={size}")
+    try:
+        yield lambda option: mount(f"remount,{option},size={size}")
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def save_errors(path: Path, overwrite: bool = False) -> tuple[Outcome, Error]:
+    """Of saving there, and of loading what is there."""
+    with cpu():
+        one, target = trained(2), trained(1)
+        saved = outcome_of(
+            lambda: fsdp_optim.save(path, one.model, one.optim, overwrite=overwrite, timeout=PATIENCE), one
+        )
+        return saved, error_text(lambda: fsdp_optim.load(path, target.model, target.optim, timeout=PATIENCE))
+
+
+class SavingFailsTest(DamageTest):
+    def check_tried(self, found: list[tuple[list[str], list[str]]], at_least: int) -> None:
+        for rank, (tried, wrong) in enumerate(found):
+            if wrong:
+                raise Differs(f"rank {rank}, {len(wrong)} of {len(tried)}:\n" + "\n".join(wrong))
+        tried = found[0][0]
+        if len(tried) < at_least:
+            raise Differs(f"only {len(tried)} failures were tried: {tried}")
+
+    @parameterized.expand([("writing", errno.ENOSPC, 4), ("making", errno.EACCES, 4), ("moving", errno.EROFS, 2)])
+    def test_each_call_on_each_rank_in_turn(self, group: str, number: int, at_least: int) -> None:
+        self.check_tried(run_on_ranks(writing_fails, WORLD, self.root, group, number), at_least)
+
+    @parameterized.expand([("save", False), ("async_save", True)])
+    def test_files_may_not_grow_on_each_rank_in_turn(self, _: str, in_background: bool) -> None:
+        self.check_tried(run_on_ranks(files_may_not_grow, WORLD, self.root, in_background), 3 * WORLD)
+
+    def test_a_full_disk(self) -> None:
+        with small_disk(self.root / "disk", "1m"):
+            self.check_tried(run_on_ranks(filled_up, WORLD, self.root / "disk"), 5)
+
+    @parameterized.expand([("saving",), ("all",)])
+    def test_a_folder_vanishes(self, what: str) -> None:
+        root = self.root / "run"
+        root.mkdir()
+        self.check_tried(run_on_ranks(vanishing, WORLD, root, what), WORLD + 1)
+
+    def test_a_read_only_disk(self) -> None:
+        with small_disk(self.root / "disk", "1m") as remount:
+            folder = self.root / "disk" / "step"
+            run_on_ranks(save_good, WORLD, folder)
+            was = all_bytes(folder)
+            remount("ro")
+            for path, overwrite in ((folder, True), (self.root / "disk" / "new", False)):
+                found = run_on_ranks(save_errors, WORLD, path, overwrite)
+                check_outcomes(path.name, [saved for saved, _ in found], os.strerror(errno.EROFS), str(path))
+            check_same("the old one", all_bytes(folder), was)
+            run_on_ranks(load_both_ways, WORLD, [], folder, "whole", [True])  # reading writes nothing
+
+    def test_a_file_where_a_folder_should_be(self) -> None:
+        (self.root / "file").write_bytes(b"mine")
+        for name in ("file", "file/step", "file/run/step"):
+            found = run_on_ranks(save_errors, WORLD, self.root / name)
+            check_outcomes(name, [saved for saved, _ in found], str(self.root / "file"))
+        check_same("the file", all_bytes(self.root), {"file": b"mine"})
+        check_same("what is there", [path.name for path in self.root.iterdir()], ["file"])
+
+    def test_an_immutable_folder(self) -> None:
+        folder = self.root / "run"
+        folder.mkdir()
+        if shutil.which("chattr") is None or subprocess.run(["chattr", "+i", str(folder)], check=False).returncode:
+            self.skipTest("chattr +i does nothing here")
+        try:
+            found = run_on_ranks(save_errors, WORLD, folder / "step")
+        finally:
+            subprocess.run(["chattr", "-i", str(folder)], check=True)
+        check_outcomes("immutable", [saved for saved, _ in found], os.strerror(errno.EPERM), str(folder))
+
+
+# ------------------------------------------------------------------------------------------- over what is there
+
+
+class OverwriteTest(DamageTest):
+    def test_only_on_request(self) -> None:
+        folder = self.copy()
+        was = all_bytes(folder)
+        found = run_on_ranks(save_errors, WORLD, folder)
+        check_outcomes("without", [saved for saved, _ in found], str(folder), "overwrite=True")
+        check_same("the old one", all_bytes(folder), was)
+        check_same("what is there", [path.name for path in self.root.iterdir()], ["damaged"])
+        found = run_on_ranks(save_errors, WORLD, folder, True)
+        check_same(
+            "errors", [(saved.error, saved.changed, loaded) for saved, loaded in found], [(("", ""), [], ("", ""))] * 2
+        )
+        check_folder(folder)
+        if all_bytes(folder) == was:
+            raise Differs("it was not overwritten")
+        check_same("what is there", [path.name for path in self.root.iterdir()], ["damaged"])
+
+    def test_a_leftover_is_removed_and_a_save_that_runs_is_not(self) -> None:
+        folder = self.copy(name="step")
+        running, dead = (self.root / f"step.saving-{token}" for token in ("0123456789abcdef", "fedcba9876543210"))
+        others = [self.root / name for name in ("step.txt", "step.saving", "step.saving-mine", "other")]
+        for leftover in (running, dead):
+            leftover.mkdir()
+            (leftover / "owner.lock").touch()
+            (leftover / "model.safetensors").write_bytes(b"half")
+        for other in others:
+            other.mkdir()
+            (other / "file").write_bytes(b"mine")
+        with open(running / "owner.lock", "r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = run_on_ranks(save_errors, WORLD, folder, True)
+            check_same("a save that runs", all_bytes(running), {"model.safetensors": b"half", "owner.lock": b""})
+            if found[0][0].error != ("", ""):  # it may refuse to begin
+                check_outcomes("beside a save that runs", [saved for saved, _ in found], str(folder))
+            check_folder(folder)
+        found = run_on_ranks(save_errors, WORLD, folder, True)
+        check_same("errors", [(saved.error, loaded) for saved, loaded in found], [(("", ""), ("", ""))] * 2)
+        names = sorted(path.name for path in self.root.iterdir())
+        check_same("what is there", names, sorted(["step", *(other.name for other in others)]))
+        for other in others:
+            check_same(other.name, all_bytes(other), {"file": b"mine"})
+
+
+def two_jobs(root: Path, overwrite: bool, rounds: int) -> list[tuple[Error, Any]]:
+    """Ranks 0 and 1 are one job, ranks 2 and 3 the other; what each round gave, and which job's values were there then."""
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+    job = dist.get_rank() // 2
+    mesh = meshes[job]
+    one, target = (Trained(lambda model: in_fsdp2(model, mesh), adam, steps, Buffered) for steps in (1, 1))
+    with torch.no_grad():
+        for param in one.params:
+            local_of(param).fill_(job)
+            for value in one.optim.state[param].values():
+                local_of(value).fill_(job + 1)
+    meeting, found, group = Meeting(), [], mesh.get_group()
+    for number in range(rounds):
+        path = root / ("step" if overwrite else f"step-{number}")
+        meeting.tell(0)
+        error = error_text(
+            lambda: fsdp_optim.save(
+                path,  # noqa: B023
+                one.model,
+                one.optim,
+                extra={"job": job, "number": number},  # noqa: B023
+                overwrite=overwrite,
+                process_group=group,
+                timeout=PATIENCE,
+            )
+        )
+        meeting.tell(0)
+        restored = fsdp_optim.load(path, target.model, target.optim, process_group=group, timeout=PATIENCE)
+        values = {float(v) for param in target.params for v in local_of(param).detach().flatten()}
+        state = {float(v) for p in target.params for t in target.optim.state[p].values() for v in local_of(t).flatten()}
+        found.append((error, (restored["job"], restored["number"], sorted(values), sorted(state))))
+    return found
+
+
+class TwoJobsTest(DamageTest):
+    def test_one_wins_and_the_other_raises(self) -> None:
+        by_rank = run_on_ranks(two_jobs, 4, self.root, False, 4)
+        for number, cases in enumerate(zip(*by_rank, strict=True)):
+            errors = [error for error, _ in cases]
+            check_same("both ranks of a job", (errors[0], errors[2]), (errors[1], errors[3]))
+            check_same("jobs that raised", sorted(kind for kind, _ in errors[::2]), ["", "CheckpointError"])
+            winner = 0 if not errors[0][0] else 1
+            self.assertIn(str(self.root / f"step-{number}"), errors[2 - 2 * winner][1])
+            wanted = (winner, number, [float(winner)], [float(winner + 1)])
+            check_same("what is there", [there for _, there in cases], [wanted] * 4)
+            check_folder(self.root / f"step-{number}")
+        check_same("what lies beside it", sorted(p.name for p in self.root.iterdir()), [f"step-{i}" for i in range(4)])
+
+    def test_overwriting(self) -> None:
+        """One after the other both may win; what is there is all of one of them."""
+        by_rank = run_on_ranks(two_jobs, 4, self.root, True, 4)
+        for number, cases in enumerate(zip(*by_rank, strict=True)):
+            errors = [error for error, _ in cases]
+            check_same("both ranks of a job", (errors[0], errors[2]), (errors[1], errors[3]))
+            winners = [job for job in (0, 1) if errors[2 * job] == ("", "")]
+            if not winners or {kind for kind, _ in errors} - {"", "CheckpointError"}:
+                raise Differs(f"round {number}: {errors}")
+            winner = cases[0][1][0]
+            self.assertIn(winner, winners)
+            wanted = (winner, number, [float(winner)], [float(winner + 1)])
+            check_same("what is there", [there for _, there in cases], [wanted] * 4)
+        check_folder(self.root / "step")
