@@ -42,7 +42,7 @@ MOMENTS = 20
 ONE_DIES = (1, 5, 6, 10, 12, 17)  # of the moments; otherwise all die
 PATIENCE = 5.0  # seconds that a rank waits for one that is dead
 LIMIT = 60.0  # seconds; what takes them has hung
-LEFTOVER = (".saving-", ".old-", ".new-")
+LEFTOVER = (".saving-", ".old-", ".new-", ".gone-")
 
 
 class Layers(nn.Module):

@@ -399,9 +399,9 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
-# >>>>>> THE PLACE for what `python tests/test_safetensors_format.py` prints. It is made once for each version of the
-# >>>>>> format, and never again: a golden checkpoint that a newer version cannot load is a bug of that version.
-GOLDEN_SHA256 = ""
+# What `python tests/test_safetensors_format.py` printed. It is made once for each version of the format, and never again:
+# a golden checkpoint that a newer version cannot load is a bug of that version.
+GOLDEN_SHA256 = "f8c17fcab4ba09d51c1201f826911964cc551d8374f89eea67a77362d134b4af"
 
 
 class Golden(nn.Module):

@@ -85,7 +85,7 @@ class ModelReader:
         """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
         found = []
         for fqn, value in self._tree.buffers():
-            ranks = _ranks_near(fqn, view)
+            ranks = self._ranks_near(fqn, view)
             name = fqn if name_of is None else name_of(fqn, min(ranks))
             if dtensor.is_dtensor(value):
                 handle = dtensor.handle_of(fqn, value, self._tree.root)
@@ -95,16 +95,20 @@ class ModelReader:
             found.append(NamedHandle(handle, (name,)))
         return tuple(found)
 
-
-def _ranks_near(fqn: str, view: ModelView) -> Ranks:
-    """The ranks that hold the first parameter of the module of a buffer, or of the nearest one around it."""
-    parts = fqn.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        prefix = ".".join(parts[:length]) + "."
-        for named in view.handles:
-            if any(name.startswith(prefix) for name in named.fqns):
-                return named.handle.originals[0].placement.ranks
-    return view.ranks
+    def _ranks_near(self, fqn: str, view: ModelView) -> Ranks:
+        """The ranks that hold a parameter of the module of a buffer, or of the nearest one around it that has any."""
+        places = [
+            (self._tree.fqn(original.module, original.attribute), original.placement.ranks)
+            for named in view.handles
+            for original in named.handle.originals
+        ]
+        parts = fqn.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            prefix = ".".join(parts[:length]) + "."
+            ranks = {rank for name, holders in places if name.startswith(prefix) for rank in holders}
+            if ranks:
+                return tuple(sorted(ranks))
+        return view.ranks
 
 
 def _me() -> int:

@@ -155,7 +155,7 @@ def reshard(tree: ModuleTree) -> None:
     """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
     for unit in _units(tree):
         handle = _handle_of(unit)
-        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):  # it was used before
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # it was used before
             handle.reshard(True)
             handle.post_reshard()  # type: ignore[no-untyped-call]
 

@@ -19,6 +19,7 @@ from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo, Marker, read_marker
 
 MOST_INDEX_NBYTES = 1 << 28
+_SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class StoredFile:
     header: Header
     offset: int
     sums: Sums | None
+
+    @property
+    def short_nbytes(self) -> int:
+        """Runs that are shorter cost too much to read by themselves: the rest of their segments comes with them."""
+        segments = len(self.sums.ends) if self.sums is not None else 0
+        return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // segments if segments else 0)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fsdp_optim.errors import CheckpointError
 MAGIC = b"FSOSUMS1"
 MOST_NBYTES = 4 << 20  # of a segment
 _FEWEST_NBYTES, _LARGEST_NBYTES = 512, 1 << 20  # of the segments that are written here
+_MOST_SEGMENTS_LOG2 = 17  # of a file, about: every reader reads the table
 _SEGMENTS_PER_RANK = 32  # of a tensor: a rank's part of it begins and ends inside a segment, which it has to read whole
 _ROW = numpy.dtype([("end", "<u8"), ("hash", "<u8")])
 
@@ -39,7 +40,8 @@ def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
     listed = list(sizes)
     typical = sum(n * n for n in listed) // max(sum(listed), 1)
     wanted = typical // (_SEGMENTS_PER_RANK * max(num_ranks, 8))
-    return min(max(1 << max(wanted.bit_length() - 1, 0), _FEWEST_NBYTES), _LARGEST_NBYTES)
+    least = max(_FEWEST_NBYTES, sum(listed) >> _MOST_SEGMENTS_LOG2)  # of a file of 4 GB: 32 KiB
+    return min(max(1 << max(wanted.bit_length() - 1, 0), least), _LARGEST_NBYTES)
 
 
 def most_sums_nbytes(data_nbytes: int) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.header import code_of
 from fsdp_optim.memory import is_plain
 
 _LONGEST_RANGE = 1 << 24  # more is not a value, but an attempt to fill the memory
@@ -59,11 +60,11 @@ class Encoder:
 
     def _encode_other(self, where: str, value: Any) -> Any:
         if is_plain(value) and value.layout is torch.strided:
-            return {"$tensor": self._add(value.detach())}
+            return {"$tensor": self._add(where, value.detach())}
         if type(value) is numpy.ndarray and value.dtype.kind in "biufc":
-            return {"$ndarray": self._add(torch.from_numpy(numpy.array(value, order="C")))}
+            return {"$ndarray": self._add(where, _from_numpy(where, value))}
         if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
-            return {"$numpy": self._add(torch.from_numpy(numpy.array(value)))}
+            return {"$numpy": self._add(where, _from_numpy(where, value))}
         if type(value) in (bytes, bytearray):
             return {"$bytes" if type(value) is bytes else "$bytearray": base64.b64encode(value).decode()}
         if type(value) is complex:
@@ -86,9 +87,17 @@ class Encoder:
             "state_dict(), or plain values, or say allow_pickle=True on save and load"
         )
 
-    def _add(self, tensor: torch.Tensor) -> int:
+    def _add(self, where: str, tensor: torch.Tensor) -> int:
+        code_of(where, str(tensor.dtype).removeprefix("torch."))
         self.tensors.append(tensor.to("cpu").contiguous())
         return len(self.tensors) - 1
+
+
+def _from_numpy(where: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.from_numpy(numpy.array(value, order="C"))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: torch has no dtype for a numpy {value.dtype}: {error}") from error
 
 
 class Decoder:

@@ -102,6 +102,18 @@ def write_file(path: Path, data: bytes, *, durable: bool) -> None:
         os.close(fd)
 
 
+def sync_file(path: Path) -> None:
+    """Return when a file is on the disk."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made durable: {error.strerror or error}") from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     fd = os.open(folder, os.O_RDONLY)

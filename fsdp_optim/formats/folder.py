@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,11 @@ from fsdp_optim.formats.files import sync_folder
 from fsdp_optim.formats.marker import NAME, read_marker
 
 LOCK = "owner.lock"
-_YOUNG = 2.0  # seconds
-_NEW, _SAVING, _OLD = ".new-", ".saving-", ".old-"
+_NEW, _SAVING, _OLD, _GONE = ".new-", ".saving-", ".old-", ".gone-"
+_ATTEMPTS = 10
 _TOKEN = re.compile("[0-9a-f]{16}")
+
+log = logging.getLogger("fsdp_optim")
 
 
 @dataclass
@@ -46,7 +48,14 @@ class Staging:
             path.parent.mkdir(parents=True, exist_ok=True)
             _restore_old(path)
             _remove_leftovers(path)
-            return cls._make(path, overwrite)
+            _check_free(path, overwrite=overwrite)  # what was aside may be back
+            for attempt in range(_ATTEMPTS):
+                try:
+                    return cls._make(path, overwrite)
+                except FileNotFoundError:  # another save took the folder for a leftover, before it had its lock
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+            raise FileNotFoundError(errno.ENOENT, "unreachable")
         except OSError as error:
             raise _failed(path, "cannot be saved", error) from error
 
@@ -73,6 +82,7 @@ class Staging:
         """Give the finished folder its name. Another save to the same path may have been faster: then this one raises."""
         old = None
         try:
+            _check_free(self.path, overwrite=self.overwrite)
             if durable:
                 _sync_folders(self.folder)
             if self.overwrite and os.path.lexists(self.path):
@@ -80,14 +90,16 @@ class Staging:
                 self.path.rename(old)
             _check_free(self.path, overwrite=False)
             self.folder.rename(self.path)
-            (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
-            if durable:
-                sync_folder(self.path.parent)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
                 with contextlib.suppress(OSError):  # else readers and the next save find it under its other name
                     old.rename(self.path)
             raise _failed(self.path, "cannot be put in place", error) from error
+        else:
+            with contextlib.suppress(OSError):  # it is there now, whatever happens
+                (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
+                if durable:
+                    sync_folder(self.path.parent)
         finally:
             self._unlock()
         if old is not None:
@@ -111,6 +123,10 @@ def _sync_folders(folder: Path) -> None:
 
 
 def _check_free(path: Path, *, overwrite: bool) -> None:
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a symbolic link: save to the folder that it leads to")
+    if not overwrite and _is_empty_folder(path):
+        return
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(f"{path}: is there already: save to another path, or say overwrite=True")
     if os.path.lexists(path) and not (path / NAME).exists() and not _is_empty_folder(path):
@@ -145,22 +161,22 @@ def _aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
-    for mark in (_NEW, _SAVING):
+    for folder, _ in _aside(path.parent, _SAVING):
+        if not _is_held(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    for mark in (_NEW, _GONE):
         for folder, _ in _aside(path.parent, mark):
-            if not _is_held(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     for folder, base in _aside(path.parent, _OLD):
-        if os.path.lexists(base) or not (folder / NAME).exists():
+        if is_complete(base) or not is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether the process that writes a folder lives. A folder that was made just now may have no lock yet."""
+    """Whether the process that writes a folder lives."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        with contextlib.suppress(OSError):
-            return _NEW in folder.name and time.time() - folder.stat().st_mtime < _YOUNG
         return False
     except OSError:
         return True
@@ -175,17 +191,22 @@ def _is_held(folder: Path) -> bool:
 
 def _restore_old(path: Path) -> None:
     """A save that was killed between two renames has left the old checkpoint under another name."""
-    if not os.path.lexists(path):
+    if _is_nothing(path):
         for old in _siblings(path, _OLD):
             if is_complete(old):
-                old.rename(path)
+                old.rename(path)  # over an empty folder too
                 return
+
+
+def _is_nothing(path: Path) -> bool:
+    """Whether nothing is lost when a folder is put there."""
+    return not os.path.lexists(path) or (not path.is_symlink() and _is_empty_folder(path))
 
 
 def existing(path: Path) -> Path:
     """Where the checkpoint of a path is: there, or aside where a save was killed between two renames."""
     path = Path(os.path.abspath(path))
-    if not os.path.lexists(path):
+    if _is_nothing(path):
         for aside in _siblings(path, _OLD):
             if is_complete(aside):
                 return aside
@@ -203,22 +224,49 @@ def is_complete(folder: Path) -> bool:
 
 def complete_in(root: Path) -> list[Path]:
     """The complete checkpoints in a folder, the oldest first."""
-    replaced = {folder for folder, base in _aside(root, _OLD) if os.path.lexists(base)}
-    unfinished = {folder for mark in (_NEW, _SAVING) for folder, _ in _aside(root, mark)}
-    found = []
-    with contextlib.suppress(OSError):
-        for folder in root.iterdir():
-            if folder not in replaced | unfinished and folder.is_dir() and is_complete(folder):
-                found.append((int(read_marker(folder).said["created_ns"]), folder.name, folder))
+    for _ in range(_ATTEMPTS):
+        found, vanished = _scan(root)
+        if not vanished:
+            break
     return [folder for *_, folder in sorted(found)]
 
 
+def _scan(root: Path) -> tuple[list[tuple[int, str, Path]], bool]:
+    """Complete checkpoints with their times; and whether a folder went away meanwhile, so that one may be missing."""
+    replaced = {folder for folder, base in _aside(root, _OLD) if not _is_nothing(base)}
+    unfinished = {folder for mark in (_NEW, _SAVING, _GONE) for folder, _ in _aside(root, mark)}
+    found, vanished = [], False
+    try:
+        folders = [folder for folder in root.iterdir() if folder not in replaced | unfinished and folder.is_dir()]
+    except OSError:
+        return [], False
+    for folder in folders:
+        try:
+            marker = read_marker(folder)
+            if all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items()):
+                found.append((int(marker.said["created_ns"]), folder.name, folder))
+        except OSError as error:
+            vanished = vanished or not folder.exists()
+            if folder.exists() and (folder / NAME).exists():
+                log.warning("%s has a marker, and is no checkpoint that can be read: %s", folder, error)
+    return found, vanished
+
+
 def keep_newest(path: Path, number: int) -> None:
-    """Remove complete checkpoints beside `path` that are older than the newest `number`; never `path` itself."""
-    for folder in complete_in(path.parent)[:-number]:
+    """Remove complete checkpoints of the same model beside `path` that are older than the newest `number`; never `path`."""
+    names = set(read_marker(path).said["model"]["params"])
+    alike = [folder for folder in complete_in(path.parent) if not folder.is_symlink() and _names_in(folder) == names]
+    for folder in alike[:-number]:
         if folder != path:
-            gone = folder.with_name(f"{folder.name}{_OLD}{secrets.token_hex(8)}")
+            gone = folder.with_name(f"{folder.name}{_GONE}{secrets.token_hex(8)}")
             with contextlib.suppress(OSError):
-                (folder / NAME).unlink()  # from here on it is no checkpoint
-                folder.rename(gone)
-            shutil.rmtree(gone if gone.exists() else folder, ignore_errors=True)
+                folder.rename(gone)  # from here on it is no checkpoint, and whoever saves next removes it
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _names_in(folder: Path) -> set[str] | None:
+    """The names of the parameters of a checkpoint; None where it went away."""
+    try:
+        return set(read_marker(folder).said["model"]["params"])
+    except OSError:
+        return None

@@ -32,6 +32,7 @@ from fsdp_optim.verbs.save import (
     encode_note,
     finish,
     log_saved,
+    make_files,
     write_extras,
 )
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
@@ -96,6 +97,7 @@ def _write(job: Job, snapshot: Snapshot) -> Saved:
     writer = job.writer()
     failed: str | None = None
     try:
+        make_files(job.folder, job.own_files)
         write_extras(job)
         writer.write(snapshot)
         snapshot.clear()
@@ -190,7 +192,7 @@ def _notes(job: Job) -> list[bytes]:
 
 def _follow(job: Job) -> None:
     """Wait until the rank that made the folder has given it its name, or says why not."""
-    deadline = time.monotonic() + job.callers.timeout + _FAREWELL
+    deadline = time.monotonic() + 2 * job.callers.timeout + _FAREWELL  # the leader gives up first
     while job.folder.exists():
         with contextlib.suppress(FileNotFoundError):
             text = (job.folder / _VERDICT).read_text().strip()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
@@ -99,6 +100,11 @@ def read_weights(reader: ModelReader, callers: Callers, options: Options, call: 
     for fqn in _by_unit(picture):
         param = picture.params[fqn]
         dtypes = param.summary.dtypes if param.summary is not None else {}
+        if not dtypes:
+            raise WrapperError(
+                f"{fqn}: is {param.summary.everything if param.summary is not None else None}, a tensor of a class of its own, "
+                "which a safetensors file cannot hold"
+            )
         placement = param.placement
         if (
             fqn in buffers and placement.num_shards == 1

@@ -91,13 +91,13 @@ def in_runs(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
     return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (tuple(ranks),))
 
 
-def has_short_rows(placement: Placement, itemsize: int) -> bool:
+def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:
     """Whether a rank's elements lie in rows of a few bytes each, seen from the whole parameter."""
     if not isinstance(placement, MeshBoxes) or not placement.numel:
         return False
     sizes, shape = placement.box(0).sizes, placement.shape
     cut = max((dim for dim, (size, full) in enumerate(zip(sizes, shape, strict=True)) if size < full), default=0)
-    return prod(sizes[:cut]) > 1 and prod(sizes[cut:]) * itemsize < _SHORT_NBYTES
+    return prod(sizes[:cut]) > 1 and prod(sizes[cut:]) * itemsize < short_nbytes
 
 
 def file_target(placement: Placement, nbytes: int) -> FlatChunks | Whole:
@@ -177,15 +177,19 @@ def staged(
     """
     half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
     for batch in batches_of(moves, half.bucket_nbytes):
-        items, made = [], []
-        for move in batch:
-            source, target = Layout({"": move.tensor.placement}), Layout({"": move.side})
-            copies = plan(source, target, rank=callers.rank)
-            numel = move.side.numel_on(callers.rank)
-            flat = empty((numel,), move.tensor.dtype, _CPU) if numel else None
-            has = any(copy.source_rank == callers.rank for copy in copies)
-            items.append(Item(copies, move.tensor.dtype, flat_of(move.tensor) if has else None, flat))
-            made.append((move, flat))
+        items: list[Item] = []
+        made: list[tuple[Move, torch.Tensor | None]] = []
+        try:
+            for move in batch:
+                source, target = Layout({"": move.tensor.placement}), Layout({"": move.side})
+                copies = plan(source, target, rank=callers.rank)
+                numel = move.side.numel_on(callers.rank)
+                flat = empty((numel,), move.tensor.dtype, _CPU) if numel else None
+                has = any(copy.source_rank == callers.rank for copy in copies)
+                items.append(Item(copies, move.tensor.dtype, flat_of(move.tensor) if has else None, flat))
+                made.append((move, flat))
+        except Exception as error:  # told to all before data moves
+            failure.note(error)
         exchange(half, items, failure)
         yield made
 

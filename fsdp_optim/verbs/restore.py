@@ -98,6 +98,7 @@ def restore(
     if model is None:
         if optim is not None:
             raise StateError("an optimizer is loaded together with the model that it was built from: give model= too")
+        pending.settle()
         checkpoint = Checkpoint.open(existing(Path(path)), verify=options.verify)
         return _extras(checkpoint, dist.get_rank() if dist.is_initialized() else 0, options)
     (reader,), callers = read_callers([model], options.call, all_of_plain=True)
@@ -259,6 +260,9 @@ def _check_model(
         differences += [f"{key}: the checkpoint has it, the model has not" for key in extra]
     for fqn, one in stored.items():
         shape, entry = picture.params[fqn].placement.shape, one.entry
+        held = local.by_fqn[fqn].handle.weights() if fqn in local.by_fqn else None
+        if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
+            differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
         if shape != entry.shape:
             differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
         mine = local.by_fqn.get(fqn)
@@ -372,6 +376,12 @@ def _full_dict(
             else:
                 values[name] = what
         state[fqn] = values
+    for group in said["groups"]:
+        pairs = group["hyperparameters"]
+        if not isinstance(pairs, list) or not all(
+            isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
+        ):
+            raise ValueError("hyperparameters are not pairs of name and value")
     groups = [{**dict(group["hyperparameters"]), "params": group["params"]} for group in said["groups"]]
     return {**said["extra"], "state": state, "param_groups": groups}
 

@@ -16,12 +16,12 @@ import numpy
 import torch
 from torch import nn
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.checksums import hex_of, join_tables
 from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extents import Row
 from fsdp_optim.formats.extras import encode_extra, info_of
-from fsdp_optim.formats.files import write_file
+from fsdp_optim.formats.files import sync_file, write_file
 from fsdp_optim.formats.folder import Staging, keep_newest
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.state.local import Optimizers
@@ -55,6 +55,7 @@ class Job:
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
     said: Mapping[str, Any] = field(default_factory=dict)  # what the marker will say
     staging: Staging | None = None  # on the rank that made the folder
+    own_files: tuple[File, ...] = ()  # those that this rank makes and writes alone
 
     @property
     def leads(self) -> bool:
@@ -101,6 +102,7 @@ def _write(job: Job, writer: Writer) -> Told:
     try:
         with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
             try:
+                make_files(job.folder, job.own_files)
                 write_extras(job)
                 writer.write([(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)])
                 progress.up_to(writer.nbytes * len(job.callers.ranks))
@@ -115,6 +117,8 @@ def _write(job: Job, writer: Writer) -> Told:
         if job.options.durable and failure.error is None:
             writer.sync()
     except Exception as error:
+        if isinstance(error, FsdpOptimError) and error.told:
+            raise
         failure.note(error)
     finally:
         writer.close()
@@ -142,10 +146,12 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
                 said = _said(options, callers, weights, state, extras)
                 staging = Staging.begin(where, overwrite=options.overwrite)
                 strategy = _strategy(staging.folder, options)
-                _make_files(staging.folder, _files(options, weights, state, callers, strategy)[0])
-                told = json.dumps([str(staging.folder), strategy]).encode()
-            folder, strategy = json.loads(tell(callers, told).by(callers.ranks[0]))
-            files, owners = _files(options, weights, state, callers, strategy)
+                groups = _plain_groups(state) if state is not None else ""
+                files, owners = _files(options, weights, state, callers, strategy, groups)
+                make_files(staging.folder, files if owners is None else (), with_extra=True)
+                told = json.dumps([str(staging.folder), strategy, groups]).encode()
+            folder, strategy, groups = json.loads(tell(callers, told).by(callers.ranks[0]))
+            files, owners = _files(options, weights, state, callers, strategy, groups)
             return Job(
                 callers,
                 options,
@@ -158,6 +164,7 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
                 extras,
                 said,
                 staging,
+                tuple(f for f, owner in zip(files, owners, strict=True) if owner == callers.rank) if owners else (),
             )
         except BaseException:
             if staging is not None:
@@ -186,12 +193,12 @@ def _strategy(folder: Path, options: SaveOptions) -> str:
 
 
 def _files(
-    options: SaveOptions, weights: Half, state: Half | None, callers: Callers, strategy: str
+    options: SaveOptions, weights: Half, state: Half | None, callers: Callers, strategy: str, groups: str
 ) -> tuple[list[File], list[int] | None]:
     num = len(callers.ranks)
     halves = [("model", weights.tensors, {"format": "pt"})]
     if state is not None:
-        halves.append(("optim", state.tensors, {"format": "pt", "param_groups": _plain_groups(state)}))
+        halves.append(("optim", state.tensors, {"format": "pt", "param_groups": groups}))
     files = []
     for stem, tensors, metadata in halves:
         most = options.max_file_size
@@ -234,10 +241,11 @@ def _encode_extras(options: SaveOptions, callers: Callers) -> dict[str, bytes]:
     return found
 
 
-def _make_files(folder: Path, files: Sequence[File]) -> None:
-    """Every file with its header, in its full length."""
+def make_files(folder: Path, files: Sequence[File], *, with_extra: bool = False) -> None:
+    """Files with their headers, in their full length; and the folder of the extra ones."""
     try:
-        (folder / "extra").mkdir()
+        if with_extra:
+            (folder / "extra").mkdir()
         for file in files:
             write_file(folder / file.name, file.header.encoded(), durable=False)
             os.truncate(folder / file.name, file.nbytes)
@@ -257,6 +265,9 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
     if job.staging is None:
         raise CheckpointError("only the rank that made the folder finishes it")
     infos: dict[str, FileInfo] = {}
+    if job.options.durable:  # also those into which nobody had anything to write
+        for file in job.files:
+            sync_file(job.folder / file.name)
     tables = []
     for note in notes:
         extras, table = decode_note(job.files, note)

@@ -94,7 +94,9 @@ def _sides(wanted: Sequence[Wanted]) -> Iterator[Placement | None]:
         placement = one.placement
         replicated = placement.num_shards > 0 and len(placement.holders(0)) > 1
         if not one.nbytes or not (
-            replicated or placement.overlapping or has_short_rows(placement, one.stored.entry.itemsize)
+            replicated
+            or placement.overlapping
+            or has_short_rows(placement, one.stored.entry.itemsize, one.stored.file.short_nbytes)
         ):
             yield None
         elif one.nbytes >= _CUT_FROM:
@@ -137,16 +139,35 @@ def _batches(moved: Sequence[_Moved], most_nbytes: int) -> Iterator[list[_Moved]
 def _read(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: int) -> int:
     """Read this rank's elements of some tensors to where they belong."""
     twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    extents: dict[str, list[Extent]] = {}
+    extents = _Extents()
     for one in wanted:
         flat = one.flat
         if flat is not None and flat.device.type != "cpu":
             _, flat = twins.setdefault(id(flat), (flat, flat.to(_CPU)))
-        extents.setdefault(one.stored.file.name, []).extend(_extents(one.stored, one.placement, flat, rank))
-    nbytes = checkpoint.read(extents)
+        extents.add(one.stored, _extents(one.stored, one.placement, flat, rank))
+    nbytes = extents.read(checkpoint)
     for flat, twin in twins.values():
         flat.copy_(twin)
     return nbytes
+
+
+class _Extents:
+    """What to read of each file. A tensor that is wanted twice, because it was tied when saved, is read in two rounds."""
+
+    def __init__(self) -> None:
+        self._rounds: list[dict[str, list[Extent]]] = []
+        self._times: dict[tuple[str, str], int] = {}
+
+    def add(self, stored: Stored, extents: Iterator[Extent]) -> None:
+        key = (stored.file.name, stored.entry.key)
+        times = self._times.get(key, 0)
+        self._times[key] = times + 1
+        if times == len(self._rounds):
+            self._rounds.append({})
+        self._rounds[times].setdefault(stored.file.name, []).extend(extents)
+
+    def read(self, checkpoint: Checkpoint) -> int:
+        return sum(checkpoint.read(extents) for extents in self._rounds)
 
 
 def _extents(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Extent]:
@@ -165,17 +186,17 @@ def _extents(stored: Stored, placement: Placement, flat: torch.Tensor | None, ra
 def _read_and_move(callers: Callers, checkpoint: Checkpoint, moved: Sequence[_Moved], failure: Failure) -> int:
     """Read some tensors in the cut in which they are read best, and send them to where they are needed."""
     items, nbytes, rank = [], 0, callers.rank
-    extents: dict[str, list[Extent]] = {}
+    extents = _Extents()
     try:
         for one in moved:
             stored, wanted = one.wanted.stored, one.wanted
             dtype, numel = dtype_named(stored.entry.dtype), one.side.numel_on(rank)
             flat = empty((numel,), dtype, _CPU) if numel else None
-            extents.setdefault(stored.file.name, []).extend(_extents(stored, one.side, flat, rank))
+            extents.add(stored, _extents(stored, one.side, flat, rank))
             copies = plan(Layout({"": one.side}), Layout({"": wanted.placement}), rank=rank)
             items.append(Item(copies, dtype, flat, wanted.flat))
         if failure.error is None:
-            nbytes = checkpoint.read(extents)
+            nbytes = extents.read(checkpoint)
     except Exception as error:
         failure.note(error)
     exchange(callers, items, failure)
