@@ -103,6 +103,8 @@ def get_shard_from_optim_state_dict(
     *,
     strict: bool = True,
     name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
 ) -> Shard: ...
 
 
@@ -114,6 +116,8 @@ def get_shard_from_optim_state_dict(
     *,
     strict: bool = True,
     name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
 ) -> list[Shard]: ...
 
 
@@ -124,6 +128,8 @@ def get_shard_from_optim_state_dict(
     *,
     strict: bool = True,
     name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
 ) -> Shard | list[Shard]:
     """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
 
@@ -133,6 +139,8 @@ def get_shard_from_optim_state_dict(
             `gather_full_optim_state_dict` returns, by id or name; fairscale's own; a plain optimizer's on the unwrapped
             model.
         name_of: as it was given to gather.
+        process_group, timeout: as for gather, for a sharded dict (DTensor, ShardedTensor), of which every rank has its part:
+            then, and only then, all ranks have to call, and data moves between them.
 
     Returns:
         The optimizer's own dict: local ids, the saved hyperparameters, state tensors on the parameters' devices in the
@@ -142,7 +150,8 @@ def get_shard_from_optim_state_dict(
         StateError: the dict is not one of this model and optimizer: names the parameter and both numbers. Nothing was
             changed.
     """
-    return shard.shard(model, optim, full, Options(name_of=name_of, strict=strict))
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict)
+    return shard.shard(model, optim, full, options)
 
 
 def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import unittest
 from typing import Any
 
@@ -184,4 +185,6 @@ class TorchaoTest(unittest.TestCase):
             import torchao.optim  # noqa: F401
         except ImportError as error:
             self.skipTest(f"torchao is not installed: {error}")
+        if shutil.which("g++") is None:
+            self.skipTest("torchao compiles its optimizers with g++, and there is none")
         run_on_ranks(adam_of_eight_bits, 2)

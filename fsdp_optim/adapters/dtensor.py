@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -17,6 +17,7 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order, row_major_strides
 from fsdp_optim.layout import Placement as Where
 from fsdp_optim.memory import flatten, is_plain
+from fsdp_optim.state.values import own
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -242,6 +243,9 @@ class _Unwrapped:
     local: torch.Tensor
     placements: tuple[Placement, ...]
     shape: Shape
+
+    def __deepcopy__(self, memo: object) -> _Unwrapped:
+        return replace(self, local=own(self.local))
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:

@@ -140,7 +140,14 @@ def own(value: Any) -> Any:
     """A copy of a value that shares no memory with it; plain tensors come to the CPU."""
     if is_plain(value):
         return value.detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except NotImplementedError:  # a tensor of a class of its own that has no clone(), as torchao's
+        if not hasattr(value, "__tensor_flatten__"):
+            raise
+        names, context = value.__tensor_flatten__()
+        parts = {name: own(getattr(value, name)) for name in names}
+        return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
