@@ -52,7 +52,7 @@ class Blocks(nn.Module):
 
 
 class SomeBlocks(Blocks):
-    num_units, per_unit = 16, 9
+    num_units, per_unit = 16, 32
 
 
 class FewBlocks(Blocks):
@@ -129,7 +129,7 @@ class CountTest(unittest.TestCase):
         for name in ("send", "recv"):
             self.assertEqual(sum(n for call, n in calls.items() if call.startswith(f"c10d.{name}")), 2, calls)
 
-    @parameterized.expand(WRAPS)
+    @parameterized.expand(("FSDP1 flat", "FSDP2", "fairscale flat", "DDP"))
     def test_a_thousand_parameters_cost_as_many_calls_as_eight(self, kind: str) -> None:
         self.assertGreaterEqual(Blocks.num_units * Blocks.per_unit, 1000)
         many, few = (run_on_ranks(counted, 4, kind, model) for model in (Blocks, FewBlocks))

@@ -361,12 +361,13 @@ class Tracer:
 
 @fairscale_on_cpu()
 def broken_in_every_function(verb: str) -> tuple[list[str], list[str]]:
-    """An exception thrown into the first and the last call of every function that a rank runs, one rank after another."""
+    """An exception thrown into the first or the last call of every function that a rank runs, one rank after another."""
     trials = Trials(verb)
     recorder = Tracer()
     with recorder.on():
         trials.calls.run(verb)
-    mine = [(*key, nth) for key, count in recorder.seen.items() for nth in sorted({1, count})]
+    # the first call of one function, the last of the next
+    mine = [(*key, (1, count)[index % 2]) for index, (key, count) in enumerate(recorder.seen.items())]
     sites = trials.meeting.tell(mine)
     for index in range(max(map(len, sites))):
         rank = index % WORLD
@@ -590,7 +591,7 @@ class TestOtherCalls(unittest.TestCase):
 
 
 class TestTimeouts(unittest.TestCase):
-    @parameterized.expand([("gather", 0), ("gather", 1), ("iter", 2), ("scatter", 1)])
+    @parameterized.expand([("gather", 0), ("iter", 2), ("scatter", 1)])
     def test_a_rank_that_does_not_come_is_named_and_told_when_it_comes_late(self, verb: str, late: int) -> None:
         found = run_on_ranks(come_late, WORLD, verb, late, patience=2.0)
         others = [error for rank, error in enumerate(found) if rank != late]

@@ -94,6 +94,8 @@ def gather(
         full = None
         if gathering.receives and failure.error is None:
             full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, key_by)
+        if failure.error is None:
+            log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
         agree(callers, b"gathered", failure.error, fatal=failure.fatal)
     unsure = gathering.local.view.unsure
     if full is not None and key_by == "id" and unsure:
@@ -102,7 +104,6 @@ def gather(
             "others: gather with key_by='name' to load them into a plain optimizer by name",
             ", ".join(unsure[:8]),
         )
-    log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
     return full
 
 
