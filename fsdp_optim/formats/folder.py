@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from fsdp_optim.formats.marker import NAME, read_marker
 
 LOCK = "owner.lock"
 _NEW, _SAVING, _OLD, _GONE = ".new-", ".saving-", ".old-", ".gone-"
-_ATTEMPTS = 10
+_ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 log = logging.getLogger("fsdp_optim")
@@ -228,6 +229,7 @@ def complete_in(root: Path) -> list[Path]:
         found, vanished = _scan(root)
         if not vanished:
             break
+        time.sleep(_AGAIN)
     return [folder for *_, folder in sorted(found)]
 
 
@@ -237,10 +239,13 @@ def _scan(root: Path) -> tuple[list[tuple[int, str, Path]], bool]:
     unfinished = {folder for mark in (_NEW, _SAVING, _GONE) for folder, _ in _aside(root, mark)}
     found, vanished = [], False
     try:
-        folders = [folder for folder in root.iterdir() if folder not in replaced | unfinished and folder.is_dir()]
+        entries = [entry for entry in root.iterdir() if entry not in replaced | unfinished]
     except OSError:
         return [], False
-    for folder in folders:
+    for folder in entries:
+        if not folder.is_dir():
+            vanished = vanished or not os.path.lexists(folder)
+            continue
         try:
             marker = read_marker(folder)
             if all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items()):
