@@ -146,9 +146,7 @@ class _Check:
 
     def __init__(self, section: DataSection, sums: Sums) -> None:
         self._section, self._sums = section, sums
-        self._parts: list[memoryview] = []
         self._digest: xxhash.xxh3_64 | None = None
-        self._at = 0
 
     def add(self, extent: Extent) -> None:
         start, memory = extent.start, extent.memory

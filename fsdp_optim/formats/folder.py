@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.files import sync_folder
-from fsdp_optim.formats.marker import NAME, read_marker
+from fsdp_optim.formats.marker import NAME, Marker, read_marker
 
 LOCK = "owner.lock"
 _NEW, _SAVING, _OLD, _GONE = ".new-", ".saving-", ".old-", ".gone-"
@@ -217,10 +217,16 @@ def existing(path: Path) -> Path:
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a marker that can be read, and all files that it names in their sizes."""
     try:
-        marker = read_marker(folder)
-        return all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items())
+        return _read_complete(folder) is not None
     except OSError:
         return False
+
+
+def _read_complete(folder: Path) -> Marker | None:
+    """The marker of a folder with all files in their sizes; None where one differs. Raises OSError where one is missing."""
+    marker = read_marker(folder)
+    whole = all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items())
+    return marker if whole else None
 
 
 def complete_in(root: Path) -> list[Path]:
@@ -247,8 +253,8 @@ def _scan(root: Path) -> tuple[list[tuple[int, str, Path]], bool]:
             vanished = vanished or not os.path.lexists(folder)
             continue
         try:
-            marker = read_marker(folder)
-            if all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items()):
+            marker = _read_complete(folder)
+            if marker is not None:
                 found.append((int(marker.said["created_ns"]), folder.name, folder))
         except OSError as error:
             vanished = vanished or not folder.exists()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -25,7 +26,7 @@ from fsdp_optim.verbs.contents import Tensor, described
 
 # A file is a rank of its own in a plan: a number that no process has. A tensor with replicas is cut into as many parts as it
 # has replicas, each a rank of its own, so that each replica writes one.
-_FILE = -1
+FILE = -1
 _CPU = torch.device("cpu")
 _SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
 _MOST_PARTS = 1024
@@ -45,9 +46,14 @@ class File:
         return self.header.entries[index]
 
     @cached_property
+    def head(self) -> bytes:
+        """Everything before the data section."""
+        return self.header.encoded()
+
+    @property
     def offset(self) -> int:
         """Where the data section begins."""
-        return len(self.header.encoded())
+        return len(self.head)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +110,7 @@ def file_target(placement: Placement, nbytes: int) -> FlatChunks | Whole:
     """The file as a Placement: one rank, or one for each replica where they share the work."""
     num = len(placement.holders(0)) if placement.num_shards else 1
     if num == 1 or nbytes < _SPREAD_FROM:
-        return Whole(placement.shape, (_FILE,))
+        return Whole(placement.shape, (FILE,))
     parts = num * min(placement.num_shards, _MOST_PARTS)  # as many of each shard as it has replicas
     return FlatChunks(placement.shape, 0, -(-placement.numel // parts), (range(-parts, 0),))
 
@@ -194,9 +200,17 @@ def staged(
         yield made
 
 
-def batches_of(moves: Iterable[Move], most_nbytes: int) -> Iterator[list[Move]]:
-    """Moves together up to a size on any rank."""
-    batch: list[Move] = []
+class _Sized(Protocol):
+    @property
+    def most_nbytes(self) -> int: ...
+
+
+_SizedT = TypeVar("_SizedT", bound=_Sized)
+
+
+def batches_of(moves: Iterable[_SizedT], most_nbytes: int) -> Iterator[list[_SizedT]]:
+    """What is moved together, up to a size on any rank."""
+    batch: list[_SizedT] = []
     size = 0
     for move in moves:
         if batch and size + move.most_nbytes > most_nbytes:

@@ -260,13 +260,13 @@ def _check_model(
         differences += [f"{key}: the checkpoint has it, the model has not" for key in extra]
     for fqn, one in stored.items():
         shape, entry = picture.params[fqn].placement.shape, one.entry
-        held = local.by_fqn[fqn].handle.weights() if fqn in local.by_fqn else None
+        mine = local.by_fqn.get(fqn)
+        held = mine.handle.weights() if mine is not None else None
         if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
             differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
         if shape != entry.shape:
             differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
-        mine = local.by_fqn.get(fqn)
-        dtype = dtype_name(mine.handle.weights().dtype) if mine is not None else entry.dtype
+        dtype = dtype_name(held.dtype) if held is not None else entry.dtype
         if dtype != entry.dtype and not (mine is not None and may_be_cast(mine.handle.param)):
             differences.append(f"{fqn}: {entry.dtype} in the checkpoint, {dtype} in the model")
     if differences:

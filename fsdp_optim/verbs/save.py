@@ -247,7 +247,7 @@ def make_files(folder: Path, files: Sequence[File], *, with_extra: bool = False)
         if with_extra:
             (folder / "extra").mkdir()
         for file in files:
-            write_file(folder / file.name, file.header.encoded(), durable=False)
+            write_file(folder / file.name, file.head, durable=False)
             os.truncate(folder / file.name, file.nbytes)
     except OSError as error:
         reason = error.strerror or error
@@ -279,7 +279,7 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
             joined = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes).encoded()
             write_file(job.folder / f"{file.name}.sums", joined, durable=job.options.durable)
             sums = hex_of(joined)
-        infos[file.name] = FileInfo(file.nbytes, hex_of(file.header.encoded()), sums)
+        infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
     for stem in ("model", "optim"):
         infos.update(_write_index(job, stem))
     said = {**job.said, "created_ns": time.time_ns(), "token": job.folder.name}

@@ -18,9 +18,8 @@ from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.transport.reports import exchange_reports
-from fsdp_optim.verbs.filing import bytes_of, has_short_rows, in_runs, runs_of
+from fsdp_optim.verbs.filing import FILE, batches_of, bytes_of, has_short_rows, in_runs, runs_of
 
-_FILE = -1  # the file is a rank of its own in a plan
 _CPU = torch.device("cpu")
 _CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them
 
@@ -78,7 +77,7 @@ def fetch(
         failure.note(error)
     half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
     moved = [_Moved(one, side) for one, side in zip(wanted, sides, strict=True) if side is not None]
-    for these in _batches(moved, half.bucket_nbytes):
+    for these in batches_of(moved, half.bucket_nbytes):
         nbytes += _read_and_move(half, checkpoint, these, failure)
         progress(nbytes)
     return nbytes
@@ -119,19 +118,6 @@ def _by_memory(wanted: Sequence[Wanted], most_nbytes: int) -> Iterator[list[Want
                 batch, flats = [], {}
             batch.append(one)
             flats[id(one.flat)] = one.flat.nbytes
-    if batch:
-        yield batch
-
-
-def _batches(moved: Sequence[_Moved], most_nbytes: int) -> Iterator[list[_Moved]]:
-    batch: list[_Moved] = []
-    size = 0
-    for one in moved:
-        if batch and size + one.most_nbytes > most_nbytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(one)
-        size += one.most_nbytes
     if batch:
         yield batch
 
@@ -177,7 +163,7 @@ def _extents(stored: Stored, placement: Placement, flat: torch.Tensor | None, ra
     if flat is None:
         raise CheckpointError(f"{stored.entry.key}: rank {rank} has no memory for it")
     size, memory = stored.entry.itemsize, bytes_of(flat)
-    source = Layout({"": Whole(placement.shape, (_FILE,))})
+    source = Layout({"": Whole(placement.shape, (FILE,))})
     for copy in plan_into(source, Layout({"": placement}), rank):
         for there, here, numel in runs_of(copy):
             yield Extent(stored.entry.start + there * size, memory[here * size : (here + numel) * size])
