@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Series, run_in_turn, table
+from measure import Series, run_in_turn, table, touch_free_memory
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
@@ -240,21 +240,28 @@ def loads(folder: Path, rounds: int) -> dict[str, Series]:
     with fairscale_on_cpu():
         fsdp2, fsdp1, fairscale = Subject(in_fsdp2), Subject(in_fsdp1), Subject(in_fairscale)
         new = Subject(in_fsdp2, step=False)
+        optims = [new.optim, fsdp1.optim, fairscale.optim]
 
         def ours(**options: Any) -> object:
-            new.optim.state.clear()
             return fsdp_optim.load(folder / "ours", new.model, new.optim, **options)
+
+        def resumed(name: str) -> None:
+            """As after a restart: no optimizer has state, but the one that is to be overwritten."""
+            for optim in optims:
+                optim.state.clear()
 
         return run_in_turn(
             {
                 "fsdp_optim, FSDP2, verify=False": lambda: ours(verify=False),
                 "fsdp_optim, FSDP2": ours,
                 "plain read": lambda: plain_read(folder / "plain"),
-                "DCP, FSDP2": lambda: dcp_load(fsdp2, folder / "dcp"),
+                "DCP, FSDP2": lambda: dcp_load(new, folder / "dcp"),
+                "DCP, FSDP2, over state that is there": lambda: dcp_load(fsdp2, folder / "dcp"),
                 "FSDP1 torch.load + optim_state_dict_to_load": lambda: fsdp1_load(fsdp1, folder / "fsdp1"),
                 "fairscale torch.load + get_shard": lambda: fairscale_load(fairscale, folder / "fairscale"),
             },
             rounds,
+            before=resumed,
         )
 
 
@@ -280,6 +287,7 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--only", choices=["save", "load"], default=None)
     options = parser.parse_args()
+    touch_free_memory()
     header = ("call", "who", "median s", "range s", "time / plain", "most extra MiB on a rank")
     for world_size in options.worlds:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -7,12 +7,15 @@ import functools
 import mmap
 import sys
 from collections.abc import Callable, Iterable
+from math import prod
 
 import torch
 
 from fsdp_optim.plan import Copy
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
+_IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; larger tensors than half of it have pages of their own
+_ALIGNMENT = 64  # bytes, as torch aligns tensors
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -25,6 +28,32 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE_FROM:
         _advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+class Slabs:
+    """Memory for tensors that are made together and live about as long: those of medium size share huge pages.
+
+    Each tensor has a storage of its own, as large as itself. A slab goes when the last tensor in it goes.
+    """
+
+    def __init__(self) -> None:
+        self._slab: mmap.mmap | None = None
+        self._at = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As `empty` of this module."""
+        numel = prod(shape)
+        nbytes = numel * dtype.itemsize
+        if device.type != "cpu" or not _IN_SLABS_FROM <= nbytes <= _SLAB_NBYTES // 2 or _madvise() is None:
+            return empty(shape, dtype, device)
+        if self._slab is None or self._at + nbytes > len(self._slab):
+            self._slab = mmap.mmap(
+                -1, _SLAB_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )  # shared has no huge pages
+            self._slab.madvise(mmap.MADV_HUGEPAGE)
+            self._at = 0
+        offset, self._at = self._at, -(-(self._at + nbytes) // _ALIGNMENT) * _ALIGNMENT
+        return torch.frombuffer(self._slab, dtype=dtype, count=numel, offset=offset).view(shape)
 
 
 def _advise_huge_pages(address: int, nbytes: int) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import Sums, hex_of, most_sums_nbytes
+from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import read_extra
@@ -24,18 +25,35 @@ _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One safetensors file: its tensors, where its data begins, and its table of checksums (None: not to be verified)."""
+    """One safetensors file: its tensors, and where its data begins.
+
+    Attributes:
+        sums: the checksum of its table of checksums; None: nothing is to be verified.
+        num_segments: of that table.
+    """
 
     name: str
     header: Header
     offset: int
-    sums: Sums | None
+    sums: str | None = None
+    num_segments: int = 0
 
     @property
     def short_nbytes(self) -> int:
         """Runs that are shorter cost too much to read by themselves: the rest of their segments comes with them."""
-        segments = len(self.sums.ends) if self.sums is not None else 0
-        return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // segments if segments else 0)
+        if not self.num_segments:
+            return _SHORT_NBYTES
+        return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // self.num_segments)
+
+    def table(self, folder: Path) -> Sums | None:
+        """The table of checksums, read when it is needed: those of all files at once are large."""
+        if self.sums is None:
+            return None
+        name = sums_of(self.name)
+        data = read_whole(folder, name, table_nbytes(self.num_segments))
+        if hex_of(data) != self.sums:
+            raise CheckpointError(f"{folder / name}: is not what was saved: its checksum differs")
+        return Sums.parse(str(folder / name), data, self.header.data_nbytes)
 
 
 @dataclass(frozen=True)
@@ -86,14 +104,17 @@ class Checkpoint:
 
     def read(self, extents: Mapping[str, Sequence[Extent]]) -> int:
         """Fill memory from ranges of files' data sections, by file name; returns the bytes that were read."""
-        files = {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
         total = 0
         for name, its in extents.items():
-            file = files[name]
+            file = self._files[name]
             with reading(self.folder, name) as fd:
                 section = DataSection(fd, self.folder / name, file.offset, file.header.tensors_in)
-                total += read_extents(section, its, file.sums)
+                total += read_extents(section, its, file.table(self.folder))
         return total
+
+    @cached_property
+    def _files(self) -> Mapping[str, StoredFile]:
+        return {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
 
 
 def _open_file(folder: Path, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
@@ -110,13 +131,11 @@ def _open_file(folder: Path, name: str, info: FileInfo, *, verify: bool) -> Stor
         raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
     offset = 8 + len(text)
     header = parse_header(str(path), bytes(text), nbytes - offset)
-    sums = None
-    if verify and info.sums is not None:
-        table = read_whole(folder, f"{name}.sums", most_nbytes=most_sums_nbytes(nbytes - offset))
-        if hex_of(table) != info.sums:
-            raise CheckpointError(f"{path}.sums: is not what was saved: its checksum differs")
-        sums = Sums.parse(f"{path}.sums", table, nbytes - offset)
-    return StoredFile(name, header, offset, sums)
+    if not verify or info.sums is None:
+        return StoredFile(name, header, offset)
+    with reading(folder, sums_of(name)) as fd:
+        number = num_segments(f"{path}.sums", os.fstat(fd).st_size, header.data_nbytes)
+    return StoredFile(name, header, offset, info.sums, number)
 
 
 def _check_index(folder: Path, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 import xxhash
 
 from fsdp_optim.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAGIC = b"FSOSUMS1"
 MOST_NBYTES = 4 << 20  # of a segment
@@ -44,17 +48,61 @@ def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
     return min(max(1 << max(wanted.bit_length() - 1, 0), least), _LARGEST_NBYTES)
 
 
-def most_sums_nbytes(data_nbytes: int) -> int:
-    """How long a table can be: no segment is empty."""
-    return len(MAGIC) + _ROW.itemsize * data_nbytes
+def sums_of(name: str) -> str:
+    """The name of the table of a file."""
+    return f"{name}.sums"
+
+
+def num_segments(name: str, table_nbytes: int, data_nbytes: int) -> int:
+    """How many segments a table of this length has. Raises CheckpointError for a length that no table has."""
+    number, rest = divmod(table_nbytes - len(MAGIC), _ROW.itemsize)
+    if number < 0 or rest or number > data_nbytes:  # no segment is empty
+        raise CheckpointError(
+            f"{name}: has {table_nbytes} bytes, which no table of checksums has: it was cut short or changed"
+        )
+    return number
+
+
+Rows: TypeAlias = "NDArray[numpy.uint64]"
+"""Segments that one rank wrote, in any order: an array of (start, end, hash)"""
+
+_NUM_COLUMNS = 3
+
+
+def rows_of(segments: Iterable[tuple[int, int, int]]) -> Rows:
+    """Segments given as (start, end, hash)."""
+    return numpy.array(list(segments), dtype="<u8").reshape(-1, _NUM_COLUMNS)
+
+
+def rows_nbytes(number: int) -> int:
+    """How many bytes so many segments are in `Rows.tobytes()`."""
+    return number * _NUM_COLUMNS * 8
+
+
+def rows_from(data: Buffer) -> Rows:
+    """The inverse of `Rows.tobytes()`."""
+    return numpy.frombuffer(data, dtype="<u8").reshape(-1, _NUM_COLUMNS)
+
+
+def table_nbytes(num_segments: int) -> int:
+    """How long a table of so many segments is."""
+    return len(MAGIC) + _ROW.itemsize * num_segments
 
 
 @dataclass(frozen=True)
+class Window:
+    """Some segments that follow one another: segment i is bytes [borders[i], borders[i+1]) of the data section."""
+
+    borders: list[int]
+    hashes: list[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Sums:
     """The table of one file: segment i is bytes [ends[i-1], ends[i]) of the data section."""
 
-    ends: list[int]
-    hashes: list[int]
+    ends: NDArray[numpy.uint64]
+    hashes: NDArray[numpy.uint64]
 
     def encoded(self) -> bytes:
         rows = numpy.empty(len(self.ends), dtype=_ROW)
@@ -74,20 +122,32 @@ class Sums:
             raise CheckpointError(f"{name}: its segments overlap, or are longer than {MOST_NBYTES} bytes")
         if (int(ends[-1]) if len(ends) else 0) != data_nbytes:
             raise CheckpointError(f"{name}: its segments do not end where the data does, at byte {data_nbytes}")
-        return cls(ends.tolist(), rows["hash"].tolist())
+        return cls(ends, rows["hash"])
+
+    def window(self, start: int, stop: int) -> Window:
+        """The segments that have any of the bytes [start, stop), which are not none."""
+        first = int(self.ends.searchsorted(numpy.uint64(start), side="right"))
+        last = int(self.ends.searchsorted(numpy.uint64(stop), side="left"))
+        begin = int(self.ends[first - 1]) if first else 0
+        return Window([begin, *self.ends[first : last + 1].tolist()], self.hashes[first : last + 1].tolist())
 
 
-def join_tables(name: str, parts: Iterable[list[tuple[int, int, int]]], data_nbytes: int) -> Sums:
-    """The table of a file from what each rank wrote of it, as (start, end, hash).
+def join_tables(name: str, parts: Iterable[Rows], data_nbytes: int) -> Sums:
+    """The table of a file from what each rank wrote of it.
 
     Raises CheckpointError where the parts do not make up the file: a byte that nobody wrote, or two did.
     """
-    rows = sorted(row for part in parts for row in part)
-    at = 0
-    for start, end, _ in rows:
-        if start != at:
-            raise CheckpointError(f"{name}: bytes [{at}, {start}) were written by no rank, or by two")
-        at = end
-    if at != data_nbytes:
-        raise CheckpointError(f"{name}: bytes [{at}, {data_nbytes}) were written by no rank")
-    return Sums([end for _, end, _ in rows], [digest for *_, digest in rows])
+    rows = numpy.concatenate([rows_of(()), *parts])
+    rows = rows[numpy.lexsort((rows[:, 1], rows[:, 0]))]
+    starts, ends = rows[:, 0], rows[:, 1]
+    expected = numpy.concatenate([numpy.zeros(1, dtype=ends.dtype), ends])  # where each begins, and where the data ends
+    found = numpy.concatenate([starts, numpy.array([data_nbytes], dtype=starts.dtype)])
+    wrong = numpy.flatnonzero(found != expected)
+    if len(wrong):
+        at, start = int(expected[wrong[0]]), int(found[wrong[0]])
+        raise CheckpointError(
+            f"{name}: bytes [{at}, {start}) were written by no rank"
+            if at < start
+            else f"{name}: bytes [{start}, {at}) were written by two ranks"
+        )
+    return Sums(ends, rows[:, 2])

@@ -10,14 +10,11 @@ from pathlib import Path
 import xxhash
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import Sums, hash_of
-from fsdp_optim.formats.files import read_into, write_all
+from fsdp_optim.formats.checksums import Rows, Sums, Window, hash_of, rows_of
+from fsdp_optim.formats.files import read_into, start_writeback, write_all
 
 _BLOCK_NBYTES = 1 << 20  # hashed and written at once, so that the second finds it in the processor's cache
 _READ_NBYTES = 8 << 20  # read at once, then verified
-
-Row = tuple[int, int, int]
-"""(start, end, hash) of one segment"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +39,35 @@ class DataSection:
     tensors_in: Callable[[int, int], str]
 
 
-def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> list[Row]:
-    """Write ranges to their place; returns their segments. With `segment_nbytes` 0 nothing is hashed."""
-    rows: list[Row] = []
+def write_extents(
+    section: DataSection, extents: Iterable[Extent], segment_nbytes: int, *, durable: bool = False
+) -> Rows:
+    """Write ranges to their place; returns their segments. With `segment_nbytes` 0 nothing is hashed: their hashes are 0.
+
+    `durable`: they will be waited for to be on the disk, so their way there begins at once.
+    """
+
+    def write(pieces: Sequence[memoryview], start: int) -> None:
+        write_all(section.fd, section.path, pieces, section.offset + start)
+        if durable:
+            start_writeback(section.fd, section.offset + start, sum(map(len, pieces)))
+
+    rows: list[tuple[int, int, int]] = []
     block: list[memoryview] = []
     block_start = at = 0
     for segment in _segments(extents, segment_nbytes):
         if block and (segment[0].start != at or at - block_start >= _BLOCK_NBYTES):
-            write_all(section.fd, section.path, block, section.offset + block_start)
+            write(block, block_start)
             block = []
         if not block:
             block_start = segment[0].start
         at = segment[-1].stop
         pieces = [extent.memory for extent in segment]
-        if segment_nbytes:
-            rows.append((segment[0].start, at, _hash_of_pieces(pieces)))
+        rows.append((segment[0].start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
         block += pieces
     if block:
-        write_all(section.fd, section.path, block, section.offset + block_start)
-    return rows
+        write(block, block_start)
+    return rows_of(rows)
 
 
 def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
@@ -91,9 +98,12 @@ def read_extents(section: DataSection, extents: Sequence[Extent], sums: Sums | N
     Raises CheckpointError that names the file and the tensor where the bytes are not those that were saved.
     """
     wanted = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
-    covered = list(_with_rest_of_segments(wanted, sums)) if sums is not None else wanted
+    if not wanted:
+        return 0
+    window = sums.window(wanted[0].start, wanted[-1].stop) if sums is not None else None
+    covered = _with_rest_of_segments(wanted, window.borders) if window is not None else wanted
     total = 0
-    check = _Check(section, sums) if sums is not None else None
+    check = _Check(section, window) if window is not None else None
     for batch in _batches(covered):
         read_into(section.fd, section.path, [e.memory for e in batch], section.offset + batch[0].start)
         total += batch[-1].stop - batch[0].start
@@ -103,18 +113,16 @@ def read_extents(section: DataSection, extents: Sequence[Extent], sums: Sums | N
     return total
 
 
-def _with_rest_of_segments(wanted: Sequence[Extent], sums: Sums) -> Iterator[Extent]:
+def _with_rest_of_segments(wanted: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:
     """The ranges, and memory for what else is in the segments that they touch."""
     at = 0  # all bytes before are read, or not needed
     for index, extent in enumerate(wanted):
-        first = bisect.bisect_right(sums.ends, extent.start)
-        begin = max(at, sums.ends[first - 1] if first else 0)
+        begin = max(at, borders[bisect.bisect_right(borders, extent.start) - 1])
         if begin < extent.start:
             yield _scratch(begin, extent.start)
         yield extent
         at = extent.stop
-        last = bisect.bisect_left(sums.ends, extent.stop)
-        end = sums.ends[last] if last < len(sums.ends) else at
+        end = borders[bisect.bisect_left(borders, extent.stop)]
         following = wanted[index + 1].start if index + 1 < len(wanted) else end
         if at < min(end, following) and following >= end:
             yield _scratch(at, end)
@@ -144,16 +152,16 @@ def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
 class _Check:
     """Verifies segments, from bytes that come in order; a segment may come in several parts."""
 
-    def __init__(self, section: DataSection, sums: Sums) -> None:
-        self._section, self._sums = section, sums
+    def __init__(self, section: DataSection, window: Window) -> None:
+        self._section, self._window = section, window
         self._digest: xxhash.xxh3_64 | None = None
 
     def add(self, extent: Extent) -> None:
         start, memory = extent.start, extent.memory
-        ends = self._sums.ends
-        index = bisect.bisect_right(ends, start)
+        borders = self._window.borders
+        index = bisect.bisect_right(borders, start) - 1
         while start < extent.stop:
-            begin, end = ends[index - 1] if index else 0, ends[index]
+            begin, end = borders[index], borders[index + 1]
             part = memory[start - extent.start : end - extent.start]
             stop = start + len(part)
             if start == begin and stop == end:
@@ -165,7 +173,7 @@ class _Check:
                 found = digest.intdigest()
             if stop == end:
                 self._digest = None
-                if found != self._sums.hashes[index]:
+                if found != self._window.hashes[index]:
                     names = self._section.tensors_in(begin, end)
                     raise CheckpointError(
                         f"{self._section.path}: bytes [{begin}, {end}) of its data, in {names}, are not those that were "

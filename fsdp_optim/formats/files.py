@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 
 _NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
 _MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 1024 on Linux)
 
 
@@ -84,6 +88,24 @@ def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
                 ) from error
             offset += done
             left = _after(left, done)
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Let the kernel begin to bring some bytes of a file to the disk; returns at once. A hint, of which failure means nothing."""
+    sync_range = _sync_file_range()
+    if sync_range is not None:
+        sync_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
+
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+        function.restype = ctypes.c_int
+    return function
 
 
 def write_file(path: Path, data: bytes, *, durable: bool) -> None:

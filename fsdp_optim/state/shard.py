@@ -9,7 +9,7 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Shape, Whole
-from fsdp_optim.memory import copy_in_memory, empty, flatten, is_plain
+from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalOptim, LocalParam
@@ -73,7 +73,9 @@ def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -
             )
 
 
-def allocate(param: LocalParam, summary: Summary | None, rank: int, missing: frozenset[str]) -> dict[str, torch.Tensor]:
+def allocate(
+    param: LocalParam, summary: Summary | None, rank: int, missing: frozenset[str], slabs: Slabs
+) -> dict[str, torch.Tensor]:
     """Local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
 
     Where originals are `missing`, they start as copies of the live values.
@@ -81,7 +83,7 @@ def allocate(param: LocalParam, summary: Summary | None, rank: int, missing: fro
     tensors = {}
     keeps = param.state is not None and not missing.isdisjoint(param.named.fqns)
     for name, dtype in (summary.dtypes if summary is not None else {}).items():
-        flat = empty((param.handle.local_numel,), dtype, param.handle.device)
+        flat = slabs.empty((param.handle.local_numel,), dtype, param.handle.device)
         for start, stop in _padding(param, rank):
             flat[start:stop].zero_()
         live = param.handle.local(param.state[name]) if keeps and param.state is not None else None

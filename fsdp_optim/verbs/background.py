@@ -11,20 +11,20 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
-import torch
 from torch import nn
 
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.marker import read_marker
-from fsdp_optim.memory import empty
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.contents import Tensor
-from fsdp_optim.verbs.filing import Move, staged
+from fsdp_optim.verbs.filing import Writer, staged
 from fsdp_optim.verbs.pending import SaveHandle, pending
+from fsdp_optim.verbs.runs import Runs, copied
 from fsdp_optim.verbs.save import (
     Job,
     abandoned_on_failure,
@@ -42,7 +42,8 @@ _ROOM = 2048  # bytes, for why a rank failed
 _LOOK_EVERY = 0.02  # seconds
 _FAREWELL = 10.0  # seconds for the others to see a failure, before the folder goes
 
-Snapshot = list[tuple[Move, torch.Tensor | None]]
+Snapshot = list[Runs]
+"""This rank's runs in memory of their own, by file, in parts that are let go of one by one"""
 
 
 def async_save(
@@ -52,55 +53,38 @@ def async_save(
     job = begin(path, model, optim, options)
     with all_hear(job.callers), abandoned_on_failure(job):
         failure = Failure()
+        writer = job.writer()
         snapshot: Snapshot = []
         try:
             _reserve_notes(job)
-            snapshot = _copied(
-                [(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)]
-            )
+            for parts in job.direct():
+                snapshot.append(copied(writer.runs_of(parts)))
         except Exception as error:
             failure.note(error)
         for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
-            snapshot += batch
+            try:
+                snapshot.append(writer.runs_of(batch))  # in memory of its own already
+            except Exception as error:
+                failure.note(error)
         agree(job.callers, b"copied", failure.error, fatal=failure.fatal)
     later = replace(job, flat=_not_any_more)  # nothing of the training is kept alive, or read later
-    handle = SaveHandle(job.path, lambda: _write(later, snapshot))
+    handle = SaveHandle(job.path, lambda: _write(later, writer, snapshot))
     pending.begin(handle)
     return handle
 
 
-def _not_any_more(tensor: Tensor) -> torch.Tensor:
+def _not_any_more(tensor: Tensor) -> NoReturn:
     raise CheckpointError(f"{tensor.key}: is read after it was copied")
 
 
-def _copied(parts: Snapshot) -> Snapshot:
-    """The same tensors in host memory of their own; tensors that share a local one share its copy."""
-    copies: dict[tuple[int, int], torch.Tensor] = {}
-    made: Snapshot = []
-    for move, flat in parts:
-        if flat is None:
-            continue
-        key = (flat.data_ptr(), flat.nbytes)
-        if key not in copies or not flat.nbytes:
-            twin = empty((flat.numel(),), flat.dtype, torch.device("cpu"))
-            if flat.is_cuda:
-                twin = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=True)
-            copies[key] = twin.copy_(flat, non_blocking=flat.is_cuda)
-        made.append((move, copies[key]))
-    if any(flat is not None and flat.is_cuda for _, flat in parts):
-        torch.cuda.synchronize()
-    return made
-
-
-def _write(job: Job, snapshot: Snapshot) -> Saved:
+def _write(job: Job, writer: Writer, snapshot: Snapshot) -> Saved:
     """In the background: write this rank's part, then hear through the folder how it ended."""
-    writer = job.writer()
     failed: str | None = None
     try:
         make_files(job.folder, job.own_files)
         write_extras(job)
-        writer.write(snapshot)
-        snapshot.clear()
+        while snapshot:
+            writer.write(snapshot.pop(0))
         if job.options.durable:
             writer.sync()
         _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))

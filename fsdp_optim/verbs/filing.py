@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,18 +10,20 @@ from math import prod
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import segment_nbytes
-from fsdp_optim.formats.extents import DataSection, Extent, Row, write_extents
+from fsdp_optim.formats.checksums import Rows, rows_of, segment_nbytes
+from fsdp_optim.formats.extents import DataSection, write_extents
 from fsdp_optim.formats.header import Entry, Header
 from fsdp_optim.layout import FlatChunks, Layout, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import empty
-from fsdp_optim.plan import Copy, plan
+from fsdp_optim.plan import plan
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.verbs.contents import Tensor, described
+from fsdp_optim.verbs.runs import Local, Run, Runs, in_host_memory, runs_of
 
 # A file is a rank of its own in a plan: a number that no process has. A tensor with replicas is cut into as many parts as it
 # has replicas, each a rank of its own, so that each replica writes one.
@@ -122,24 +123,6 @@ def offset_in_file(target: Placement, rank: int) -> int:
     return 0
 
 
-def runs_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
-    """(source offset, target offset, elements) of each contiguous part of a copy."""
-    *outer, last = zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True)
-    width = last[0] if last[1] == last[2] == 1 else 1
-    if width == 1 and last[0] > 1:
-        outer.append(last)
-    for index in itertools.product(*(range(size) for size, _, _ in outer)):
-        source = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
-        target = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
-        yield copy.source_offset + source, copy.target_offset + target, width
-
-
-def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a 1-D tensor on the CPU; writing to it writes to the tensor."""
-    view: memoryview = flat.detach().view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
-    return view
-
-
 @dataclass(frozen=True)
 class Move:
     """A tensor on its way to its file: the placement that it is written from, and whether it has to be moved there first."""
@@ -225,21 +208,27 @@ def batches_of(moves: Iterable[_SizedT], most_nbytes: int) -> Iterator[list[_Siz
 class Writer:
     """Writes this rank's part of some files, and keeps the checksums of what it wrote, by file."""
 
-    def __init__(self, folder: Path, files: Sequence[File], rank: int, *, checksums: bool, bucket_nbytes: int) -> None:
-        self.rows: dict[str, list[Row]] = {file.name: [] for file in files}
+    def __init__(
+        self, folder: Path, files: Sequence[File], rank: int, *, checksums: bool, durable: bool, bucket_nbytes: int
+    ) -> None:
         self.nbytes = 0
+        self._files = {file.name: file for file in files}
+        self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
         self._folder, self._rank = folder, rank
-        self._checksums, self._bucket = checksums, bucket_nbytes
+        self._checksums, self._durable = checksums, durable
+        self._most_nbytes = max(bucket_nbytes // 2, 1)
         self._open: dict[str, int] = {}
 
-    def write(self, parts: Sequence[tuple[Move, torch.Tensor | None]]) -> None:
-        """Write this rank's elements of some tensors to their place."""
-        if not parts:
-            return
+    @property
+    def rows(self) -> dict[str, Rows]:
+        """The segments of what was written, by file."""
+        return {name: numpy.concatenate([rows_of(()), *its]) for name, its in self._rows.items()}
+
+    def runs_of(self, parts: Sequence[tuple[Move, torch.Tensor | None]]) -> dict[str, list[Run]]:
+        """Which of this rank's elements of some tensors it has to write, and where."""
         sources = Layout({str(i): move.side for i, (move, _) in enumerate(parts)})
         targets = Layout({str(i): file_target(move.side, move.tensor.nbytes) for i, (move, _) in enumerate(parts)})
-        extents: dict[str, list[Extent]] = {}
-        pending = 0
+        runs: dict[str, list[Run]] = {}
         for copy in plan(sources, targets, rank=self._rank):
             if copy.source_rank != self._rank:
                 continue
@@ -249,20 +238,23 @@ class Writer:
                     f"{move.tensor.key}: rank {self._rank} has no elements of it, but {copy.numel} to write"
                 )
             base = offset_in_file(targets.placements[copy.fqn], copy.target_rank)
-            extents.setdefault(move.file.name, []).extend(_extents(copy, flat, move, base))
-            pending += copy.numel * flat.itemsize if flat.device.type != "cpu" else 0
-            if pending >= self._bucket // 2:
-                self._flush(extents, parts)
-                extents, pending = {}, 0
-        self._flush(extents, parts)
+            entry, memory = move.file.entry_of(move.index), Local(flat)
+            runs.setdefault(move.file.name, []).extend(
+                memory.run(entry.start + (base + target) * flat.itemsize, source, numel)
+                for source, target, numel in runs_of(copy)
+            )
+        return runs
 
-    def _flush(self, extents: Mapping[str, list[Extent]], parts: Sequence[tuple[Move, torch.Tensor | None]]) -> None:
-        files = {move.file.name: move.file for move, _ in parts}
-        for name, its in extents.items():
-            file, path = files[name], self._folder / name
+    def write(self, runs: Runs) -> None:
+        """Write runs to their place."""
+        for name, its in runs.items():
+            file, path = self._files[name], self._folder / name
             section = DataSection(self._fd(path), path, file.offset, file.header.tensors_in)
-            self.rows[name] += write_extents(section, its, file.segment_nbytes if self._checksums else 0)
-            self.nbytes += sum(len(extent.memory) for extent in its)
+            for batch in in_host_memory(its, self._most_nbytes):
+                batch.bring()
+                grid = file.segment_nbytes if self._checksums else 0
+                self._rows[name].append(write_extents(section, batch.extents, grid, durable=self._durable))
+                self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
     def _fd(self, path: Path) -> int:
         if path.name not in self._open:
@@ -288,14 +280,3 @@ class Writer:
         for fd in self._open.values():
             os.close(fd)
         self._open = {}
-
-
-def _extents(copy: Copy, flat: torch.Tensor, move: Move, base: int) -> Iterator[Extent]:
-    entry, size = move.file.entry_of(move.index), flat.itemsize
-    on_device = flat.device.type != "cpu"
-    memory = None if on_device else bytes_of(flat)
-    for source, target, numel in runs_of(copy):
-        # from a device one piece comes over at a time
-        here = memory[source * size : (source + numel) * size] if memory is not None else None
-        part = here if here is not None else bytes_of(flat[source : source + numel].to(_CPU))
-        yield Extent(entry.start + (base + target) * size, part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +28,35 @@ class Incompatible(NamedTuple):
     extra: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Before:
+    """What optimizers had before something is loaded into them: their own objects, nothing is copied."""
+
+    optims: Sequence[LoadableOptimizer]
+    had: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, optims: Sequence[LoadableOptimizer]) -> Before:
+        """One that loads by writing into the tensors that it has cannot be brought back; torch's own put new ones in place."""
+        return cls(
+            optims,
+            [
+                {"state": one.state, "param_groups": one.param_groups}
+                if isinstance(one, torch.optim.Optimizer)
+                else one.state_dict()
+                for one in optims
+            ],
+        )
+
+    def put_back(self) -> None:
+        """Undo what was loaded."""
+        for one, had in zip(self.optims, self.had, strict=True):
+            if isinstance(one, torch.optim.Optimizer):
+                one.state, one.param_groups = had["state"], had["param_groups"]
+            else:
+                one.load_state_dict(dict(had))
+
+
 def load(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -42,8 +72,13 @@ def load(
     if len(optims) != len(shards):
         raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
     kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]  # type: ignore[arg-type]
-    for one, its, groups in zip(optims, shards, kept, strict=True):
-        _load(one, {**its, "param_groups": groups})  # type: ignore[arg-type]
+    before = Before.of(optims)  # type: ignore[arg-type]
+    try:
+        for one, its, groups in zip(optims, shards, kept, strict=True):
+            _load(one, {**its, "param_groups": groups})  # type: ignore[arg-type]
+    except BaseException:
+        before.put_back()
+        raise
     first = shards[0] if shards else {}
     return Incompatible(tuple(getattr(first, "missing", ())), tuple(getattr(first, "extra", ())))
 

@@ -19,6 +19,7 @@ from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.folder import existing
+from fsdp_optim.memory import Slabs
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Picture
@@ -30,7 +31,7 @@ from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
-from fsdp_optim.verbs.load import LoadableOptimizer
+from fsdp_optim.verbs.load import Before, LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
@@ -121,13 +122,33 @@ def restore(
         made = state.dict_of() if state is not None and failure.error is None else None
         agree(callers, b"read", failure.error, fatal=failure.fatal)
         if optim is not None and made is not None:
-            load_shard(optim, made, options.keep)
+            _load_on_all(callers, optim, made, options.keep)
         weights.install()
         reader.reshard()
         agree(callers, b"installed")
         if options.check == "bitwise":
             _check_bitwise(reader, optim, callers, checkpoint.folder, weights, state, options.call)
     return _summarized(restored, checkpoint, weights, state, nbytes, callers, len(wanted))
+
+
+def _load_on_all(
+    callers: Callers,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    made: Shard | list[Shard],
+    keep: Sequence[str],
+) -> None:
+    """Load the optimizer on all ranks; where one fails, all have what they had before."""
+    before = Before.of([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
+    failure = Failure()
+    try:
+        load_shard(optim, made, keep)
+    except Exception as error:
+        failure.note(error)
+    try:
+        agree(callers, b"the optimizer is loaded", failure.error)
+    except Exception:
+        before.put_back()
+        raise
 
 
 def _summarized(
@@ -207,12 +228,12 @@ class _Weights:
         missing = [fqn for fqn in picture.params if fqn not in stored]
         extra = [key for key in checkpoint.model if key not in used]
         _check_model(checkpoint, local, picture, stored, missing, extra, options.strict)
-        flats = {}
+        flats, slabs = {}, Slabs()  # their own: they go when the weights are installed
         for param in local.optim.params:
             first = stored.get(param.named.fqns[0]) if may_be_cast(param.handle.param) else None
             dtype = first.entry.dtype if first is not None else dtype_name(param.handle.weights().dtype)
             summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
-            flats[param.local_id] = allocate(param, summary, callers.rank, frozenset(missing))[WEIGHT]
+            flats[param.local_id] = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
         return cls(local, picture, stored, flats, tuple(missing), tuple(extra))
 
     def wanted(self) -> Iterator[WantedTensor]:
@@ -314,7 +335,8 @@ class _State:
         )
         summaries = summarize(full, shapes)
         plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
-        flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing) for p, summary in plan.given}
+        slabs = Slabs()
+        flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
         return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats)
 
     def wanted(self) -> Iterator[WantedTensor]:

@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
-from fsdp_optim.formats.checksums import hex_of, join_tables
+from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
 from fsdp_optim.formats.codec import Encoder
-from fsdp_optim.formats.extents import Row
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.files import sync_file, write_file
 from fsdp_optim.formats.folder import Staging, keep_newest
@@ -30,12 +28,12 @@ from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import read_callers
 from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
-from fsdp_optim.verbs.filing import File, Flat, Move, Writer, cut_into_files, moves_of, staged
+from fsdp_optim.verbs.filing import File, Flat, Move, Writer, batches_of, cut_into_files, moves_of, staged
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
 
-_WORD = "<u8"
+_LENGTH = 8  # bytes of a number in a note
 
 log = logging.getLogger("fsdp_optim")
 
@@ -67,6 +65,7 @@ class Job:
             self.files,
             self.callers.rank,
             checksums=self.options.checksums,
+            durable=self.options.durable,
             bucket_nbytes=self.callers.bucket_nbytes,
         )
 
@@ -74,9 +73,12 @@ class Job:
         nbytes = sum(file.header.data_nbytes for file in self.files)
         return Saved(self.path, len(self.moves), nbytes, nbytes_written, self.absent)
 
-    def has(self, move: Move) -> bool:
-        """Whether this rank holds elements of a tensor."""
-        return move.side.numel_on(self.callers.rank) > 0
+    def direct(self) -> Iterator[list[tuple[Move, torch.Tensor | None]]]:
+        """What this rank writes as it holds it, a bucket at a time: a tensor that is not contiguous is copied for it."""
+        rank = self.callers.rank
+        moves = [move for move in self.moves if move.is_direct and move.side.numel_on(rank)]
+        for batch in batches_of(moves, self.callers.bucket_nbytes):
+            yield [(move, self.flat(move.tensor)) for move in batch]
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
@@ -104,13 +106,14 @@ def _write(job: Job, writer: Writer) -> Told:
             try:
                 make_files(job.folder, job.own_files)
                 write_extras(job)
-                writer.write([(move, job.flat(move.tensor)) for move in job.moves if move.is_direct and job.has(move)])
-                progress.up_to(writer.nbytes * len(job.callers.ranks))
+                for parts in job.direct():
+                    writer.write(writer.runs_of(parts))
+                    progress.up_to(writer.nbytes * len(job.callers.ranks))
             except Exception as error:
                 failure.note(error)
             for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
                 try:
-                    writer.write(batch)
+                    writer.write(writer.runs_of(batch))
                     progress.up_to(writer.nbytes * len(job.callers.ranks))
                 except Exception as error:
                     failure.note(error)
@@ -274,11 +277,12 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
         infos.update(extras)
         tables.append(table)
     for file in job.files:
+        joined = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes)
         sums = None
         if job.options.checksums:
-            joined = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes).encoded()
-            write_file(job.folder / f"{file.name}.sums", joined, durable=job.options.durable)
-            sums = hex_of(joined)
+            encoded = joined.encoded()
+            write_file(job.folder / sums_of(file.name), encoded, durable=job.options.durable)
+            sums = hex_of(encoded)
         infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
     for stem in ("model", "optim"):
         infos.update(_write_index(job, stem))
@@ -356,22 +360,24 @@ def _optim_said(state: Half) -> dict[str, Any]:
 def encode_note(job: Job, writer: Writer) -> bytes:
     """What a rank says when it has written its part: its extra files, and its segments of each file in order."""
     extras = json.dumps({name: info_of(data).said() for name, data in job.extras.items()}).encode()
-    listed = [numpy.array(its, dtype=_WORD).reshape(-1, 3) for its in writer.rows.values()]
-    rows = b"".join([numpy.array([len(its)], dtype=_WORD).tobytes() + its.tobytes() for its in listed])
-    return len(extras).to_bytes(8, "little") + extras + rows
+    rows = [len(its).to_bytes(_LENGTH, "little") + its.tobytes() for its in writer.rows.values()]
+    return b"".join([len(extras).to_bytes(_LENGTH, "little"), extras, *rows])
 
 
-def decode_note(files: Sequence[File], note: bytes) -> tuple[dict[str, FileInfo], dict[str, list[Row]]]:
+def decode_note(files: Sequence[File], note: bytes) -> tuple[dict[str, FileInfo], dict[str, Rows]]:
     """The inverse of `encode_note`."""
-    length = int.from_bytes(note[:8], "little")
-    extras = {name: file_info(said) for name, said in json.loads(note[8 : 8 + length]).items()}
-    numbers, at, found = numpy.frombuffer(note[8 + length :], dtype=_WORD), 0, {}
-    for file in files:
-        num = int(numbers[at])
-        rows = numbers[at + 1 : at + 1 + 3 * num].reshape(-1, 3).tolist()
-        found[file.name] = [(start, end, digest) for start, end, digest in rows]
-        at += 1 + 3 * num
-    return extras, found
+    left = memoryview(note)
+
+    def take(nbytes: int) -> memoryview:
+        nonlocal left
+        taken, left = left[:nbytes], left[nbytes:]
+        return taken
+
+    def number() -> int:
+        return int.from_bytes(take(_LENGTH), "little")
+
+    extras = {name: file_info(said) for name, said in json.loads(bytes(take(number()))).items()}
+    return extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout
-from fsdp_optim.memory import flatten
+from fsdp_optim.memory import Slabs, flatten
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
@@ -171,10 +171,11 @@ def _move(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Local tensors by local id and value name, filled."""
     tensors: dict[int, dict[str, torch.Tensor]] = {}
+    slabs = Slabs()
     copies = _copies(picture, source.only([fqn for fqn in source.fqns if fqn in contents.summaries]), callers.rank)
     try:
         for param, summary in wanted.given:
-            tensors[param.local_id] = allocate(param, summary, callers.rank, wanted.missing)
+            tensors[param.local_id] = allocate(param, summary, callers.rank, wanted.missing, slabs)
             _check_filled(param, copies, callers.rank, wanted)
     except Exception as error:
         failure.note(error)

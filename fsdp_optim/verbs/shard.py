@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import Layout
-from fsdp_optim.memory import copy_in_memory, flatten
+from fsdp_optim.memory import Slabs, copy_in_memory, flatten
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_fits
@@ -47,7 +47,8 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     )
     warn_of_uncollected(local, state.uncollected)
     wanted = decide(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
-    tensors = {param.local_id: _cut(param, summary, state, local.view.rank, wanted) for param, summary in wanted.given}
+    slabs, rank = Slabs(), local.view.rank
+    tensors = {p.local_id: _cut(p, summary, state, rank, wanted, slabs) for p, summary in wanted.given}
     return wanted.dict_of(tensors, state.groups, state.extra)
 
 
@@ -76,12 +77,14 @@ def _without_numbers(fqn: str) -> str:
     return re.sub(r"\d+", "#", fqn)
 
 
-def _cut(param: LocalParam, summary: Summary, full: FullState, rank: int, wanted: Wanted) -> dict[str, torch.Tensor]:
+def _cut(
+    param: LocalParam, summary: Summary, full: FullState, rank: int, wanted: Wanted, slabs: Slabs
+) -> dict[str, torch.Tensor]:
     """This rank's elements of the state of one live parameter, in memory of its own."""
     target = Layout(
         {f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None and f in full.state}
     )
-    tensors = allocate(param, summary, rank, wanted.missing)
+    tensors = allocate(param, summary, rank, wanted.missing, slabs)
     for fqn in target.fqns:
         one = target.only((fqn,))
         copies = plan_into(one.whole_on((rank,)), one, rank)

@@ -18,7 +18,8 @@ from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.transport.reports import exchange_reports
-from fsdp_optim.verbs.filing import FILE, batches_of, bytes_of, has_short_rows, in_runs, runs_of
+from fsdp_optim.verbs.filing import FILE, batches_of, has_short_rows, in_runs
+from fsdp_optim.verbs.runs import Local, Run, bytes_of, in_host_memory, runs_of
 
 _CPU = torch.device("cpu")
 _CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them
@@ -69,10 +70,11 @@ def fetch(
     sides = list(_sides(wanted))
     nbytes = 0
     try:
-        direct = [one for one, side in zip(wanted, sides, strict=True) if side is None]
-        for batch in _by_memory(direct, callers.bucket_nbytes // 2):
-            nbytes += _read(checkpoint, batch, callers.rank)
-            progress(nbytes)
+        reads = _Reads()
+        for one, side in zip(wanted, sides, strict=True):
+            if side is None:
+                reads.add(one.stored, _runs(one.stored, one.placement, one.flat, callers.rank))
+        nbytes = reads.read(checkpoint, max(callers.bucket_nbytes // 2, 1), progress)
     except Exception as error:
         failure.note(error)
     half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
@@ -106,83 +108,61 @@ def _sides(wanted: Sequence[Wanted]) -> Iterator[Placement | None]:
             load += one.nbytes
 
 
-def _by_memory(wanted: Sequence[Wanted], most_nbytes: int) -> Iterator[list[Wanted]]:
-    """All that lies on the CPU at once; what lies on a device in parts, because it comes by way of the CPU."""
-    yield [one for one in wanted if one.flat is None or one.flat.device.type == "cpu"]
-    batch: list[Wanted] = []
-    flats: dict[int, int] = {}
-    for one in wanted:
-        if one.flat is not None and one.flat.device.type != "cpu":
-            if batch and id(one.flat) not in flats and sum(flats.values()) + one.flat.nbytes > most_nbytes:
-                yield batch
-                batch, flats = [], {}
-            batch.append(one)
-            flats[id(one.flat)] = one.flat.nbytes
-    if batch:
-        yield batch
-
-
-def _read(checkpoint: Checkpoint, wanted: Sequence[Wanted], rank: int) -> int:
-    """Read this rank's elements of some tensors to where they belong."""
-    twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    extents = _Extents()
-    for one in wanted:
-        flat = one.flat
-        if flat is not None and flat.device.type != "cpu":
-            _, flat = twins.setdefault(id(flat), (flat, flat.to(_CPU)))
-        extents.add(one.stored, _extents(one.stored, one.placement, flat, rank))
-    nbytes = extents.read(checkpoint)
-    for flat, twin in twins.values():
-        flat.copy_(twin)
-    return nbytes
-
-
-class _Extents:
+class _Reads:
     """What to read of each file. A tensor that is wanted twice, because it was tied when saved, is read in two rounds."""
 
     def __init__(self) -> None:
-        self._rounds: list[dict[str, list[Extent]]] = []
+        self._rounds: list[dict[str, list[Run]]] = []
         self._times: dict[tuple[str, str], int] = {}
 
-    def add(self, stored: Stored, extents: Iterator[Extent]) -> None:
+    def add(self, stored: Stored, runs: Iterator[Run]) -> None:
         key = (stored.file.name, stored.entry.key)
         times = self._times.get(key, 0)
         self._times[key] = times + 1
         if times == len(self._rounds):
             self._rounds.append({})
-        self._rounds[times].setdefault(stored.file.name, []).extend(extents)
+        self._rounds[times].setdefault(stored.file.name, []).extend(runs)
 
-    def read(self, checkpoint: Checkpoint) -> int:
-        return sum(checkpoint.read(extents) for extents in self._rounds)
+    def read(
+        self, checkpoint: Checkpoint, most_nbytes: int, progress: Callable[[int], None] = lambda nbytes: None
+    ) -> int:
+        nbytes = 0
+        for by_file in self._rounds:
+            for name, runs in by_file.items():
+                for batch in in_host_memory(runs, most_nbytes):
+                    nbytes += checkpoint.read({name: batch.extents})
+                    batch.put()
+                    progress(nbytes)
+        return nbytes
 
 
-def _extents(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Extent]:
+def _runs(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Run]:
     """Where in the file this rank's elements are, and the memory that they belong to."""
     if placement.shard_of(rank) is None or not placement.numel_on(rank):
         return
     if flat is None:
         raise CheckpointError(f"{stored.entry.key}: rank {rank} has no memory for it")
-    size, memory = stored.entry.itemsize, bytes_of(flat)
+    memory = Local(flat)
     source = Layout({"": Whole(placement.shape, (FILE,))})
     for copy in plan_into(source, Layout({"": placement}), rank):
         for there, here, numel in runs_of(copy):
-            yield Extent(stored.entry.start + there * size, memory[here * size : (here + numel) * size])
+            yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
 
 
 def _read_and_move(callers: Callers, checkpoint: Checkpoint, moved: Sequence[_Moved], failure: Failure) -> int:
     """Read some tensors in the cut in which they are read best, and send them to where they are needed."""
     items, nbytes, rank = [], 0, callers.rank
-    extents = _Extents()
+    reads = _Reads()
     try:
         for one in moved:
             stored, wanted = one.wanted.stored, one.wanted
             dtype, numel = dtype_named(stored.entry.dtype), one.side.numel_on(rank)
             flat = empty((numel,), dtype, _CPU) if numel else None
-            extents.add(stored, _extents(stored, one.side, flat, rank))
+            reads.add(stored, _runs(stored, one.side, flat, rank))
             copies = plan(Layout({"": one.side}), Layout({"": wanted.placement}), rank=rank)
             items.append(Item(copies, dtype, flat, wanted.flat))
         if failure.error is None:
-            nbytes = extents.read(checkpoint)
+            nbytes = reads.read(checkpoint, callers.bucket_nbytes)
     except Exception as error:
         failure.note(error)
     exchange(callers, items, failure)
@@ -230,9 +210,9 @@ def _counts(wanted: Wanted, rank: int) -> int:
 
 def _compare(checkpoint: Checkpoint, wanted: Wanted, flat: torch.Tensor, rank: int) -> None:
     held = flat.to(_CPU).contiguous()
-    read = list(_extents(wanted.stored, wanted.placement, torch.empty_like(held), rank))
+    read, kept = (_extents(wanted, memory, rank) for memory in (torch.empty_like(held), held))
     checkpoint.read({wanted.stored.file.name: read})
-    for saved, live in zip(read, _extents(wanted.stored, wanted.placement, held, rank), strict=True):
+    for saved, live in zip(read, kept, strict=True):
         a, b = (numpy.frombuffer(one.memory, dtype=numpy.uint8) for one in (saved, live))
         if not numpy.array_equal(a, b):
             at = int(numpy.flatnonzero(a != b)[0])
@@ -240,3 +220,7 @@ def _compare(checkpoint: Checkpoint, wanted: Wanted, flat: torch.Tensor, rank: i
                 f"{wanted.fqn}: {wanted.name} on rank {rank} is not what {checkpoint.folder / wanted.stored.file.name} has: the "
                 f"first difference is at byte {saved.start + at} of its data"
             )
+
+
+def _extents(wanted: Wanted, flat: torch.Tensor, rank: int) -> list[Extent]:
+    return [run for run in _runs(wanted.stored, wanted.placement, flat, rank) if isinstance(run, Extent)]
