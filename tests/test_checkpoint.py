@@ -1386,6 +1386,86 @@ def load_keeping(path: Path, wrapper: str) -> tuple[str, str]:
         return error
 
 
+# ------------------------------------------------------------------------------------------ half-way
+
+
+class Failing(torch.optim.Adam):
+    """Loads a state and then raises, on one rank."""
+
+    rank = 0
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        if (dist.get_rank() if dist.is_initialized() else 0) == self.rank:
+            raise MemoryError("the loader of this optimizer has failed")
+
+
+class FailingLike:
+    """An optimizer of a wrapper's own kind around it: what it has is to be had by its state_dict only."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner, self.fails = Failing(params), True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if self.fails:
+            self.fails = False  # it takes back what it had
+            self.inner.load_state_dict(state_dict)
+        else:
+            torch.optim.Adam.load_state_dict(self.inner, state_dict)
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+def load_failing(path: Path, wrapper: str, kind: Any, rank: int) -> list[tuple[str, str]]:
+    """With state before, and without; the model and the optimizer have to be as before on every rank."""
+    errors = []
+    with cpu(), mock.patch.object(Failing, "rank", rank):
+        for steps in (0, 1):
+            target = Trained(wrapper, kind, steps=steps, model=Whole)
+            seen = mine if kind is FailingLike else everything  # that one makes groups of its own from what it is given
+            before, optims = seen(target), [id(optim) for optim in optims_of(target)]
+            errors.append(error_text(lambda: load(path, target)))  # noqa: B023
+            check_same("after the failure", seen(target), before)
+            check_same("optimizers", [id(optim) for optim in optims_of(target)], optims)
+            target.step([STEPS])  # and it can go on
+    return errors
+
+
+class HalfWayTest(InFolder):
+    @parameterized.expand(
+        [(wrapper, Failing, rank) for wrapper, rank in (("FSDP2", 0), ("FSDP2", 1), ("fairscale flat", 1), ("DDP", 0))]
+        + [("FSDP1 orig", FailingLike, 1)]
+    )
+    def test_an_optimizer_that_fails_on_one_rank(self, wrapper: str, kind: Any, rank: int) -> None:
+        run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Whole})
+        by_rank = run_on_ranks(load_failing, 2, self.path, wrapper, kind, rank)
+        for errors in zip(*by_rank, strict=True):
+            check_refused("failed", errors, "RankError", f"rank {rank}", "the loader of this optimizer has failed")
+
+    def test_the_second_of_two(self) -> None:
+        run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Whole})
+        by_rank = run_on_ranks(load_failing, 2, self.path, "FSDP2", OfModel(failing_second), 1)
+        for errors in zip(*by_rank, strict=True):
+            check_refused("failed", errors, "RankError", "rank 1", "the loader of this optimizer has failed")
+
+
+def failing_second(model: nn.Module) -> list[Any]:
+    params = list(model.parameters())
+    return [adam(params[:3]), Failing(params[3:])]
+
+
 # ------------------------------------------------------------------------------------------ the restore check
 
 

@@ -21,11 +21,14 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.files import sync_folder
+from fsdp_optim.formats.filesystem import this_host
 from fsdp_optim.formats.marker import NAME, Marker, read_marker
 
 LOCK = "owner.lock"
 _NEW, _SAVING, _OLD, _GONE = ".new-", ".saving-", ".old-", ".gone-"
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
+_DEAD_AFTER = 3600.0  # seconds without a write, where the lock cannot tell
+_MOST_HOST_NBYTES = 256
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 log = logging.getLogger("fsdp_optim")
@@ -69,6 +72,7 @@ class Staging:
         lock = -1
         try:
             lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.write(lock, this_host().encode())
             with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(folder)
@@ -174,7 +178,11 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether the process that writes a folder lives."""
+    """Whether the process that writes a folder lives.
+
+    On some cluster file systems a lock is seen on its own host only: of a folder of another one, a free lock says nothing, and
+    it counts as dead when nothing in it was written for an hour.
+    """
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -183,11 +191,21 @@ def _is_held(folder: Path) -> bool:
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        host = os.read(lock, _MOST_HOST_NBYTES).decode(errors="replace")
     except OSError:
         return True
     finally:
         os.close(lock)
-    return False
+    return host not in ("", this_host()) and time.time() - _last_written(folder) < _DEAD_AFTER
+
+
+def _last_written(folder: Path) -> float:
+    """When something in a folder changed last."""
+    times = [0.0]
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # it went away meanwhile
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def _restore_old(path: Path) -> None:

@@ -40,6 +40,7 @@ from fsdp_optim.verbs.save_options import Saved, SaveOptions
 _DONE, _FAILED, _SEEN, _VERDICT = "done-", "failed-", "seen-", "verdict"
 _ROOM = 2048  # bytes, for why a rank failed
 _LOOK_EVERY = 0.02  # seconds
+_LOOKS = 100  # for what a rank on another machine has renamed
 _FAREWELL = 10.0  # seconds for the others to see a failure, before the folder goes
 
 Snapshot = list[Runs]
@@ -188,9 +189,10 @@ def _follow(job: Job) -> None:
                 f"{job.path}: rank {job.callers.ranks[0]} did not finish it within {job.callers.timeout:g} s"
             )
         time.sleep(_LOOK_EVERY)
-    try:
-        token = read_marker(job.path).said.get("token")
-    except CheckpointError:
-        token = None
-    if token != job.folder.name:
-        raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")
+    for _ in range(_LOOKS):
+        with contextlib.suppress(OSError):
+            os.listdir(job.path.parent)  # a network file system then asks again whether the path is there
+            if read_marker(job.path).said.get("token") == job.folder.name:
+                return
+        time.sleep(_LOOK_EVERY)
+    raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")

@@ -20,6 +20,7 @@ from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, r
 from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.files import sync_file, write_file
+from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
 from fsdp_optim.formats.folder import Staging, keep_newest
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.state.local import Optimizers
@@ -34,6 +35,7 @@ from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
 
 _LENGTH = 8  # bytes of a number in a note
+_BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several
 
 log = logging.getLogger("fsdp_optim")
 
@@ -74,11 +76,13 @@ class Job:
         return Saved(self.path, len(self.moves), nbytes, nbytes_written, self.absent)
 
     def direct(self) -> Iterator[list[tuple[Move, torch.Tensor | None]]]:
-        """What this rank writes as it holds it, a bucket at a time: a tensor that is not contiguous is copied for it."""
+        """What is written as it is held, a bucket at a time: a tensor that is not contiguous is copied for it.
+
+        The batches are the same on all ranks, because which replica writes what depends on what else is planned with it.
+        """
         rank = self.callers.rank
-        moves = [move for move in self.moves if move.is_direct and move.side.numel_on(rank)]
-        for batch in batches_of(moves, self.callers.bucket_nbytes):
-            yield [(move, self.flat(move.tensor)) for move in batch]
+        for batch in batches_of([move for move in self.moves if move.is_direct], self.callers.bucket_nbytes):
+            yield [(move, self.flat(move.tensor) if move.side.numel_on(rank) else None) for move in batch]
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
@@ -143,17 +147,24 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
         state = read_state(reader, optim, callers, options.call, call) if optim is not None else None
         extras = _encode_extras(options, callers)
         said: Mapping[str, Any] = {}
-        staging, told = None, b""
+        staging, content = None, b""
         try:
             if callers.rank == callers.ranks[0]:
                 said = _said(options, callers, weights, state, extras)
                 staging = Staging.begin(where, overwrite=options.overwrite)
-                strategy = _strategy(staging.folder, options)
-                groups = _plain_groups(state) if state is not None else ""
-                files, owners = _files(options, weights, state, callers, strategy, groups)
-                make_files(staging.folder, files if owners is None else (), with_extra=True)
-                told = json.dumps([str(staging.folder), strategy, groups]).encode()
-            folder, strategy, groups = json.loads(tell(callers, told).by(callers.ranks[0]))
+                make_extra_folder(staging.folder)
+                strategy, groups = _strategy(staging.folder, options), _plain_groups(state) if state is not None else ""
+                if strategy == "in_place":
+                    make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
+                content = json.dumps([str(staging.folder), strategy, groups]).encode()
+            told = tell(callers, content, said=this_host().encode())
+            folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
+            if strategy == _BY_MACHINES:
+                strategy = "in_place" if told.alike else "per_rank_files"
+                if strategy == "in_place":
+                    if staging is not None:
+                        make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
+                    agree(callers, b"files are made")
             files, owners = _files(options, weights, state, callers, strategy, groups)
             return Job(
                 callers,
@@ -181,18 +192,16 @@ def _absent(state: Half | None) -> tuple[str, ...]:
 
 
 def _strategy(folder: Path, options: SaveOptions) -> str:
-    """Where files are not sparse, making a whole one writes it once for nothing: then each rank writes its own."""
+    """How to write on this file system.
+
+    Where files are not sparse, making a whole one writes it once for nothing: then each rank writes its own. Where several
+    machines cannot write to one file, it depends on where the ranks are.
+    """
     if options.strategy != "auto":
         return options.strategy
-    probe = folder / "probe"
-    try:
-        with probe.open("wb") as file:
-            file.truncate(1 << 20)
-            blocks = os.fstat(file.fileno()).st_blocks
-        probe.unlink()
-    except OSError:  # what is wrong will be said where it is in the way
-        return "in_place"
-    return "per_rank_files" if blocks * 512 >= 1 << 20 else "in_place"
+    if not has_sparse_files(folder):
+        return "per_rank_files"
+    return "in_place" if kind_of(folder) in WRITTEN_IN_PLACE else _BY_MACHINES
 
 
 def _files(
@@ -244,11 +253,17 @@ def _encode_extras(options: SaveOptions, callers: Callers) -> dict[str, bytes]:
     return found
 
 
-def make_files(folder: Path, files: Sequence[File], *, with_extra: bool = False) -> None:
-    """Files with their headers, in their full length; and the folder of the extra ones."""
+def make_extra_folder(folder: Path) -> None:
+    """The folder of the extra files."""
     try:
-        if with_extra:
-            (folder / "extra").mkdir()
+        (folder / "extra").mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror or error}") from error
+
+
+def make_files(folder: Path, files: Sequence[File]) -> None:
+    """Files with their headers, in their full length."""
+    try:
         for file in files:
             write_file(folder / file.name, file.head, durable=False)
             os.truncate(folder / file.name, file.nbytes)

@@ -1,0 +1,271 @@
+"""Where a checkpoint is written from and to: devices that files cannot be read into, several machines, their file systems.
+
+There is one machine and no device here, so what tells the library of others is replaced; everything behind it is real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from parameterized import parameterized
+from test_checkpoint import InFolder, Whole, check_files, load_trained, oracle_after, save, save_trained, two_groups
+from test_checkpoint_async import async_save
+from wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
+
+import fsdp_optim
+from fsdp_optim.formats import filesystem, folder
+from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.verbs import background, runs
+from fsdp_optim.verbs import save as save_verb
+
+KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
+BUCKETS = (1 << 26, 4096, 64)
+
+
+# ------------------------------------------------------------------------------------------ by way of the host
+
+
+@contextlib.contextmanager
+def nothing_lies_on_the_host() -> Iterator[None]:
+    """All local tensors are taken for a device's. Raises if none came by way of the host."""
+    made = []
+    real = runs._by_way_of_host
+
+    def by_way_of_host(its: Any) -> Any:
+        made.append(sum(len(run.memory) for run in its))
+        return real(its)
+
+    with (
+        mock.patch.object(runs, "lies_on_host", return_value=False),
+        mock.patch.object(runs, "_by_way_of_host", by_way_of_host),
+    ):
+        yield
+    if not made:
+        raise Differs("nothing came by way of the host")
+
+
+def trip_by_way_of_host(root: Path, bucket: int) -> None:
+    with cpu():
+        for wrapper in WRAPPERS:
+            path = root / f"{wrapper} {bucket}"
+            with nothing_lies_on_the_host():
+                save(path, Trained(wrapper, **KWARGS), bucket_nbytes=bucket)
+                load_trained(path, wrapper, KWARGS, bucket_nbytes=bucket)
+
+
+def save_in_background_by_way_of_host(root: Path) -> None:
+    """It is brought to the host once, while the caller waits."""
+    with cpu():
+        for wrapper in WRAPPERS:
+            trained = Trained(wrapper, **KWARGS)
+            with mock.patch.object(runs, "lies_on_host", return_value=False):
+                handle = async_save(root / wrapper, trained)
+            handle.wait()
+
+
+class DeviceTest(InFolder):
+    @parameterized.expand([(bucket,) for bucket in BUCKETS])
+    def test_save_and_load(self, bucket: int) -> None:
+        run_on_ranks(trip_by_way_of_host, 4, self.root, bucket)
+        for wrapper in WRAPPERS:
+            check_files(self.root / f"{wrapper} {bucket}", oracle_after(STEPS))
+
+    def test_async_save(self) -> None:
+        run_on_ranks(save_in_background_by_way_of_host, 4, self.root)
+        for wrapper in WRAPPERS:
+            check_files(self.root / wrapper, oracle_after(STEPS))
+
+
+# ------------------------------------------------------------------------------------------ several machines
+
+MOUNTS = """\
+22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/root rw
+30 22 0:25 / /data rw,relatime shared:9 - nfs4 server:/export rw
+31 30 0:26 / /data/with\\040space rw shared:10 master:1 - fuse.gcsfuse bucket rw
+32 30 0:27 / /data/twice rw - xfs /dev/a rw
+33 30 0:28 / /data/twice rw - lustre server@tcp:/home rw
+"""
+
+
+class FileSystemTest(unittest.TestCase):
+    @parameterized.expand(
+        (
+            ("/", "ext4"),
+            ("/home/run", "ext4"),
+            ("/database", "ext4"),
+            ("/data", "nfs4"),
+            ("/data/run/step-1", "nfs4"),
+            ("/data/with space/run", "fuse.gcsfuse"),
+            ("/data/twice/run", "lustre"),
+        )
+    )
+    def test_kind(self, path: str, kind: str) -> None:
+        with mock.patch.object(Path, "read_text", return_value=MOUNTS):
+            self.assertEqual(filesystem.kind_of(Path(path)), kind)
+
+    def test_where_nothing_is_said(self) -> None:
+        def refuse(self: Path) -> str:
+            raise FileNotFoundError(self)
+
+        with mock.patch.object(Path, "read_text", refuse):
+            self.assertEqual(filesystem.kind_of(Path("/data")), "")
+            self.assertTrue(filesystem.this_host())
+
+    def test_sparse(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            self.assertTrue(filesystem.has_sparse_files(Path(name)))
+            real = os.fstat
+
+            class Full:
+                st_blocks = 1 << 11
+
+            with mock.patch.object(os, "fstat", lambda fd: Full if real(fd).st_size == 1 << 20 else real(fd)):
+                self.assertFalse(filesystem.has_sparse_files(Path(name)))
+            self.assertEqual(os.listdir(name), [])
+
+
+def save_on_machines(root: Path, num_machines: int, kind: str, sparse: bool, options: dict[str, Any]) -> None:
+    host = f"machine {dist.get_rank() % num_machines}"
+    with (
+        cpu(),
+        mock.patch.object(save_verb, "this_host", return_value=host),
+        mock.patch.object(save_verb, "kind_of", return_value=kind),
+        mock.patch.object(save_verb, "has_sparse_files", return_value=sparse),
+    ):
+        save(root, Trained("FSDP2", **KWARGS), **options)
+
+
+class MachinesTest(InFolder):
+    @parameterized.expand(
+        (
+            ("fuse", 2, "fuse.gcsfuse", True, {}, False),
+            ("fuse, one machine", 1, "fuse.gcsfuse", True, {}, True),
+            ("unknown", 2, "", True, {}, False),
+            ("unknown, one machine", 1, "", True, {}, True),
+            ("nfs", 2, "nfs4", True, {}, True),
+            ("lustre", 3, "lustre", True, {}, True),
+            ("local", 1, "ext4", True, {}, True),
+            ("not sparse", 1, "ext4", False, {}, False),
+            ("as the caller says", 2, "fuse.gcsfuse", True, {"strategy": "in_place"}, True),
+            ("as the caller says, the other", 1, "ext4", True, {"strategy": "per_rank_files"}, False),
+        )
+    )
+    def test_files_that_only_one_rank_writes_to(
+        self, _: str, machines: int, kind: str, sparse: bool, options: dict[str, Any], in_place: bool
+    ) -> None:
+        run_on_ranks(save_on_machines, 3, self.path, machines, kind, sparse, options)
+        check_files(self.path, oracle_after(STEPS))
+        check_same("one file for all", (self.path / "model.safetensors").exists(), in_place)
+        run_on_ranks(load_trained, 2, self.path, "FSDP1 orig", KWARGS)
+
+
+def hide_for_a_while(path: Path, times: int) -> None:
+    """A network file system on another machine says for a while that what was renamed is not there."""
+    real, looks = background.read_marker, []
+
+    def read_marker(where: Path) -> Any:
+        looks.append(where)
+        if len(looks) <= times:
+            raise fsdp_optim.CheckpointError(f"{where}: is not there")
+        return real(where)
+
+    with cpu():
+        trained = Trained("FSDP2", **KWARGS)
+        handle = async_save(path, trained)
+        with mock.patch.object(background, "read_marker", read_marker if dist.get_rank() else real):
+            handle.wait()
+
+
+class OtherMachineTest(InFolder):
+    def test_the_new_name_is_seen_late(self) -> None:
+        run_on_ranks(hide_for_a_while, 2, self.path, 3)
+        check_files(self.path, oracle_after(STEPS))
+
+    @parameterized.expand(
+        (
+            ("its own, dead", None, 0.0, True),
+            ("of another machine, written to now", "another", 0.0, False),
+            ("of another machine, written to an hour and more ago", "another", 2 * 3600.0, True),
+            ("of a version that did not say", "", 0.0, True),
+        )
+    )
+    def test_a_folder_whose_lock_is_free(self, _: str, host: str | None, age: float, removed: bool) -> None:
+        leftover = self.root / f"step-1{folder._SAVING}0123456789abcdef"
+        (leftover / "extra").mkdir(parents=True)
+        (leftover / folder.LOCK).write_text(filesystem.this_host() if host is None else host)
+        (leftover / "extra" / "late").write_bytes(b"")
+        then = time.time() - age
+        for entry in (leftover / folder.LOCK, leftover / "extra", leftover):
+            os.utime(entry, (then - 7200, then - 7200))
+        os.utime(leftover / "extra" / "late", (then, then))
+        run_on_ranks(save_trained, 1, self.path, "plain", KWARGS)
+        check_same("removed", not leftover.exists(), removed)
+
+
+# ------------------------------------------------------------------------------------------ on its way to the disk
+
+
+def save_and_note(path: Path, durable: bool) -> dict[int, list[tuple[int, int]]]:
+    """By inode: the ranges of which the way to the disk was begun."""
+    found: dict[int, list[tuple[int, int]]] = {}
+
+    def note(fd: int, offset: int, nbytes: int) -> None:
+        found.setdefault(os.fstat(fd).st_ino, []).append((offset, offset + nbytes))
+
+    with cpu(), mock.patch("fsdp_optim.formats.extents.start_writeback", note):
+        save(path, Trained("FSDP2", **KWARGS), durable=durable)
+    return found
+
+
+class WritebackTest(InFolder):
+    def test_it_begins_before_it_is_waited_for(self) -> None:
+        by_rank = run_on_ranks(save_and_note, 2, self.path, True)
+        for name in ("model.safetensors", "optim.safetensors"):
+            file = self.path / name
+            ranges = sorted(one for found in by_rank for one in found.get(file.stat().st_ino, []))
+            header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+            borders = [header, *(stop for _, stop in ranges)]
+            check_same(name, borders, [*(start for start, _ in ranges), file.stat().st_size])
+
+    def test_not_where_nobody_waits(self) -> None:
+        check_same("ranges", run_on_ranks(save_and_note, 2, self.path, False), [{}, {}])
+
+
+# ------------------------------------------------------------------------------------------ what nobody wrote
+
+
+def save_all_but_one(path: Path, checksums: bool) -> tuple[str, str]:
+    """Rank 1 loses a run on the way."""
+    from fsdp_optim.verbs.filing import Writer
+
+    real = Writer.runs_of
+
+    def lose(self: Writer, parts: Any) -> Any:
+        found = real(self, parts)
+        if dist.get_rank() == 1:
+            found["optim.safetensors"].pop()
+        return found
+
+    with cpu(), mock.patch.object(Writer, "runs_of", lose):
+        return error_text(lambda: save(path, Trained("FSDP2", **KWARGS), checksums=checksums))
+
+
+class CoverTest(InFolder):
+    @parameterized.expand(((True,), (False,)))
+    def test_a_byte_that_nobody_wrote_is_found(self, checksums: bool) -> None:
+        errors = run_on_ranks(save_all_but_one, 3, self.path, checksums)
+        check_refused("a run was lost", errors, "CheckpointError", "optim.safetensors", "written by no rank")
+        self.check_only()
+
+
+if __name__ == "__main__":
+    unittest.main()
