@@ -23,8 +23,8 @@ from fsdp_optim.verbs import load as loading
 from fsdp_optim.verbs import save as saving
 from fsdp_optim.verbs.call import Collect, Options
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
+from fsdp_optim.verbs.load_options import Check, LoadOptions, Restored
 from fsdp_optim.verbs.pending import SaveHandle
-from fsdp_optim.verbs.restore import Check, LoadOptions, Restored
 from fsdp_optim.verbs.save_options import Saved, SaveOptions, Strategy
 
 
@@ -312,8 +312,8 @@ def async_save(
     """As `save`, but returns when the state is copied to host memory: training may go on and change it.
 
     Called by all ranks. One thread per rank writes, without any collective call. The next save or async_save of this process
-    waits for it and raises what went wrong in it; so does `handle.wait()`, and the end of the process waits too. Memory: this
-    rank's shard, once, until it is written.
+    waits for it and raises what went wrong in it; so does `handle.wait()`, and the end of the process waits too. Memory: what
+    this rank writes (its shard, or its share of what several ranks hold), once, until it is written.
     """
     return background.async_save(path, model, optim, _save_options(locals()))
 

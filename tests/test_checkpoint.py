@@ -66,6 +66,7 @@ from wrapping import (
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+from fsdp_optim.verbs.load import load as load_shard
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
 FURTHER = STEPS + 2
@@ -1484,6 +1485,36 @@ class ForgetfulOfSteps(Forgetful):
     forgets = "step"
 
 
+def lossy(name: str) -> Any:
+    """Loads everything, but one number of one value, or of a group."""
+
+    def load_and_lose(optim: Any, *args: Any) -> Any:
+        found = load_shard(optim, *args)
+        values = next((its for its in reversed(optim.state.values()) if name in its), optim.param_groups[-1])
+        if isinstance(values[name], Tensor):
+            local_of(values[name]).view(-1)[-1] += 1
+        elif isinstance(values[name], list):
+            values[name][0] = 0.25
+        else:
+            values[name] *= 2
+        return found
+
+    return mock.patch("fsdp_optim.verbs.restore.load_shard", load_and_lose)
+
+
+def load_and_lose(path: Path, wrapper: str, name: str) -> list[tuple[str, str]]:
+    """Everything loaded, checked; something lost, unchecked; checked; and said to be kept."""
+    with cpu():
+        target = Trained(wrapper, Blockwise, steps=0)
+        found = [error_text(lambda: load(path, target, check="bitwise"))]
+        with lossy(name):
+            found += [
+                error_text(lambda: load(path, target, **options))  # noqa: B023
+                for options in ({}, {"check": "bitwise"}, {"check": "bitwise", "keep": ("lr",)})
+            ]
+        return found
+
+
 def load_forgetful(path: Path, wrapper: str, kind: type[Forgetful], check: str | None) -> tuple[str, str]:
     with cpu():
         target = Trained(wrapper, kind, steps=0)
@@ -1512,6 +1543,21 @@ class CheckTest(InFolder):
         errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, "bitwise")
         self.assertIn(errors[0][0], ("StateError", "CheckpointError"), errors)
         check_refused("zeros", errors, errors[0][0], kind.forgets)
+
+    @parameterized.expand(
+        itertools.product(("FSDP1 flat", "FSDP2", "DDP"), ("absmax", "codes", "table", "lr", "step", "moment"))
+    )
+    def test_every_kind_of_value_is_compared(self, wrapper: str, name: str) -> None:
+        run_on_ranks(save_trained, 2, self.path, wrapper, {"make": Blockwise})
+        found = run_on_ranks(load_and_lose, 2, self.path, wrapper, name)
+        honest, unchecked, checked, kept = zip(*found, strict=True)
+        check_same("honest", honest, (("", ""),) * 2)
+        check_same("unchecked", unchecked, (("", ""),) * 2)
+        check_refused("lost", checked, "CheckpointError", name)
+        if name == "lr":
+            check_same("kept", kept, (("", ""),) * 2)
+        else:
+            check_refused("kept", kept, "CheckpointError", name)
 
     @parameterized.expand(
         [

@@ -4,89 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.checkpoint import Checkpoint, Stored
-from fsdp_optim.formats.codec import Decoder
-from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.folder import existing
-from fsdp_optim.memory import Slabs
-from fsdp_optim.state.fits import Fit, check_fits
-from fsdp_optim.state.local import LocalParam, Optimizers
-from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.reading import FullState, Names, normalize
-from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Scalar, Summary, dtype_name, dtype_named, is_scalar
+from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
-from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
-from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
+from fsdp_optim.verbs.call import read_callers
+from fsdp_optim.verbs.checking import check_bitwise
 from fsdp_optim.verbs.load import Before, LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
+from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary, Restored
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
-from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
-from fsdp_optim.verbs.unfiling import check_installed, fetch, read_constants
-from fsdp_optim.verbs.wanted import Wanted, decide
-
-Check = Literal["bitwise"]
-
-_READ_AT_ONCE = ("scalar tensor", "placed")  # every rank needs all of these before it can decide anything
-_MOST_NAMED = 20  # differences in one error
+from fsdp_optim.verbs.targets import State, Weights
+from fsdp_optim.verbs.unfiling import fetch
 
 log = logging.getLogger("fsdp_optim")
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What load accepts besides the model and the optimizer."""
-
-    call: Options
-    keep: Sequence[str] = ()
-    verify: bool = True
-    check: Check | None = None
-    allow_pickle: bool = False
-    progress: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.check not in (None, "bitwise"):
-            raise CheckpointError(f"check has to be None or 'bitwise', not {self.check!r}")
-
-
-@dataclass(frozen=True)
-class LoadSummary:
-    """What was loaded: tensors, the bytes that this rank read, FQNs without optimizer state, how many ranks saved it."""
-
-    num_tensors: int = 0
-    nbytes: int = 0
-    absent: tuple[str, ...] = ()
-    world_size: int = 0
-
-
-class Restored(dict[str, Any]):
-    """The saved `extra`, and what else came back.
-
-    Attributes:
-        per_rank: this rank's `per_rank_extra`; rank 0's where this rank had none when it was saved.
-        missing, left_out: FQNs that the model or the optimizer has and the checkpoint has not, and the other way round
-            (`strict=False`).
-        summary: what was loaded.
-    """
-
-    per_rank: Any = None
-    missing: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    summary: LoadSummary = LoadSummary()
 
 
 def restore(
@@ -111,8 +53,8 @@ def restore(
         pending.settle()
         checkpoint = Checkpoint.open(existing(Path(path)), verify=options.verify)
         _check_same_checkpoint(callers, checkpoint)
-        weights = _Weights.meet(reader, callers, checkpoint, options.call, call)
-        state = _State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
+        weights = Weights.meet(reader, callers, checkpoint, options.call, call)
+        state = State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
         restored = _extras(checkpoint, callers.position, options)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
         total = sum(one.nbytes_on(callers.rank) for one in wanted)
@@ -127,7 +69,7 @@ def restore(
         reader.reshard()
         agree(callers, b"installed")
         if options.check == "bitwise":
-            _check_bitwise(reader, optim, callers, checkpoint.folder, weights, state, options.call)
+            check_bitwise(reader, optim, callers, checkpoint.folder, weights, state, options)
     return _summarized(restored, checkpoint, weights, state, nbytes, callers, len(wanted))
 
 
@@ -154,8 +96,8 @@ def _load_on_all(
 def _summarized(
     restored: Restored,
     checkpoint: Checkpoint,
-    weights: _Weights,
-    state: _State | None,
+    weights: Weights,
+    state: State | None,
     nbytes: int,
     callers: Callers,
     num_tensors: int,
@@ -202,271 +144,3 @@ def _extras(checkpoint: Checkpoint, position: int, options: LoadOptions) -> Rest
         log.info("rank %d had no per_rank_extra when it was saved: it gets rank 0's", position)
         restored.per_rank = read(first)
     return restored
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """The model's parameters and buffers, and the memory that they are read into."""
-
-    local: Local
-    picture: Picture
-    stored: Mapping[str, Stored]
-    flats: Mapping[int, torch.Tensor]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-
-    @classmethod
-    def meet(
-        cls, reader: ModelReader, callers: Callers, checkpoint: Checkpoint, options: Options, call: str
-    ) -> _Weights:
-        local, picture = meet(
-            callers, lambda: weights_of(reader, callers.ranks, options), f"{call}: the model", with_state=False
-        )
-        aliases = checkpoint.marker.said["model"]["aliases"]
-        stored = _by_name(picture, local, checkpoint.model, aliases)
-        used = {one.entry.key for one in stored.values()}
-        missing = [fqn for fqn in picture.params if fqn not in stored]
-        extra = [key for key in checkpoint.model if key not in used]
-        _check_model(checkpoint, local, picture, stored, missing, extra, options.strict)
-        flats, slabs = {}, Slabs()  # their own: they go when the weights are installed
-        for param in local.optim.params:
-            first = stored.get(param.named.fqns[0]) if may_be_cast(param.handle.param) else None
-            dtype = first.entry.dtype if first is not None else dtype_name(param.handle.weights().dtype)
-            summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
-            flats[param.local_id] = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
-        return cls(local, picture, stored, flats, tuple(missing), tuple(extra))
-
-    def wanted(self) -> Iterator[WantedTensor]:
-        for fqn, param in self.picture.params.items():
-            if fqn in self.stored:
-                mine = self.local.by_fqn.get(fqn)
-                flat = self.flats[mine.local_id] if mine is not None else None
-                yield WantedTensor(fqn, WEIGHT, self.stored[fqn], param.placement, flat)
-
-    def install(self) -> None:
-        for param in self.local.optim.params:
-            if not set(param.named.fqns) <= set(self.missing):
-                param.handle.install(self.flats[param.local_id])
-
-
-def _by_name(
-    picture: Picture, local: Local, stored: Mapping[str, Stored], saved_aliases: Mapping[str, str]
-) -> dict[str, Stored]:
-    """What is stored of each parameter, under any of its names."""
-    others: dict[str, list[str]] = {}
-    for alias, fqn in local.view.aliases.items():
-        others.setdefault(fqn, []).append(alias)
-    found = {}
-    for fqn in picture.params:
-        for name in (fqn, saved_aliases.get(fqn), *others.get(fqn, ())):
-            if name is not None and name in stored:
-                found[fqn] = stored[name]
-                break
-    return found
-
-
-def _check_model(
-    checkpoint: Checkpoint,
-    local: Local,
-    picture: Picture,
-    stored: Mapping[str, Stored],
-    missing: Sequence[str],
-    extra: Sequence[str],
-    strict: bool,
-) -> None:
-    """Refuse a model that differs, with the list of differences."""
-    differences = []
-    if strict:
-        differences += [f"{fqn}: the model has it, the checkpoint has not" for fqn in missing]
-        differences += [f"{key}: the checkpoint has it, the model has not" for key in extra]
-    for fqn, one in stored.items():
-        shape, entry = picture.params[fqn].placement.shape, one.entry
-        mine = local.by_fqn.get(fqn)
-        held = mine.handle.weights() if mine is not None else None
-        if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
-            differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
-        if shape != entry.shape:
-            differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
-        dtype = dtype_name(held.dtype) if held is not None else entry.dtype
-        if dtype != entry.dtype and not (mine is not None and may_be_cast(mine.handle.param)):
-            differences.append(f"{fqn}: {entry.dtype} in the checkpoint, {dtype} in the model")
-    if differences:
-        shown = "\n".join(differences[:_MOST_NAMED])
-        more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
-        raise StateError(
-            f"{checkpoint.folder} is not of this model; nothing was loaded. {len(differences)} differences (strict=False allows "
-            f"those where one side lacks a parameter):\n{shown}{more}"
-        )
-
-
-@dataclass(frozen=True)
-class _State:
-    """The optimizer's state, and the memory that it is read into."""
-
-    local: Local
-    picture: Picture
-    full: FullState
-    keys: Mapping[tuple[str, str], str]
-    optim: Mapping[str, Stored]
-    fit: Fit
-    plan: Wanted
-    flats: Mapping[int, Mapping[str, torch.Tensor]]
-
-    @classmethod
-    def meet(
-        cls, reader: ModelReader, optim: Optimizers, callers: Callers, checkpoint: Checkpoint, options: LoadOptions
-    ) -> _State:
-        everything = replace(options.call, collect="all")
-        local, picture = meet(
-            callers,
-            lambda: read_local(reader, optim, everything, callers.ranks),
-            f"load: the optimizer, strict={options.call.strict}",
-            with_state=False,
-        )
-        groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
-        units = tuple(live.fqns for live in picture.live)
-        names = Names(groups, local.view.aliases, local.view.unit_order, units, local.view.wrapper_parts)
-        keys: dict[tuple[str, str], str] = {}
-        with distrusted(f"{checkpoint.folder}: the optimizer"):
-            full = normalize(_full_dict(checkpoint, _optim_said(checkpoint, options), names, keys), names)
-        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-        fit = check_fits(
-            full, names, shapes, live=local.with_state, strict=options.call.strict, regroup=bool(local.optim.parts)
-        )
-        summaries = summarize(full, shapes)
-        plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
-        slabs = Slabs()
-        flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
-        return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats)
-
-    def wanted(self) -> Iterator[WantedTensor]:
-        for fqn, param in self.picture.params.items():
-            for name, value in self.full.state.get(fqn, {}).items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    mine = self.local.by_fqn.get(fqn)
-                    flat = self.flats.get(mine.local_id, {}).get(name) if mine is not None else None
-                    yield WantedTensor(fqn, name, self.optim[self.keys[fqn, name]], param.placement, flat)
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """The optimizer's parameters that have no state in the checkpoint."""
-        return tuple(fqn for fqn in self.picture.params if fqn not in self.full.state)
-
-    def dict_of(self) -> Shard | list[Shard]:
-        return self.plan.dict_of(self.flats, self.full.groups, self.full.extra)
-
-
-def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
-    said = checkpoint.marker.said
-    if not said.get("has_optim"):
-        raise StateError(f"{checkpoint.folder}: was saved without an optimizer: load it without optim=")
-    where = f"{checkpoint.folder}: the optimizer"
-    if said["optim"] is not None:
-        found = Decoder(where, (), allow_pickle=options.allow_pickle, records=RECORDS).decode(said["optim"])
-    else:
-        found = checkpoint.extra(
-            "extra/optim.safetensors", verify=options.verify, allow_pickle=options.allow_pickle, records=RECORDS
-        )
-    if not isinstance(found, dict) or not {"groups", "extra", "params"} <= set(found):
-        raise CheckpointError(f"{where} is not written as it should be")
-    return found
-
-
-def _full_dict(
-    checkpoint: Checkpoint, said: Mapping[str, Any], names: Names, keys: dict[tuple[str, str], str]
-) -> dict[str, Any]:
-    """A full dict by name, with tensors without memory where elements are in the files; fills in their keys."""
-    state: dict[str, dict[str, Any]] = {}
-    small = [what for param in said["params"].values() for _, how, what in param["values"] if how in _READ_AT_ONCE]
-    constants = dict(zip(small, read_constants(checkpoint, [_stored(checkpoint, key) for key in small]), strict=True))
-    for fqn, param in said["params"].items():
-        values: dict[str, Any] = {}
-        for name, how, what in param["values"]:
-            if how == "tensor":
-                stored = _stored(checkpoint, what)
-                keys[names.canonical(fqn), name] = what
-                values[name] = torch.empty(stored.entry.shape, dtype=dtype_named(stored.entry.dtype), device="meta")
-                if list(stored.entry.shape) != param["shape"]:
-                    raise CheckpointError(
-                        f"{checkpoint.folder / stored.file.name}: {what} has shape {list(stored.entry.shape)}, its parameter "
-                        f"{param['shape']}"
-                    )
-            elif how in _READ_AT_ONCE:
-                values[name] = constants[what]
-                if how == "scalar tensor" and constants[what].dim():
-                    raise ValueError(f"{what} is a scalar of shape {list(constants[what].shape)}")
-            else:
-                values[name] = what
-        state[fqn] = values
-    for group in said["groups"]:
-        pairs = group["hyperparameters"]
-        if not isinstance(pairs, list) or not all(
-            isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
-        ):
-            raise ValueError("hyperparameters are not pairs of name and value")
-    groups = [{**dict(group["hyperparameters"]), "params": group["params"]} for group in said["groups"]]
-    return {**said["extra"], "state": state, "param_groups": groups}
-
-
-def _stored(checkpoint: Checkpoint, key: str) -> Stored:
-    if key not in checkpoint.optim:
-        raise CheckpointError(f"{checkpoint.folder}: the marker names {key}, which is in no file")
-    return checkpoint.optim[key]
-
-
-def _check_bitwise(
-    reader: ModelReader,
-    optim: Optimizers | None,
-    callers: Callers,
-    folder: Path,
-    weights: _Weights,
-    state: _State | None,
-    options: Options,
-) -> None:
-    """Read everything once more, by its checksums, and compare it with what the live model and optimizer hold.
-
-    All ranks hear of a difference.
-    """
-    failure = Failure()
-    pairs: list[tuple[WantedTensor, torch.Tensor | None]] = []
-    checkpoint = Checkpoint.open(folder, verify=True)
-    try:
-        live = weights_of(reader, callers.ranks, options)
-        pairs = [(one, _live_flat(live, one)) for one in weights.wanted() if not _is_cast(live, one)]
-        if state is not None and optim is not None:
-            loaded = read_local(reader, optim, replace(options, collect="all"), callers.ranks)
-            pairs += [(one, _live_flat(loaded, one)) for one in state.wanted() if one.fqn not in state.fit.missing]
-            read_constants(checkpoint, [one for key, one in checkpoint.optim.items() if not one.entry.shape])
-            _check_scalars(state, loaded)
-    except Exception as error:
-        failure.note(error)
-    check_installed(callers, checkpoint, pairs, failure)
-
-
-def _check_scalars(state: _State, loaded: Local) -> None:
-    for fqn, param in loaded.by_fqn.items():
-        for name, value in state.full.state.get(fqn, {}).items() if fqn not in state.fit.missing else ():
-            if is_scalar(value) and not (isinstance(value, torch.Tensor) and value.is_meta):
-                found = (param.state or {}).get(name)
-                if Scalar.of(found) != Scalar.of(value):
-                    raise CheckpointError(f"{fqn}: {name} is {found!r} in the live optimizer, {value!r} was saved")
-
-
-def _is_cast(live: Local, wanted: WantedTensor) -> bool:
-    """Whether it is a buffer that this model has in another dtype than it was saved in."""
-    param = live.by_fqn.get(wanted.fqn)
-    return (
-        param is not None
-        and may_be_cast(param.handle.param)
-        and dtype_name(param.handle.weights().dtype) != wanted.stored.entry.dtype
-    )
-
-
-def _live_flat(local: Local, wanted: WantedTensor) -> torch.Tensor | None:
-    """This rank's elements of a live value, 1-D; None where it has none."""
-    param: LocalParam | None = local.by_fqn.get(wanted.fqn)
-    if param is None or wanted.placement.shard_of(local.view.rank) is None:
-        return None
-    if param.state is None or wanted.name not in param.state:
-        raise CheckpointError(f"{wanted.fqn}: {wanted.name} was loaded and is not in the live optimizer")
-    return param.handle.local(param.state[wanted.name])

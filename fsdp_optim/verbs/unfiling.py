@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
@@ -17,7 +16,6 @@ from fsdp_optim.plan import plan, plan_into
 from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.filing import FILE, batches_of, has_short_rows, in_runs
 from fsdp_optim.verbs.runs import Local, Run, bytes_of, in_host_memory, runs_of
 
@@ -73,7 +71,7 @@ def fetch(
         reads = _Reads()
         for one, side in zip(wanted, sides, strict=True):
             if side is None:
-                reads.add(one.stored, _runs(one.stored, one.placement, one.flat, callers.rank))
+                reads.add(one.stored, runs_in(one.stored, one.placement, one.flat, callers.rank))
         nbytes = reads.read(checkpoint, max(callers.bucket_nbytes // 2, 1), progress)
     except Exception as error:
         failure.note(error)
@@ -136,7 +134,7 @@ class _Reads:
         return nbytes
 
 
-def _runs(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Run]:
+def runs_in(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Run]:
     """Where in the file this rank's elements are, and the memory that they belong to."""
     if placement.shard_of(rank) is None or not placement.numel_on(rank):
         return
@@ -158,7 +156,7 @@ def _read_and_move(callers: Callers, checkpoint: Checkpoint, moved: Sequence[_Mo
             stored, wanted = one.wanted.stored, one.wanted
             dtype, numel = dtype_named(stored.entry.dtype), one.side.numel_on(rank)
             flat = empty((numel,), dtype, _CPU) if numel else None
-            reads.add(stored, _runs(stored, one.side, flat, rank))
+            reads.add(stored, runs_in(stored, one.side, flat, rank))
             copies = plan(Layout({"": one.side}), Layout({"": wanted.placement}), rank=rank)
             items.append(Item(copies, dtype, flat, wanted.flat))
         if failure.error is None:
@@ -177,50 +175,3 @@ def read_constants(checkpoint: Checkpoint, stored: Sequence[Stored]) -> list[tor
         extents.setdefault(one.file.name, []).append(Extent(one.entry.start, bytes_of(value.view(-1))))
     checkpoint.read(extents)
     return values
-
-
-def check_installed(
-    callers: Callers, checkpoint: Checkpoint, live: Sequence[tuple[Wanted, torch.Tensor | None]], failure: Failure
-) -> None:
-    """Compare what this rank's model and optimizer hold, bit for bit, with what the checkpoint has. Called by all ranks.
-
-    Raises CheckpointError on all ranks where they differ, or where an element of `live` was held by no rank.
-    """
-    compared = 0
-    try:
-        for wanted, flat in live:
-            if flat is not None:
-                _compare(checkpoint, wanted, flat, callers.rank)
-                compared += _counts(wanted, callers.rank)
-    except Exception as error:
-        failure.note(error)
-    told = exchange_reports(callers, b"%d" % compared, failure.error)
-    total, expected = sum(map(int, told)), sum(wanted.nbytes for wanted, _ in live)
-    if total != expected:
-        raise CheckpointError(
-            f"{checkpoint.folder}: {total} of {expected} bytes were found in the live model and optimizer"
-        )
-
-
-def _counts(wanted: Wanted, rank: int) -> int:
-    """The bytes that count as this rank's: of replicas the first counts."""
-    shard = wanted.placement.shard_of(rank)
-    return wanted.nbytes_on(rank) if shard is not None and wanted.placement.holders(shard)[0] == rank else 0
-
-
-def _compare(checkpoint: Checkpoint, wanted: Wanted, flat: torch.Tensor, rank: int) -> None:
-    held = flat.to(_CPU).contiguous()
-    read, kept = (_extents(wanted, memory, rank) for memory in (torch.empty_like(held), held))
-    checkpoint.read({wanted.stored.file.name: read})
-    for saved, live in zip(read, kept, strict=True):
-        a, b = (numpy.frombuffer(one.memory, dtype=numpy.uint8) for one in (saved, live))
-        if not numpy.array_equal(a, b):
-            at = int(numpy.flatnonzero(a != b)[0])
-            raise CheckpointError(
-                f"{wanted.fqn}: {wanted.name} on rank {rank} is not what {checkpoint.folder / wanted.stored.file.name} has: the "
-                f"first difference is at byte {saved.start + at} of its data"
-            )
-
-
-def _extents(wanted: Wanted, flat: torch.Tensor, rank: int) -> list[Extent]:
-    return [run for run in _runs(wanted.stored, wanted.placement, flat, rank) if isinstance(run, Extent)]
