@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,15 +102,15 @@ class Checkpoint:
         info = self.marker.files[name]
         return read_extra(self.folder, name, info, verify=verify, allow_pickle=allow_pickle, records=records)
 
-    def read(self, extents: Mapping[str, Sequence[Extent]]) -> int:
-        """Fill memory from ranges of files' data sections, by file name; returns the bytes that were read."""
-        total = 0
+    def read(
+        self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Fill memory from ranges of files' data sections, by file name; `did_read` hears of the bytes as they come."""
         for name, its in extents.items():
             file = self._files[name]
             with reading(self.folder, name) as fd:
                 section = DataSection(fd, self.folder / name, file.offset, file.header.tensors_in)
-                total += read_extents(section, its, file.table(self.folder))
-        return total
+                read_extents(section, its, file.table(self.folder), did_read)
 
     @cached_property
     def _files(self) -> Mapping[str, StoredFile]:

@@ -90,8 +90,10 @@ def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
         yield pending
 
 
-def read_extents(section: DataSection, extents: Sequence[Extent], sums: Sums | None) -> int:
-    """Fill ranges from their place; returns the bytes that were read.
+def read_extents(
+    section: DataSection, extents: Sequence[Extent], sums: Sums | None, did_read: Callable[[int], None]
+) -> None:
+    """Fill ranges from their place; `did_read` is called with how many bytes were read, again and again.
 
     With `sums`, segments of which only a part is wanted are read whole, and all are verified.
 
@@ -99,18 +101,16 @@ def read_extents(section: DataSection, extents: Sequence[Extent], sums: Sums | N
     """
     wanted = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
     if not wanted:
-        return 0
+        return
     window = sums.window(wanted[0].start, wanted[-1].stop) if sums is not None else None
     covered = _with_rest_of_segments(wanted, window.borders) if window is not None else wanted
-    total = 0
     check = _Check(section, window) if window is not None else None
     for batch in _batches(covered):
         read_into(section.fd, section.path, [e.memory for e in batch], section.offset + batch[0].start)
-        total += batch[-1].stop - batch[0].start
         if check is not None:
             for extent in batch:
                 check.add(extent)
-    return total
+        did_read(batch[-1].stop - batch[0].start)
 
 
 def _with_rest_of_segments(wanted: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:

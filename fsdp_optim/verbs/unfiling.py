@@ -67,19 +67,24 @@ def fetch(
     """
     sides = list(_sides(wanted))
     nbytes = 0
+
+    def did_read(more: int) -> None:
+        nonlocal nbytes
+        nbytes += more
+        progress(nbytes)
+
     try:
         reads = _Reads()
         for one, side in zip(wanted, sides, strict=True):
             if side is None:
                 reads.add(one.stored, runs_in(one.stored, one.placement, one.flat, callers.rank))
-        nbytes = reads.read(checkpoint, max(callers.bucket_nbytes // 2, 1), progress)
+        reads.read(checkpoint, max(callers.bucket_nbytes // 2, 1), did_read)
     except Exception as error:
         failure.note(error)
     half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
     moved = [_Moved(one, side) for one, side in zip(wanted, sides, strict=True) if side is not None]
     for these in batches_of(moved, half.bucket_nbytes):
-        nbytes += _read_and_move(half, checkpoint, these, failure)
-        progress(nbytes)
+        _read_and_move(half, checkpoint, these, failure, did_read)
     return nbytes
 
 
@@ -121,17 +126,12 @@ class _Reads:
             self._rounds.append({})
         self._rounds[times].setdefault(stored.file.name, []).extend(runs)
 
-    def read(
-        self, checkpoint: Checkpoint, most_nbytes: int, progress: Callable[[int], None] = lambda nbytes: None
-    ) -> int:
-        nbytes = 0
+    def read(self, checkpoint: Checkpoint, most_nbytes: int, did_read: Callable[[int], None]) -> None:
         for by_file in self._rounds:
             for name, runs in by_file.items():
                 for batch in in_host_memory(runs, most_nbytes):
-                    nbytes += checkpoint.read({name: batch.extents})
+                    checkpoint.read({name: batch.extents}, did_read)
                     batch.put()
-                    progress(nbytes)
-        return nbytes
 
 
 def runs_in(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Run]:
@@ -147,9 +147,15 @@ def runs_in(stored: Stored, placement: Placement, flat: torch.Tensor | None, ran
             yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
 
 
-def _read_and_move(callers: Callers, checkpoint: Checkpoint, moved: Sequence[_Moved], failure: Failure) -> int:
+def _read_and_move(
+    callers: Callers,
+    checkpoint: Checkpoint,
+    moved: Sequence[_Moved],
+    failure: Failure,
+    did_read: Callable[[int], None],
+) -> None:
     """Read some tensors in the cut in which they are read best, and send them to where they are needed."""
-    items, nbytes, rank = [], 0, callers.rank
+    items, rank = [], callers.rank
     reads = _Reads()
     try:
         for one in moved:
@@ -160,11 +166,10 @@ def _read_and_move(callers: Callers, checkpoint: Checkpoint, moved: Sequence[_Mo
             copies = plan(Layout({"": one.side}), Layout({"": wanted.placement}), rank=rank)
             items.append(Item(copies, dtype, flat, wanted.flat))
         if failure.error is None:
-            nbytes = reads.read(checkpoint, callers.bucket_nbytes)
+            reads.read(checkpoint, callers.bucket_nbytes, did_read)
     except Exception as error:
         failure.note(error)
     exchange(callers, items, failure)
-    return nbytes
 
 
 def read_constants(checkpoint: Checkpoint, stored: Sequence[Stored]) -> list[torch.Tensor]:
