@@ -1,4 +1,4 @@
-"""Memory for tensors, and the copies of a plan inside one process."""
+"""Memory for tensors, the names of their dtypes, and the copies of a plan inside one process."""
 
 from __future__ import annotations
 
@@ -72,6 +72,19 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     function.restype = ctypes.c_int
     return function
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return dtype
 
 
 def is_plain(value: object) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import functools
 import json
@@ -41,7 +42,10 @@ WORLD = 2
 MOMENTS = 20
 ONE_DIES = (1, 5, 6, 10, 12, 17)  # of the moments; otherwise all die
 PATIENCE = 5.0  # seconds that a rank waits for one that is dead
+SHORT_PATIENCE = 3.0  # the same, where ranks begin to save together
+AT_ONCE = 14  # pairs of ranks
 LIMIT = 60.0  # seconds; what takes them has hung
+PAIR = {"mode": "overwrite", "count": 1, "wrapper": "FSDP1 flat"}  # which steps much faster than FSDP2 does
 LEFTOVER = (".saving-", ".old-", ".new-", ".gone-")
 
 
@@ -78,7 +82,11 @@ def values(one: Trained) -> dict[str, list[float]]:
 
 # ------------------------------------------------------------------------------------------- the processes that die
 
-STEPS = {"steps": {"keep_last": 2}, "async steps": {"keep_last": 2}, "overwrite": {"overwrite": True}}
+STEPS: dict[str, dict[str, Any]] = {
+    "steps": {"keep_last": 2},
+    "async steps": {"keep_last": 2},
+    "overwrite": {"overwrite": True},
+}
 SYSTEM_CALLS = ("open", "mkdir", "write", "writev", "pwrite", "pwritev", "truncate", "ftruncate", "posix_fallocate")
 SYSTEM_CALLS += ("fsync", "fdatasync", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir")
 
@@ -101,7 +109,7 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
         )
         limit = timedelta(seconds=LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=order["ranks"], timeout=limit)
-        wrapper = "FSDP2"
+        wrapper = order.get("wrapper", "FSDP2")
     one = Trained(wrapper, adam, 1, Layers)
     one.forget_gradients()
     for number in range(order["first"], order["first"] + order["count"]):
@@ -109,10 +117,13 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
         note(order, rank, "begin", number)
         path = root / ("current" if mode == "overwrite" else f"step-{number:06}")
         save: Any = fsdp_optim.async_save if mode == "async steps" else fsdp_optim.save
-        with killed_at(order.get("kill_at"), order.get("calls")):
-            done = save(
-                path, one.model, one.optim, extra={"number": number}, timeout=order["patience"], **STEPS[order["mode"]]
-            )
+        options = {"timeout": order["patience"], **STEPS[mode], **order.get("options", {})}
+        calls = order.get("calls")
+        if calls is not None and order["ranks"] > 1:
+            dist.barrier()  # a rank that starts late is not taken for a dead one
+        kill_at = order.get("kill_at") if rank == order.get("victim", rank) else None
+        with killed_at(kill_at, f"{calls}-{rank}" if calls is not None else None):
+            done = save(path, one.model, one.optim, extra={"number": number}, **options)
         if mode == "async steps":
             done.wait(LIMIT)
         note(order, rank, "end", number)
@@ -326,7 +337,9 @@ class KillTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.folder = Path(cls.enterClassContext(tempfile.TemporaryDirectory(prefix="fsdp_optim_kill_")))
+        folder = tempfile.TemporaryDirectory(prefix="fsdp_optim_kill_")
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = Path(folder.name)
         cls.ranks = Ranks(cls.folder)
         cls.addClassCleanup(cls.ranks.close)
 
@@ -404,7 +417,7 @@ class KillTest(unittest.TestCase):
         dry = Path(shutil.copytree(pristine, self.root / "dry"))
         self.ranks.run(root=str(dry), first=2, calls=str(calls), **one)
         check_same("saved", check_root(dry, 2, 2), 2)
-        names = json.loads(calls.read_text())
+        names = json.loads(Path(f"{calls}-0").read_text())
         self.assertGreater(len(names), 5, names)
         seen = set()
         for nth in chosen(names):
@@ -419,15 +432,97 @@ class KillTest(unittest.TestCase):
             shutil.rmtree(root)
         check_same("deaths before the new one stood and after", seen, {1, 2})
 
+    def test_before_every_kind_of_call_of_either_rank(self) -> None:
+        """One of two ranks that save over their last checkpoint dies before its nth call; the other raises and names it.
 
-def chosen(names: Sequence[str]) -> list[int]:
+        Most of the time is waiting for the dead, so several pairs wait at once.
+        """
+        pristine = self.root / "pristine"
+        pristine.mkdir(parents=True)
+        self.ranks.run(root=str(pristine), first=1, **PAIR)
+        deaths = [
+            *self.deaths(pristine, "in_place", range(WORLD)),
+            *self.deaths(pristine, "per_rank_files", [1]),  # the lowest rank makes the same calls
+        ]
+        seen: dict[int, set[int]] = {rank: set() for rank in range(WORLD)}
+        for first in range(0, len(deaths), AT_ONCE):
+            started = [(death, *self.start_one_that_dies(death, pristine)) for death in deaths[first : first + AT_ONCE]]
+            for death, pids, notes in started:
+                with self.subTest(str(death)):
+                    seen[death.victim].add(self.check_death(death, pids, notes))
+        check_same("deaths before the new one stood and after", seen, {0: {1, 2}, 1: {1}})
+
+    def deaths(self, pristine: Path, strategy: str, victims: Sequence[int]) -> list[Death]:
+        """From the calls of a save in which nobody dies."""
+        dry, calls = self.root / f"dry-{strategy}", self.root / f"calls-{strategy}"
+        shutil.copytree(pristine, dry)
+        options = {"strategy": strategy}
+        self.ranks.run(root=str(dry), first=2, calls=str(calls), options=options, **PAIR)
+        check_same("saved", check_root(dry, 2, 2), 2)
+        found = []
+        for victim in victims:
+            names = json.loads(Path(f"{calls}-{victim}").read_text())
+            self.assertLess({"open", "fsync"}, set(names))
+            places = chosen(names, most_of_moves=1 if victim else 3)
+            found += [
+                Death(victim, strategy, nth, len(names), tuple(names[max(nth - 1, 0) : nth + 1])) for nth in places
+            ]
+        return found
+
+    def start_one_that_dies(self, death: Death, pristine: Path) -> tuple[list[int], Path]:
+        shutil.copytree(pristine, self.root / death.folder)
+        return self.ranks.start(
+            root=str(self.root / death.folder),
+            first=2,
+            calls=str(self.root / f"{death.folder}-calls"),
+            kill_at=death.nth,
+            victim=death.victim,
+            patience=SHORT_PATIENCE,
+            options={"strategy": death.strategy},
+            **PAIR,
+        )
+
+    def check_death(self, death: Death, pids: Sequence[int], notes: Path) -> int:
+        """The number of the checkpoint that was there then: the old one, or the new one."""
+        root, other = self.root / death.folder, 1 - death.victim
+        codes = self.ranks.collect(pids, SHORT_PATIENCE + 20.0)
+        found = read_notes(notes)
+        check_same(f"exit codes, {found}", codes, [-signal.SIGKILL if r == death.victim else 3 for r in range(WORLD)])
+        [error] = [what for rank, what, number, _ in found if (rank, number) == (other, -1)]
+        if f"rank {death.victim}" not in error:
+            raise Differs(f"rank {other} does not name the rank that died: {error}")
+        number = check_root(root, 1, 2)
+        fill(plain(), 3)
+        fsdp_optim.save(root / "current", plain().model, plain().optim, extra={"number": 3}, overwrite=True)
+        check_same("the next save", check_root(root, 3, 3), 3)
+        check_same("left", sorted(path.name for path in root.iterdir()), ["current"])
+        shutil.rmtree(root)
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Death:
+    """Where one rank dies: before its `nth` call of `number`; `around`: the names of the call before and of that one."""
+
+    victim: int
+    strategy: str
+    nth: int
+    number: int
+    around: tuple[str, ...]
+
+    @property
+    def folder(self) -> str:
+        return f"{self.strategy}-{self.victim}-{self.nth}"
+
+
+def chosen(names: Sequence[str], most_of_moves: int = 3) -> list[int]:
     """The first, middle and last call of each kind; all of those that move things; the very last."""
     found = {len(names) - 1}
     for kind in set(names):
         places = [place for place, name in enumerate(names) if name == kind]
         found |= {places[0], places[len(places) // 2], places[-1]}
         if kind in ("rename", "replace", "rmdir", "flock"):
-            found |= set(places[:3] + places[-3:])
+            found |= set(places[:most_of_moves] + places[-most_of_moves:])
     return sorted(found)
 
 

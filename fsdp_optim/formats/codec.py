@@ -20,7 +20,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import code_of
-from fsdp_optim.memory import is_plain
+from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
 _LONGEST_RANGE = 1 << 24  # more is not a value, but an attempt to fill the memory
 
@@ -72,7 +72,7 @@ class Encoder:
         if type(value) is range:
             return {"$range": [value.start, value.stop, value.step]}
         if isinstance(value, torch.dtype):
-            return {"$dtype": str(value).removeprefix("torch.")}
+            return {"$dtype": dtype_name(value)}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
         if type(value) in self._names:
@@ -88,7 +88,7 @@ class Encoder:
         )
 
     def _add(self, where: str, tensor: torch.Tensor) -> int:
-        code_of(where, str(tensor.dtype).removeprefix("torch."))
+        code_of(where, dtype_name(tensor.dtype))
         self.tensors.append(tensor.to("cpu").contiguous())
         return len(self.tensors) - 1
 
@@ -143,7 +143,7 @@ class Decoder:
             "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
             "$complex": lambda parts: complex(*self._decode(parts)),
             "$range": self._range,
-            "$dtype": self._dtype,
+            "$dtype": dtype_named,
             "$device": torch.device,
             "$record": self._record,
             "$pickle": self._pickle,
@@ -158,12 +158,6 @@ class Decoder:
         if len(made) > _LONGEST_RANGE:
             raise ValueError(f"a range of {len(made)} numbers")
         return made
-
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} is no dtype")
-        return dtype
 
     def _record(self, said: Any) -> Any:
         name, fields = said

@@ -13,9 +13,10 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hash_of, hex_of
 from fsdp_optim.formats.codec import Decoder, Encoder
 from fsdp_optim.formats.files import read_whole
-from fsdp_optim.formats.header import DTYPES, Header, length_of_header, parse_header
+from fsdp_optim.formats.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo
+from fsdp_optim.memory import dtype_name, dtype_named
 
 
 def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:
@@ -25,7 +26,7 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
     tensors = encoder.tensors
     wide_first = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
     data = b"".join(tensors[i].reshape(-1).view(torch.uint8).numpy().tobytes() for i in wide_first)
-    described = [(str(i), str(tensors[i].dtype).removeprefix("torch."), tuple(tensors[i].shape)) for i in wide_first]
+    described = [(str(i), dtype_name(tensors[i].dtype), tuple(tensors[i].shape)) for i in wide_first]
     sums = f"{hash_of(text.encode()):016x}{hash_of(data):016x}"
     return Header.of(described, {"json": text, "xxh3_64": sums}).encoded() + data
 
@@ -59,7 +60,7 @@ def read_extra(
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs (verify=False reads it as it is)")
     tensors: dict[str, torch.Tensor] = {}
     for entry in header.entries:
-        dtype = getattr(torch, DTYPES[entry.code][0])
+        dtype = dtype_named(entry.dtype)
         body = torch.frombuffer(bytearray(data[entry.start : entry.stop]) or bytearray(1), dtype=torch.uint8)
         tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
     if set(tensors) != {str(index) for index in range(len(tensors))}:

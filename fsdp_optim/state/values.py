@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import is_plain
+from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
 
 class Kind(Enum):
@@ -168,19 +168,6 @@ def own(value: Any) -> Any:
         names, context = value.__tensor_flatten__()
         parts = {name: own(getattr(value, name)) for name in names}
         return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype: `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name."""
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return dtype
 
 
 @dataclass(frozen=True)

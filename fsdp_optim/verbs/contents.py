@@ -12,10 +12,10 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.values import dtype_name, dtype_named
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure

@@ -15,12 +15,11 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.memory import empty
+from fsdp_optim.memory import dtype_named, empty
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullDict, KeyBy, assemble, values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange

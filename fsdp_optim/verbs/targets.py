@@ -13,13 +13,13 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.memory import Slabs
+from fsdp_optim.memory import Slabs, dtype_name, dtype_named
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary, dtype_name, dtype_named
+from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of

@@ -11,9 +11,8 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Layout, Placement, Whole
-from fsdp_optim.memory import empty
+from fsdp_optim.memory import dtype_named, empty
 from fsdp_optim.plan import plan, plan_into
-from fsdp_optim.state.values import dtype_named
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.verbs.filing import FILE, batches_of, has_short_rows, in_runs
