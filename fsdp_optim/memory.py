@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 import torch
@@ -33,7 +34,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 class Slabs:
     """Memory for tensors that are made together and live about as long: those of medium size share huge pages.
 
-    Each tensor has a storage of its own, as large as itself. A slab goes when the last tensor in it goes.
+    Each tensor has a storage of its own, as large as itself, which cannot be resized. A slab goes when the last tensor in it
+    goes.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,8 @@ class Slabs:
             self._slab = mmap.mmap(
                 -1, _SLAB_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )  # shared has no huge pages
-            self._slab.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them; only advice
+                self._slab.madvise(mmap.MADV_HUGEPAGE)
             self._at = 0
         offset, self._at = self._at, -(-(self._at + nbytes) // _ALIGNMENT) * _ALIGNMENT
         return torch.frombuffer(self._slab, dtype=dtype, count=numel, offset=offset).view(shape)
@@ -95,6 +98,41 @@ def is_plain(value: object) -> bool:
 def flatten(value: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
     return value.detach().contiguous().view(-1)
+
+
+def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The elements of a tensor in row-major order: 1-D tensors, each with where it begins.
+
+    All at once, and no copy, where it is contiguous; else copies of at most `most_numel` elements.
+    """
+    value = value.detach()
+    if value.is_contiguous():
+        yield 0, value.view(-1)
+        return
+    for start in range(0, value.numel(), most_numel):
+        piece = torch.empty(min(most_numel, value.numel() - start), dtype=value.dtype, device=value.device)
+        _copy_elements(value, start, piece)
+        yield start, piece
+
+
+def _copy_elements(value: torch.Tensor, start: int, piece: torch.Tensor) -> None:
+    """Fill `piece` with the elements of `value` from `start` on, in row-major order: a first row, whole rows, a last row."""
+    if value.dim() == 1:
+        piece.copy_(value[start : start + len(piece)])
+        return
+    width = value[0].numel()
+    row, at = divmod(start, width)
+    filled = 0
+    if at:
+        filled = min(width - at, len(piece))
+        _copy_elements(value[row], at, piece[:filled])
+        row += 1
+    rows = (len(piece) - filled) // width
+    if rows:
+        piece[filled : filled + rows * width].view(rows, *value.shape[1:]).copy_(value[row : row + rows])
+        filled += rows * width
+    if filled < len(piece):
+        _copy_elements(value[row + rows], 0, piece[filled:])
 
 
 def copy_in_memory(copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:

@@ -61,10 +61,14 @@ class Handle:
         with torch.no_grad():
             self.weights().copy_(flat.view(self.local_shape))
 
+    def held(self, value: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of a state value as it lies in memory, or None when it is not cut like the parameter."""
+        return value.detach() if is_plain(value) and tuple(value.shape) == self.local_shape else None
+
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
-        """This rank's elements of a state value as a 1-D tensor, or None when it is not cut like the parameter."""
-        alike = is_plain(value) and tuple(value.shape) == self.local_shape
-        return flatten(value) if alike else None
+        """The same as a 1-D tensor: a copy where it is not contiguous."""
+        held = self.held(value)
+        return flatten(held) if held is not None else None
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         """The inverse of `local`: a state value as the live optimizer holds it, from this rank's elements."""

@@ -447,9 +447,11 @@ class KillTest(unittest.TestCase):
         seen: dict[int, set[int]] = {rank: set() for rank in range(WORLD)}
         for first in range(0, len(deaths), AT_ONCE):
             started = [(death, *self.start_one_that_dies(death, pristine)) for death in deaths[first : first + AT_ONCE]]
+            end = time.monotonic() + SHORT_PATIENCE + 20.0
             for death, pids, notes in started:
                 with self.subTest(str(death)):
-                    seen[death.victim].add(self.check_death(death, pids, notes))
+                    codes = self.ranks.collect(pids, max(end - time.monotonic(), 0.1))
+                    seen[death.victim].add(self.check_death(death, codes, read_notes(notes)))
         check_same("deaths before the new one stood and after", seen, {0: {1, 2}, 1: {1}})
 
     def deaths(self, pristine: Path, strategy: str, victims: Sequence[int]) -> list[Death]:
@@ -482,11 +484,9 @@ class KillTest(unittest.TestCase):
             **PAIR,
         )
 
-    def check_death(self, death: Death, pids: Sequence[int], notes: Path) -> int:
+    def check_death(self, death: Death, codes: Sequence[int | None], found: Sequence[Sequence[Any]]) -> int:
         """The number of the checkpoint that was there then: the old one, or the new one."""
         root, other = self.root / death.folder, 1 - death.victim
-        codes = self.ranks.collect(pids, SHORT_PATIENCE + 20.0)
-        found = read_notes(notes)
         check_same(f"exit codes, {found}", codes, [-signal.SIGKILL if r == death.victim else 3 for r in range(WORLD)])
         [error] = [what for rank, what, number, _ in found if (rank, number) == (other, -1)]
         if f"rank {death.victim}" not in error:

@@ -113,12 +113,12 @@ class FileSystemTest(unittest.TestCase):
             self.assertEqual(filesystem.kind_of(Path(path)), kind)
 
     def test_where_nothing_is_said(self) -> None:
-        def refuse(self: Path) -> str:
+        def refuse(self: Path, **_: Any) -> str:
             raise FileNotFoundError(self)
 
         with mock.patch.object(Path, "read_text", refuse):
             self.assertEqual(filesystem.kind_of(Path("/data")), "")
-            self.assertTrue(filesystem.this_host())
+            self.assertTrue(filesystem.this_host(Path("/data")))
 
     def test_sparse(self) -> None:
         with tempfile.TemporaryDirectory() as name:
@@ -201,7 +201,7 @@ class OtherMachineTest(InFolder):
     def test_a_folder_whose_lock_is_free(self, _: str, host: str | None, age: float, removed: bool) -> None:
         leftover = self.root / f"step-1{folder._SAVING}0123456789abcdef"
         (leftover / "extra").mkdir(parents=True)
-        (leftover / folder.LOCK).write_text(filesystem.this_host() if host is None else host)
+        (leftover / folder.LOCK).write_text(filesystem.this_host(leftover) if host is None else host)
         (leftover / "extra" / "late").write_bytes(b"")
         then = time.time() - age
         for entry in (leftover / folder.LOCK, leftover / "extra", leftover):

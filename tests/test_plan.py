@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
-from fsdp_optim.plan import Copy, plan, plan_into
+from fsdp_optim.plan import Copy, part_from, part_into, plan, plan_into
 
 most = settings(max_examples=650, deadline=None, database=None)
 some = settings(max_examples=200, deadline=None, database=None)
@@ -53,6 +53,29 @@ def check_plan(source: Layout, target: Layout) -> tuple[Copy, ...]:
 @given(oracle.layout_pairs())
 def test_a_plan_fills_every_target_element_once(pair: tuple[Layout, Layout]) -> None:
     check_plan(*pair)
+
+
+@some
+@given(oracle.layout_pairs(), st.integers(1, 9))
+def test_windows_of_the_local_tensors_make_up_every_copy(pair: tuple[Layout, Layout], width: int) -> None:
+    """Element by element, in order, whichever side the window is on."""
+    for copy in plan(*pair):
+        whole = oracle.addresses(copy)
+        for side, part in ((0, part_from), (1, part_into)):
+            found = []
+            for start in range(0, max(address[side] for address in whole) + 1, width):
+                for piece in part(copy, start, start + width):
+                    its = oracle.addresses(piece)
+                    assert its and len(piece.sizes) == len(piece.source_strides) == len(piece.target_strides) > 0
+                    assert all(0 <= address[side] < width for address in its)
+                    assert (piece.fqn, piece.source_rank, piece.target_rank) == (
+                        copy.fqn,
+                        copy.source_rank,
+                        copy.target_rank,
+                    )
+                    found += [tuple(at + start * (i == side) for i, at in enumerate(address)) for address in its]
+            assert sorted(found) == sorted(whole)
+            assert [address[side] for address in found] == sorted(address[side] for address in whole)
 
 
 @some

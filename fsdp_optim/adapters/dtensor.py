@@ -180,13 +180,13 @@ class DTensorHandle(Handle):
             if is_dtensor(self.param):
                 self.param.to_local().copy_(flat.view(self.local_shape))
 
-    def local(self, value: torch.Tensor) -> torch.Tensor | None:
+    def held(self, value: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(value):
-            return super().local(value)
+            return super().held(value)
         alike = value.device_mesh == self.mesh and tuple(value.placements) == tuple(self.spec)
         if not alike or tuple(value.shape) != self.shape or not is_plain(value.to_local()):
             return None
-        return flatten(value.to_local())
+        return value.to_local().detach()
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ class Checkpoint:
     marker: Marker
     model: Mapping[str, Stored]
     optim: Mapping[str, Stored]
+    _last_table: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool) -> Checkpoint:
@@ -110,7 +111,19 @@ class Checkpoint:
             file = self._files[name]
             with reading(self.folder, name) as fd:
                 section = DataSection(fd, self.folder / name, file.offset, file.header.tensors_in)
-                read_extents(section, its, file.table(self.folder), did_read)
+                read_extents(section, its, self._table(file), did_read)
+
+    def _table(self, file: StoredFile) -> Sums | None:
+        """The table of a file; the last one is kept."""
+        if file.name not in self._last_table:
+            self._last_table.clear()
+            self._last_table[file.name] = file.table(self.folder)
+        return self._last_table[file.name]
+
+    @property
+    def nums_of_segments(self) -> Mapping[str, int]:
+        """What all ranks have to see alike besides the marker, because it decides how tensors are read."""
+        return {name: file.num_segments for name, file in self._files.items()}
 
     @cached_property
     def _files(self) -> Mapping[str, StoredFile]:

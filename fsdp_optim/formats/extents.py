@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,9 @@ def read_extents(
     wanted = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
     if not wanted:
         return
+    for one, following in itertools.pairwise(wanted):
+        if following.start < one.stop:
+            raise ValueError(f"bytes [{following.start}, {one.stop}) are to be read twice at once")
     window = sums.window(wanted[0].start, wanted[-1].stop) if sums is not None else None
     covered = _with_rest_of_segments(wanted, window.borders) if window is not None else wanted
     check = _Check(section, window) if window is not None else None

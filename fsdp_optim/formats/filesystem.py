@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -19,12 +20,19 @@ _OF_ONE_MACHINE = frozenset(
 WRITTEN_IN_PLACE = _SHARED | _OF_ONE_MACHINE
 
 
-def this_host() -> str:
-    """A name of this machine since it was started; containers on it share it, as they share its locks and its memory."""
+def this_host(folder: Path) -> str:
+    """A name of this machine since it was started, and of the mount that the folder is on (or will be).
+
+    Containers that share both see each other's locks and bytes.
+    """
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return socket.gethostname()
+        machine = socket.gethostname()
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            return f"{machine} {place.stat().st_dev}"
+    return machine
 
 
 def has_sparse_files(folder: Path) -> bool:
@@ -44,7 +52,7 @@ def kind_of(folder: Path) -> str:
     """What Linux calls the file system that a folder is on: `ext4`, `nfs4`, `fuse.gcsfuse`; empty where it does not say."""
     try:
         where = folder.resolve()
-        listed = Path("/proc/self/mountinfo").read_text().splitlines()
+        listed = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return ""
     found = [("", "")]

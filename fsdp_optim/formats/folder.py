@@ -71,8 +71,8 @@ class Staging:
         new.mkdir()
         lock = -1
         try:
-            lock = os.open(new / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            os.write(lock, this_host().encode())
+            (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see it
+            lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
             with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(folder)
@@ -166,12 +166,12 @@ def _aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
 
 def _remove_leftovers(path: Path) -> None:
     """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
-    for folder, _ in _aside(path.parent, _SAVING):
-        if not _is_held(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-    for mark in (_NEW, _GONE):
+    for mark in (_SAVING, _NEW):
         for folder, _ in _aside(path.parent, mark):
-            shutil.rmtree(folder, ignore_errors=True)
+            if not _is_held(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    for folder, _ in _aside(path.parent, _GONE):
+        shutil.rmtree(folder, ignore_errors=True)
     for folder, base in _aside(path.parent, _OLD):
         if is_complete(base) or not is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -196,7 +196,7 @@ def _is_held(folder: Path) -> bool:
         return True
     finally:
         os.close(lock)
-    return host not in ("", this_host()) and time.time() - _last_written(folder) < _DEAD_AFTER
+    return host not in ("", this_host(folder)) and time.time() - _last_written(folder) < _DEAD_AFTER
 
 
 def _last_written(folder: Path) -> float:

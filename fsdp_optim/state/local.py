@@ -57,7 +57,7 @@ class LocalParam:
     def kind(self, name: str, value: object, evidence: Evidence) -> Kind:
         kind = kind_of(name, value, self.handle.local_shape, evidence)
         if kind is Kind.OPAQUE and isinstance(value, torch.Tensor):
-            if self.handle.local(value) is not None:
+            if self.handle.held(value) is not None:
                 return Kind.SHARDED
             if self.handle.placement_of(value) is not None:
                 return Kind.PLACED

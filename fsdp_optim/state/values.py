@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy
 import torch
 
 from fsdp_optim.layout import Placement
@@ -137,19 +138,26 @@ def key_of(value: object) -> str:
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two values are the same to the bit, wherever they lie; tensors of classes of their own by their parts."""
+    """Whether two values are the same to the bit, wherever they lie; values of other classes by their parts."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if type(a) is not type(b) and not (is_plain(a) and is_plain(b)):
+        if a.dtype != b.dtype or a.shape != b.shape or (type(a) is not type(b) and not (is_plain(a) and is_plain(b))):
             return False
         if hasattr(a, "__tensor_flatten__") and hasattr(b, "__tensor_flatten__"):
             names, others = a.__tensor_flatten__()[0], b.__tensor_flatten__()[0]
             return names == others and all(same(getattr(a, name), getattr(b, name)) for name in names)
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes_of(a), _bytes_of(b))
+        return torch.equal(_bytes_of(a), _bytes_of(b))
+    if type(a) is not type(b):
+        return False
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return key_of(a) == key_of(b)
+    if isinstance(a, (numpy.ndarray, numpy.generic)) and isinstance(b, (numpy.ndarray, numpy.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
+        return same(vars(a), vars(b))
+    text = key_of(a)
+    return text == key_of(b) if text != f"<{type(a).__qualname__}>" else bool(a == b)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

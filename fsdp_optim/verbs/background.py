@@ -24,6 +24,7 @@ from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.contents import Tensor
 from fsdp_optim.verbs.filing import Writer, staged
 from fsdp_optim.verbs.pending import SaveHandle, pending
+from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.runs import Runs, copied
 from fsdp_optim.verbs.save import (
     Job,
@@ -62,15 +63,21 @@ def async_save(
                 snapshot.append(copied(writer.runs_of(parts)))
         except Exception as error:
             failure.note(error)
-        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
+        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.held, failure):
             try:
                 snapshot.append(writer.runs_of(batch))  # in memory of its own already
             except Exception as error:
                 failure.note(error)
         agree(job.callers, b"copied", failure.error, fatal=failure.fatal)
-    later = replace(job, flat=_not_any_more)  # nothing of the training is kept alive, or read later
+    later = replace(job, held=_not_any_more)  # nothing of the training is kept alive, or read later
     handle = SaveHandle(job.path, lambda: _write(later, writer, snapshot))
-    pending.begin(handle)
+    try:
+        pending.begin(handle)
+    except BaseException as error:  # no thread to be had: the others are told through the folder
+        _leave_reason(job, f"{_FAILED}{job.callers.rank}", f"{type(error).__name__}: {error}")
+        if job.staging is not None:
+            job.staging.abandon()
+        raise
     return handle
 
 
@@ -81,23 +88,26 @@ def _not_any_more(tensor: Tensor) -> NoReturn:
 def _write(job: Job, writer: Writer, snapshot: Snapshot) -> Saved:
     """In the background: write this rank's part, then hear through the folder how it ended."""
     failed: str | None = None
-    try:
-        make_files(job.folder, job.own_files)
-        write_extras(job)
-        while snapshot:
-            writer.write(snapshot.pop(0))
-        if job.options.durable:
-            writer.sync()
-        _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))
-    except Exception as error:
-        failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        _leave_reason(job, f"{_FAILED}{job.callers.rank}", failed)
-    finally:
-        writer.close()
-    if job.leads:
-        _lead(job, failed)
-    else:
-        _follow(job)
+    total, num = job.saved(0).nbytes, len(job.callers.ranks)
+    with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
+        try:
+            make_files(job.folder, job.own_files)
+            write_extras(job)
+            while snapshot:
+                writer.write(snapshot.pop(0))
+                progress.up_to(writer.nbytes * num)
+            writer.finish()
+            _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))
+        except Exception as error:
+            failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            _leave_reason(job, f"{_FAILED}{job.callers.rank}", failed)
+        finally:
+            writer.discard()
+        if job.leads:
+            _lead(job, failed)
+        else:
+            _follow(job)
+        progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
 

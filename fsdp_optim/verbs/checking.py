@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
-import numpy
 import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.extents import Extent
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.memory import dtype_name, pieces
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.shard import opaque_values
 from fsdp_optim.state.values import Scalar, is_scalar, same
@@ -23,10 +25,11 @@ from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, read_local
 from fsdp_optim.verbs.contents import may_be_cast, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
+from fsdp_optim.verbs.runs import in_host_memory
 from fsdp_optim.verbs.targets import State, Weights
 from fsdp_optim.verbs.unfiling import Wanted, read_constants, runs_in
 
-_CPU = torch.device("cpu")
+_RUNS_AT_ONCE = 512  # of short rows there are many
 
 
 def check_bitwise(
@@ -43,12 +46,18 @@ def check_bitwise(
     Called by all ranks. Raises CheckpointError on all of them where something differs, or was held by no rank.
     """
     failure = Failure()
-    live: list[_Live] = []
-    compared = 0
+    cast: list[str] = []
     try:
         checkpoint = Checkpoint.open(folder, verify=True)
         model = weights_of(reader, callers.ranks, options.call)
-        live = [_Live.of(model, one) for one in weights.wanted() if not _is_cast(model, one)]
+        cast = [one.fqn for one in weights.wanted() if _is_cast(model, one)]
+    except Exception as error:
+        failure.note(error)
+    not_compared = _on_any(callers, cast, failure)
+    live: list[_Live] = []
+    compared = 0
+    try:
+        live = [_Live.of(model, one) for one in weights.wanted() if one.fqn not in not_compared]
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
             live += [_Live.of(loaded, one) for one in state.wanted() if one.fqn not in state.fit.missing]
@@ -56,9 +65,12 @@ def check_bitwise(
             _check_scalars(state, loaded)
             _check_opaque(state, loaded)
             _check_groups(state, loaded, options.keep)
-        for batch in _batches(live, callers.bucket_nbytes):
-            _compare(checkpoint, batch, callers.rank)
-        compared = sum(one.counts_on(callers.rank) for one in live)
+            _check_extra(state, loaded)
+        comparison = _Comparison(checkpoint, callers.rank, max(callers.bucket_nbytes // 4, 1))
+        for one in live:
+            comparison.add(one)
+        comparison.finish()
+        compared = comparison.nbytes
     except Exception as error:
         failure.note(error)
     told = exchange_reports(callers, b"%d" % compared, failure.error)
@@ -67,12 +79,18 @@ def check_bitwise(
         raise CheckpointError(f"{folder}: {total} of {expected} bytes were found in the live model and optimizer")
 
 
+def _on_any(callers: Callers, names: Sequence[str], failure: Failure) -> frozenset[str]:
+    """The names that any rank gives."""
+    told = exchange_reports(callers, json.dumps(names).encode(), failure.error)
+    return frozenset(name for names in told for name in json.loads(names))
+
+
 @dataclass(frozen=True)
 class _Live:
-    """One stored tensor, and this rank's elements of it as the live model or optimizer has them, 1-D; None: it has none."""
+    """One stored tensor, and what the live model or optimizer has for it on this rank; `param` None: nothing."""
 
     wanted: Wanted
-    flat: torch.Tensor | None
+    param: LocalParam | None
 
     @classmethod
     def of(cls, local: Local, wanted: Wanted) -> _Live:
@@ -81,15 +99,20 @@ class _Live:
             return cls(wanted, None)
         if param.state is None or wanted.name not in param.state:
             raise CheckpointError(f"{wanted.fqn}: {wanted.name} was loaded and is not in the live optimizer")
-        return cls(wanted, param.handle.local(param.state[wanted.name]))
+        return cls(wanted, param)
+
+    def held(self) -> torch.Tensor | None:
+        """This rank's part as it lies in memory; None where it has none, or something else in its place."""
+        if self.param is None or self.param.state is None:
+            return None
+        return self.param.handle.held(self.param.state[self.wanted.name])
 
     def counts_on(self, rank: int) -> int:
         """The bytes that count as this rank's: of replicas the first counts."""
         placement = self.wanted.placement
         shard = placement.shard_of(rank)
-        if self.flat is None or shard is None or placement.holders(shard)[0] != rank:
-            return 0
-        return self.wanted.nbytes_on(rank)
+        first = shard is not None and placement.holders(shard)[0] == rank
+        return self.wanted.nbytes_on(rank) if first else 0
 
 
 def _is_cast(live: Local, wanted: Wanted) -> bool:
@@ -102,48 +125,64 @@ def _is_cast(live: Local, wanted: Wanted) -> bool:
     )
 
 
-def _batches(live: Sequence[_Live], most_nbytes: int) -> Iterator[list[_Live]]:
-    """Those of which this rank has elements, up to a size, but at least one."""
-    batch: list[_Live] = []
-    size = 0
-    for one in live:
-        if one.flat is None:
-            continue
-        if batch and size + one.flat.nbytes > most_nbytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(one)
-        size += one.flat.nbytes
-    if batch:
-        yield batch
+class _Comparison:
+    """Compares what is on this rank with what is in the files, a bounded number of bytes and of runs at a time."""
 
+    def __init__(self, checkpoint: Checkpoint, rank: int, most_nbytes: int) -> None:
+        self.nbytes = 0  # of those that count as this rank's
+        self._checkpoint, self._rank, self._most_nbytes = checkpoint, rank, most_nbytes
+        self._pending: list[tuple[Wanted, Extent]] = []
+        self._keys: set[tuple[str, str]] = set()  # of what is pending
+        self._left = most_nbytes
 
-def _compare(checkpoint: Checkpoint, batch: Sequence[_Live], rank: int) -> None:
-    """Read what the checkpoint has of some tensors, and compare it bit for bit."""
-    pairs: list[tuple[_Live, Extent, Extent]] = []
-    for one in batch:
-        if one.flat is not None:
-            held = one.flat.to(_CPU).contiguous()
-            read, kept = (_extents(one.wanted, memory, rank) for memory in (torch.empty_like(held), held))
-            pairs += [(one, saved, live) for saved, live in zip(read, kept, strict=True)]
-    by_file: dict[str, list[Extent]] = {}
-    for one, saved, _ in pairs:
-        by_file.setdefault(one.wanted.stored.file.name, []).append(saved)
-    checkpoint.read(by_file)
-    for one, saved, live in pairs:
-        a, b = (numpy.frombuffer(extent.memory, dtype=numpy.uint8) for extent in (saved, live))
-        if not numpy.array_equal(a, b):
-            at = int(numpy.flatnonzero(a != b)[0])
-            raise CheckpointError(
-                f"{one.wanted.fqn}: {one.wanted.name} on rank {rank} is not what "
-                f"{checkpoint.folder / one.wanted.stored.file.name} has: the first difference is at byte {saved.start + at} of "
-                "its data"
-            )
+    def add(self, live: _Live) -> None:
+        held = live.held()
+        if held is None:
+            return
+        for start, flat in pieces(held, max(self._most_nbytes // held.itemsize, 1)):
+            runs = runs_in(live.wanted.stored, live.wanted.placement, flat, self._rank, start)
+            while few := list(itertools.islice(runs, _RUNS_AT_ONCE)):
+                for batch in in_host_memory(few, self._most_nbytes):
+                    batch.bring()
+                    for extent in batch.extents:
+                        self._add(live.wanted, extent)
+        self.nbytes += live.counts_on(self._rank)
 
+    def _add(self, wanted: Wanted, extent: Extent) -> None:
+        at, key = 0, (wanted.stored.file.name, wanted.stored.entry.key)
+        if key in self._keys and self._pending[-1][0] is not wanted:  # tied when it was saved: read for each
+            self.finish()
+        while at < len(extent.memory):
+            part = Extent(extent.start + at, extent.memory[at : at + self._left])
+            self._pending.append((wanted, part))
+            self._keys.add(key)
+            at, self._left = at + len(part.memory), self._left - len(part.memory)
+            if not self._left or len(self._pending) >= _RUNS_AT_ONCE:
+                self.finish()
 
-def _extents(wanted: Wanted, flat: torch.Tensor, rank: int) -> list[Extent]:
-    runs = runs_in(wanted.stored, wanted.placement, flat, rank)
-    return [run for run in runs if isinstance(run, Extent)]  # on the host all are
+    def finish(self) -> None:
+        """Read what the files have of what was added, and compare it."""
+        pending, self._pending, self._left = self._pending, [], self._most_nbytes
+        self._keys = set()
+        memory, at = memoryview(bytearray(sum(len(live.memory) for _, live in pending))), 0
+        read: dict[str, list[Extent]] = {}
+        saved = []
+        for wanted, live in pending:
+            saved.append(Extent(live.start, memory[at : at + len(live.memory)]))
+            read.setdefault(wanted.stored.file.name, []).append(saved[-1])
+            at += len(live.memory)
+        self._checkpoint.read(read)
+        for (wanted, live), one in zip(pending, saved, strict=True):
+            if live.memory != one.memory:
+                self._tell(wanted, live, one)
+
+    def _tell(self, wanted: Wanted, live: Extent, saved: Extent) -> NoReturn:
+        at = next(i for i, (a, b) in enumerate(zip(live.memory, saved.memory, strict=True)) if a != b)
+        raise CheckpointError(
+            f"{wanted.fqn}: {wanted.name} on rank {self._rank} is not what "
+            f"{self._checkpoint.folder / wanted.stored.file.name} has: the first difference is at byte {saved.start + at} of its "
+            "data"
+        )
 
 
 def _check_scalars(state: State, loaded: Local) -> None:
@@ -168,7 +207,7 @@ def _check_opaque(state: State, loaded: Local) -> None:
 
 
 def _check_groups(state: State, loaded: Local, keep: Sequence[str]) -> None:
-    """The hyperparameters of every live group, and the other keys of the optimizer's dict."""
+    """The hyperparameters of every live group."""
     saved = {fqn: hyper for hyper, fqns in state.full.groups for fqn in fqns}
     for fqn, param in loaded.by_fqn.items():
         live = loaded.optim.groups[param.group_index]
@@ -177,3 +216,10 @@ def _check_groups(state: State, loaded: Local, keep: Sequence[str]) -> None:
                 raise CheckpointError(
                     f"{fqn}: {key} of its group is {live.get(key)!r} in the live optimizer, {value!r} was saved"
                 )
+
+
+def _check_extra(state: State, loaded: Local) -> None:
+    """The other keys of the optimizer's own dict."""
+    for key, value in state.full.extra.items():
+        if key in loaded.optim.extra and not same(loaded.optim.extra[key], value):
+            raise CheckpointError(f"{key} is {loaded.optim.extra[key]!r} in the live optimizer, {value!r} was saved")

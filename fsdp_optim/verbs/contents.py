@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import WrapperError
+from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
@@ -20,7 +19,7 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
-from fsdp_optim.verbs.gather import Part, Sources
+from fsdp_optim.verbs.gather import Part
 from fsdp_optim.verbs.opaque import gather_opaque
 from fsdp_optim.view import ModelView
 
@@ -62,13 +61,15 @@ class Half:
     tensors: tuple[Tensor, ...]
     opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
 
-    def flat(self, tensor: Tensor) -> torch.Tensor:
-        """This rank's elements of one of the tensors, 1-D."""
-        return self._sources.flat(tensor.fqn, tensor.name) if tensor.constant is None else tensor.constant.view(-1)
-
-    @cached_property
-    def _sources(self) -> Sources:
-        return Sources(self.local)
+    def held(self, tensor: Tensor) -> torch.Tensor:
+        """This rank's part of one of the tensors, as it lies in memory."""
+        if tensor.constant is not None:
+            return tensor.constant
+        param = self.local.by_fqn[tensor.fqn]
+        if param.state is None:
+            raise StateError(f"{tensor.fqn}: its state went away while it was saved")
+        held = param.handle.held(param.state[tensor.name])
+        return held if held is not None else param.handle.placed_local(param.state[tensor.name])
 
 
 def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) -> Local:

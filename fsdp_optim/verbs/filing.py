@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +20,12 @@ from fsdp_optim.formats.checksums import Rows, rows_of, segment_nbytes
 from fsdp_optim.formats.extents import DataSection, write_extents
 from fsdp_optim.formats.header import Entry, Header
 from fsdp_optim.layout import FlatChunks, Layout, MeshBoxes, Placement, Whole
-from fsdp_optim.memory import empty
-from fsdp_optim.plan import plan
+from fsdp_optim.memory import empty, flatten
+from fsdp_optim.plan import Copy, part_from, part_into, plan
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.verbs.contents import Tensor, described
-from fsdp_optim.verbs.runs import Local, Run, Runs, in_host_memory, runs_of
+from fsdp_optim.verbs.runs import LocalMemory, Run, Runs, in_host_memory, runs_of
 
 # A file is a rank of its own in a plan: a number that no process has. A tensor with replicas is cut into as many parts as it
 # has replicas, each a rank of its own, so that each replica writes one.
@@ -31,6 +33,7 @@ FILE = -1
 _CPU = torch.device("cpu")
 _SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
 _MOST_PARTS = 1024
+_MOST_OPEN = 64  # files
 _SPREAD_FROM = 1 << 20  # bytes; a smaller tensor with replicas is written by one of them
 
 
@@ -140,9 +143,17 @@ class Move:
         return self.side == self.tensor.placement
 
     @property
-    def most_nbytes(self) -> int:
-        """What a rank holds of it while it is moved."""
-        return -(-self.tensor.nbytes // max(self.side.num_shards, 1))
+    def itemsize(self) -> int:
+        return self.tensor.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's elements of a tensor, 1-D, as its move's side has them: all, or those from `start` on. None: it has none."""
+
+    move: Move
+    flat: torch.Tensor | None
+    start: int = 0
 
 
 def moves_of(files: Sequence[File], owners: Sequence[int] | None) -> list[Move]:
@@ -154,55 +165,93 @@ def moves_of(files: Sequence[File], owners: Sequence[int] | None) -> list[Move]:
     ]
 
 
-Flat = Callable[[Tensor], torch.Tensor]
+Held = Callable[[Tensor], torch.Tensor]
+"""This rank's part of a tensor, as it lies in memory"""
 
 
-def staged(
-    callers: Callers, moves: Sequence[Move], flat_of: Flat, failure: Failure
-) -> Iterator[list[tuple[Move, torch.Tensor | None]]]:
-    """Move tensors that are not written as they are, a bucket at a time: this rank's elements, 1-D, on the CPU.
+def staged(callers: Callers, moves: Sequence[Move], held: Held, failure: Failure) -> Iterator[list[Part]]:
+    """Move tensors that are not written as they are, a bucket at a time: this rank's elements on the CPU.
 
-    Called by all ranks, which must exhaust it. Nothing is kept: use each batch before asking for the next.
+    Called by all ranks, which must exhaust it. Use each batch before asking for the next: it is emptied then.
     """
     half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
     for batch in batches_of(moves, half.bucket_nbytes):
-        items: list[Item] = []
-        made: list[tuple[Move, torch.Tensor | None]] = []
+        copies: list[tuple[Copy, ...]] = []
         try:
             for move in batch:
                 source, target = Layout({"": move.tensor.placement}), Layout({"": move.side})
-                copies = plan(source, target, rank=callers.rank)
-                numel = move.side.numel_on(callers.rank)
-                flat = empty((numel,), move.tensor.dtype, _CPU) if numel else None
-                has = any(copy.source_rank == callers.rank for copy in copies)
-                items.append(Item(copies, move.tensor.dtype, flat_of(move.tensor) if has else None, flat))
-                made.append((move, flat))
+                copies.append(plan(source, target, rank=callers.rank))
         except Exception as error:  # told to all before data moves
             failure.note(error)
-        exchange(half, items, failure)
-        yield made
+        for window in windows_of(batch, half.bucket_nbytes):
+            items: list[Item] = []
+            parts: list[Part] = []
+            try:
+                for move, its in zip(batch, copies, strict=True):
+                    mine = [part for copy in its for part in part_into(copy, window.start, window.stop)]
+                    here = window.of(move.side.numel_on(callers.rank))
+                    flat = empty((here,), move.tensor.dtype, _CPU) if here else None
+                    has = any(copy.source_rank == callers.rank for copy in mine)
+                    items.append(Item(mine, move.tensor.dtype, flatten(held(move.tensor)) if has else None, flat))
+                    parts.append(Part(move, flat, window.start))
+            except Exception as error:
+                failure.note(error)
+            exchange(half, items, failure)
+            items.clear()
+            yield parts
+            parts.clear()
 
 
-class _Sized(Protocol):
+class Sided(Protocol):
+    """A tensor that is moved: how it is cut on the side where it is in a file."""
+
     @property
-    def most_nbytes(self) -> int: ...
+    def side(self) -> Placement: ...
+
+    @property
+    def itemsize(self) -> int: ...
 
 
-_SizedT = TypeVar("_SizedT", bound=_Sized)
+_SidedT = TypeVar("_SidedT", bound=Sided)
 
 
-def batches_of(moves: Iterable[_SizedT], most_nbytes: int) -> Iterator[list[_SizedT]]:
-    """What is moved together, up to a size on any rank."""
-    batch: list[_SizedT] = []
+def _most_numel(one: Sided) -> int:
+    """What a rank holds of it at most while it is moved."""
+    return -(-one.side.numel // max(one.side.num_shards, 1))
+
+
+def batches_of(moves: Iterable[_SidedT], most_nbytes: int) -> Iterator[list[_SidedT]]:
+    """What is moved together: as much as fits into `most_nbytes` on any rank, or one that is larger."""
+    batch: list[_SidedT] = []
     size = 0
     for move in moves:
-        if batch and size + move.most_nbytes > most_nbytes:
+        nbytes = _most_numel(move) * move.itemsize
+        if batch and size + nbytes > most_nbytes:
             yield batch
             batch, size = [], 0
         batch.append(move)
-        size += move.most_nbytes
+        size += nbytes
     if batch:
         yield batch
+
+
+@dataclass(frozen=True)
+class Window:
+    """Elements [start, stop) of what each rank holds of a tensor."""
+
+    start: int
+    stop: int
+
+    def of(self, numel: int) -> int:
+        """How many of so many elements are in it."""
+        return max(min(numel, self.stop) - self.start, 0)
+
+
+def windows_of(batch: Sequence[Sided], most_nbytes: int) -> Iterator[Window]:
+    """All of a batch at once where it fits into `most_nbytes`, else its one tensor bit by bit. The same on all ranks."""
+    numel = max(map(_most_numel, batch))
+    width = numel if len(batch) > 1 else max(most_nbytes // batch[0].itemsize, 1)
+    return (Window(start, start + width) for start in range(0, numel, max(width, 1)))
 
 
 class Writer:
@@ -224,24 +273,29 @@ class Writer:
         """The segments of what was written, by file."""
         return {name: numpy.concatenate([rows_of(()), *its]) for name, its in self._rows.items()}
 
-    def runs_of(self, parts: Sequence[tuple[Move, torch.Tensor | None]]) -> dict[str, list[Run]]:
+    def runs_of(self, parts: Sequence[Part]) -> dict[str, list[Run]]:
         """Which of this rank's elements of some tensors it has to write, and where."""
-        sources = Layout({str(i): move.side for i, (move, _) in enumerate(parts)})
-        targets = Layout({str(i): file_target(move.side, move.tensor.nbytes) for i, (move, _) in enumerate(parts)})
+        sides = [(part.move.side, part.move.tensor.nbytes) for part in parts]
+        sources = Layout({str(i): side for i, (side, _) in enumerate(sides)})
+        targets = Layout({str(i): file_target(side, nbytes) for i, (side, nbytes) in enumerate(sides)})
         runs: dict[str, list[Run]] = {}
         for copy in plan(sources, targets, rank=self._rank):
             if copy.source_rank != self._rank:
                 continue
-            move, flat = parts[int(copy.fqn)]
+            part = parts[int(copy.fqn)]
+            move, flat = part.move, part.flat
             if flat is None:
+                if part.start:
+                    continue  # all of it is in windows before
                 raise CheckpointError(
                     f"{move.tensor.key}: rank {self._rank} has no elements of it, but {copy.numel} to write"
                 )
             base = offset_in_file(targets.placements[copy.fqn], copy.target_rank)
-            entry, memory = move.file.entry_of(move.index), Local(flat)
+            entry, memory = move.file.entry_of(move.index), LocalMemory(flat)
             runs.setdefault(move.file.name, []).extend(
                 memory.run(entry.start + (base + target) * flat.itemsize, source, numel)
-                for source, target, numel in runs_of(copy)
+                for piece in part_from(copy, part.start, part.start + flat.numel())
+                for source, target, numel in runs_of(piece)
             )
         return runs
 
@@ -258,25 +312,42 @@ class Writer:
 
     def _fd(self, path: Path) -> int:
         if path.name not in self._open:
+            while len(self._open) >= _MOST_OPEN:
+                self._close(next(iter(self._open)))
             try:
                 self._open[path.name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
             except OSError as error:
+                hint = (
+                    "; the folder has to be on a file system that all ranks share"
+                    if error.errno == errno.ENOENT
+                    else ""
+                )
                 raise CheckpointError(
-                    f"rank {self._rank} cannot open {path}: {error.strerror or error}; the folder has to be on a file system "
-                    "that all ranks share"
+                    f"rank {self._rank} cannot open {path}: {error.strerror or error}{hint}"
                 ) from error
         return self._open[path.name]
 
-    def sync(self) -> None:
-        """Return when what was written is on the disk."""
-        for name, fd in self._open.items():
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                raise CheckpointError(f"{self._folder / name}: cannot be made durable: {error.strerror}") from error
+    def finish(self) -> None:
+        """Let go of the files, and hear what the file system has to say: some tell of a full disk only now.
 
-    def close(self) -> None:
-        """Let go of the files."""
-        for fd in self._open.values():
-            os.close(fd)
-        self._open = {}
+        Returns when what was written is on the disk, where it has to be durable.
+        """
+        for name in list(self._open):
+            self._close(name)
+
+    def _close(self, name: str) -> None:
+        fd = self._open.pop(name)
+        try:
+            try:
+                if self._durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / name}: cannot be written: {error.strerror or error}") from error
+
+    def discard(self) -> None:
+        """Let go of the files, whatever they say, after a failure."""
+        while self._open:
+            with contextlib.suppress(OSError):
+                os.close(self._open.popitem()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,33 +27,51 @@ class Incompatible(NamedTuple):
     extra: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
 class Before:
-    """What optimizers had before something is loaded into them: their own objects, nothing is copied."""
+    """What optimizers have before something is loaded into them. No tensor is copied.
 
-    optims: Sequence[LoadableOptimizer]
-    had: Sequence[Mapping[str, Any]]
+    torch's own optimizers get back all that they had: they put new tensors in the place of old ones. Another kind is given its
+    old dict again, which brings back what its `load_state_dict` can; one that writes into the tensors that it has cannot be
+    brought back.
+    """
 
-    @classmethod
-    def of(cls, optims: Sequence[LoadableOptimizer]) -> Before:
-        """One that loads by writing into the tensors that it has cannot be brought back; torch's own put new ones in place."""
-        return cls(
-            optims,
-            [
-                {"state": one.state, "param_groups": one.param_groups}
-                if isinstance(one, torch.optim.Optimizer)
-                else one.state_dict()
-                for one in optims
-            ],
-        )
+    def __init__(self, optims: Sequence[LoadableOptimizer]) -> None:
+        self._optims = [
+            (one, _Kept(one) if isinstance(one, torch.optim.Optimizer) else one.state_dict()) for one in optims
+        ]
 
     def put_back(self) -> None:
-        """Undo what was loaded."""
-        for one, had in zip(self.optims, self.had, strict=True):
-            if isinstance(one, torch.optim.Optimizer):
-                one.state, one.param_groups = had["state"], had["param_groups"]
-            else:
-                one.load_state_dict(dict(had))
+        """Undo what was loaded. Raises nothing: it is called where something has gone wrong already."""
+        for one, had in self._optims:
+            try:
+                if isinstance(had, _Kept):
+                    had.put_back()
+                else:
+                    one.load_state_dict(had)
+            except Exception:
+                log.exception("an optimizer (%s) could not be given back what it had", type(one).__name__)
+
+
+class _Kept:
+    """The attributes of a torch optimizer, and what is in its state and its groups."""
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._optim, self._attributes = optim, dict(vars(optim))
+        self._groups = [(group, dict(group)) for group in optim.param_groups]
+        self._state = [(param, values, dict(values)) for param, values in optim.state.items()]
+
+    def put_back(self) -> None:
+        vars(self._optim).clear()
+        vars(self._optim).update(self._attributes)
+        for group, had in self._groups:
+            group.clear()
+            group.update(had)
+        self._optim.param_groups[:] = [group for group, _ in self._groups]
+        self._optim.state.clear()
+        for param, values, had in self._state:
+            values.clear()
+            values.update(had)
+            self._optim.state[param] = values
 
 
 def load(
@@ -72,7 +89,7 @@ def load(
     if len(optims) != len(shards):
         raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
     kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]  # type: ignore[arg-type]
-    before = Before.of(optims)  # type: ignore[arg-type]
+    before = Before(optims)  # type: ignore[arg-type]
     try:
         for one, its, groups in zip(optims, shards, kept, strict=True):
             _load(one, {**its, "param_groups": groups})  # type: ignore[arg-type]

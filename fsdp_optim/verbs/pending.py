@@ -68,11 +68,11 @@ class Pending:
 
     def begin(self, handle: SaveHandle) -> None:
         """Start it. The one before has to be settled."""
-        self._handle = handle
         if not self._waits_at_exit:
             atexit.register(self.settle)
             self._waits_at_exit = True
         handle.start()
+        self._handle = handle
 
     def settle(self) -> None:
         """Wait for the save under way, and raise what went wrong in it, if nobody has been told yet."""

@@ -16,10 +16,13 @@ log = logging.getLogger("fsdp_optim")
 
 
 class Progress:
-    """Shown on one rank, for work of `total` bytes. `wanted` None: where it is long enough, and as the place allows."""
+    """Shown on one rank, for work of `total` bytes. `wanted` None: where it is long enough, and as the place allows.
 
-    def __init__(self, wanted: bool | None, what: str, total: int, *, shown: bool) -> None:
-        on_terminal = sys.stderr.isatty()
+    `alone`: nothing else is shown meanwhile; beside a training that goes on there is a bar only where it is asked for.
+    """
+
+    def __init__(self, wanted: bool | None, what: str, total: int, *, shown: bool, alone: bool = True) -> None:
+        on_terminal = alone and sys.stderr.isatty()
         visible = shown and wanted is not False and (wanted is True or total >= _BAR_FROM)
         self._what, self._total = what, total
         self._bar = (
@@ -32,16 +35,20 @@ class Progress:
         return self
 
     def up_to(self, nbytes: int) -> None:
-        """So much is done."""
-        done = min(nbytes, self._total)
+        """So much is done. The last hundredth is kept for `done`: what is moved may still turn out to be damaged."""
+        self._show(min(nbytes, self._total * 99 // 100))
+
+    def _show(self, done: int) -> None:
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         elif self._logs and time.monotonic() - self._told > _LINE_EVERY:
             self._told = time.monotonic()
             log.info("%s: %d of %d bytes", self._what, done, self._total)
 
+    def done(self) -> None:
+        """All is done, and nothing went wrong."""
+        self._show(self._total)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._bar is not None:
-            if error is None:
-                self.up_to(self._total)
             self._bar.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -61,8 +62,9 @@ def restore(
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=callers.rank == callers.ranks[0]) as progress:
             nbytes = fetch(callers, checkpoint, wanted, failure, progress.up_to)
-        made = state.dict_of() if state is not None and failure.error is None else None
-        agree(callers, b"read", failure.error, fatal=failure.fatal)
+            made = state.dict_of() if state is not None and failure.error is None else None
+            agree(callers, b"read", failure.error, fatal=failure.fatal)
+            progress.done()
         if optim is not None and made is not None:
             _load_on_all(callers, optim, made, options.keep)
         weights.install()
@@ -80,16 +82,17 @@ def _load_on_all(
     keep: Sequence[str],
 ) -> None:
     """Load the optimizer on all ranks; where one fails, all have what they had before."""
-    before = Before.of([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
+    before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure = Failure()
     try:
         load_shard(optim, made, keep)
-    except Exception as error:
+    except Exception as error:  # this rank has put back what it had
         failure.note(error)
     try:
         agree(callers, b"the optimizer is loaded", failure.error)
     except Exception:
-        before.put_back()
+        if failure.error is None:
+            before.put_back()
         raise
 
 
@@ -124,7 +127,8 @@ def _each_once(*names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_same_checkpoint(callers: Callers, checkpoint: Checkpoint) -> None:
-    if not agree(callers, checkpoint.marker.encoded()):
+    nums = json.dumps(sorted(checkpoint.nums_of_segments.items())).encode()
+    if not agree(callers, checkpoint.marker.encoded() + nums):
         raise CheckpointError(
             f"{checkpoint.folder}: the ranks see different checkpoints there: it has to be on a file system that all ranks share"
         )

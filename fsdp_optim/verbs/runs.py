@@ -52,7 +52,7 @@ def runs_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
         yield copy.source_offset + source, copy.target_offset + target, width
 
 
-class Local:
+class LocalMemory:
     """The bytes of one local tensor, 1-D, of which runs are taken."""
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -134,12 +134,13 @@ def copied(runs: Runs) -> dict[str, list[Extent]]:
     buffer = _host_memory(run for _, run in listed)
     memory, at = bytes_of(buffer), 0
     made: dict[str, list[Extent]] = {name: [] for name in runs}
-    synchronize = False
+    devices: set[torch.device] = set()
     for name, run in listed:
         nbytes = len(run.memory)
         if isinstance(run, DeviceRun):
             buffer[at : at + nbytes].copy_(run.memory, non_blocking=run.memory.is_cuda)
-            synchronize = synchronize or run.memory.is_cuda
+            if run.memory.is_cuda:
+                devices.add(run.memory.device)
         elif nbytes >= _COPIED_BY_TORCH_FROM:
             buffer[at : at + nbytes].copy_(torch.frombuffer(run.memory, dtype=torch.uint8))
         else:
@@ -151,6 +152,6 @@ def copied(runs: Runs) -> dict[str, list[Extent]]:
         else:
             its.append(Extent(run.start, memory[at : at + nbytes]))
         at += nbytes
-    if synchronize:
-        torch.cuda.synchronize()
+    for device in devices:
+        torch.cuda.synchronize(device)
     return made

@@ -23,13 +23,14 @@ from fsdp_optim.formats.files import sync_file, write_file
 from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
 from fsdp_optim.formats.folder import Staging, keep_newest
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
+from fsdp_optim.memory import flatten, pieces
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import Told, agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import read_callers
 from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
-from fsdp_optim.verbs.filing import File, Flat, Move, Writer, batches_of, cut_into_files, moves_of, staged
+from fsdp_optim.verbs.filing import File, Held, Move, Part, Writer, batches_of, cut_into_files, moves_of, staged
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
@@ -42,7 +43,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class Job:
-    """A save that all ranks have agreed on: what goes where. `flat` gives this rank's elements of a tensor, 1-D."""
+    """A save that all ranks have agreed on: what goes where. `held` gives this rank's part of a tensor."""
 
     callers: Callers
     options: SaveOptions
@@ -51,7 +52,7 @@ class Job:
     files: tuple[File, ...]
     moves: tuple[Move, ...]
     absent: tuple[str, ...]
-    flat: Flat
+    held: Held
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
     said: Mapping[str, Any] = field(default_factory=dict)  # what the marker will say
     staging: Staging | None = None  # on the rank that made the folder
@@ -75,14 +76,28 @@ class Job:
         nbytes = sum(file.header.data_nbytes for file in self.files)
         return Saved(self.path, len(self.moves), nbytes, nbytes_written, self.absent)
 
-    def direct(self) -> Iterator[list[tuple[Move, torch.Tensor | None]]]:
-        """What is written as it is held, a bucket at a time: a tensor that is not contiguous is copied for it.
+    def direct(self) -> Iterator[list[Part]]:
+        """What is written as it is held, a bucket at a time.
 
-        The batches are the same on all ranks, because which replica writes what depends on what else is planned with it.
+        Use each batch before asking for the next: it is emptied then. The batches are the same on all ranks, because which
+        replica writes what depends on what else is planned with it.
         """
-        rank = self.callers.rank
         for batch in batches_of([move for move in self.moves if move.is_direct], self.callers.bucket_nbytes):
-            yield [(move, self.flat(move.tensor) if move.side.numel_on(rank) else None) for move in batch]
+            for parts in self._parts(batch):
+                yield parts
+                parts.clear()
+
+    def _parts(self, batch: Sequence[Move]) -> Iterator[list[Part]]:
+        """All of a batch, or one tensor that is large in pieces, where it has to be copied because it is not contiguous."""
+        if len(batch) == 1 and self._has(batch[0]):
+            most_numel = max(self.callers.bucket_nbytes // 2 // batch[0].itemsize, 1)  # two are there at a time
+            for start, flat in pieces(self.held(batch[0].tensor), most_numel):
+                yield [Part(batch[0], flat, start)]
+        else:
+            yield [Part(move, flatten(self.held(move.tensor)) if self._has(move) else None) for move in batch]
+
+    def _has(self, move: Move) -> bool:
+        return move.side.numel_on(self.callers.rank) > 0
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
@@ -90,45 +105,46 @@ def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | Non
     job = begin(path, model, optim, options)
     with all_hear(job.callers), abandoned_on_failure(job):
         writer = job.writer()
-        told = _write(job, writer)
-        error: Exception | None = None
-        if job.leads:
-            try:
-                finish(job, [told.by(rank) for rank in job.callers.ranks])
-            except Exception as reason:
-                error = reason
-        agree(job.callers, b"committed", error)
+        with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
+            told = _write(job, writer, progress)
+            error: Exception | None = None
+            if job.leads:
+                try:
+                    finish(job, [told.by(rank) for rank in job.callers.ranks])
+                except Exception as reason:
+                    error = reason
+            agree(job.callers, b"committed", error)
+            progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
 
 
-def _write(job: Job, writer: Writer) -> Told:
+def _write(job: Job, writer: Writer, progress: Progress) -> Told:
     """Write this rank's part, and tell the segments; the failure of any rank is raised on all, when all have stopped."""
     failure = Failure()
     try:
-        with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
+        try:
+            make_files(job.folder, job.own_files)
+            write_extras(job)
+            for parts in job.direct():
+                writer.write(writer.runs_of(parts))
+                progress.up_to(writer.nbytes * len(job.callers.ranks))
+        except Exception as error:
+            failure.note(error)
+        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.held, failure):
             try:
-                make_files(job.folder, job.own_files)
-                write_extras(job)
-                for parts in job.direct():
-                    writer.write(writer.runs_of(parts))
-                    progress.up_to(writer.nbytes * len(job.callers.ranks))
+                writer.write(writer.runs_of(batch))
+                progress.up_to(writer.nbytes * len(job.callers.ranks))
             except Exception as error:
                 failure.note(error)
-            for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.flat, failure):
-                try:
-                    writer.write(writer.runs_of(batch))
-                    progress.up_to(writer.nbytes * len(job.callers.ranks))
-                except Exception as error:
-                    failure.note(error)
-        if job.options.durable and failure.error is None:
-            writer.sync()
+        if failure.error is None:
+            writer.finish()
     except Exception as error:
         if isinstance(error, FsdpOptimError) and error.told:
             raise
         failure.note(error)
     finally:
-        writer.close()
+        writer.discard()
     return tell(job.callers, encode_note(job, writer), b"", failure.error, fatal=failure.fatal)
 
 
@@ -157,7 +173,7 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
                 if strategy == "in_place":
                     make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
                 content = json.dumps([str(staging.folder), strategy, groups]).encode()
-            told = tell(callers, content, said=this_host().encode())
+            told = tell(callers, content, said=this_host(where).encode())
             folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
             if strategy == _BY_MACHINES:
                 strategy = "in_place" if told.alike else "per_rank_files"
@@ -174,7 +190,7 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
                 tuple(files),
                 tuple(moves_of(files, owners)),
                 _absent(state),
-                lambda tensor: (state if state is not None and tensor.is_state else weights).flat(tensor),
+                lambda tensor: (state if state is not None and tensor.is_state else weights).held(tensor),
                 extras,
                 said,
                 staging,

@@ -12,11 +12,11 @@ from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Layout, Placement, Whole
 from fsdp_optim.memory import dtype_named, empty
-from fsdp_optim.plan import plan, plan_into
+from fsdp_optim.plan import Copy, part_from, part_into, plan, plan_into
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.verbs.filing import FILE, batches_of, has_short_rows, in_runs
-from fsdp_optim.verbs.runs import Local, Run, bytes_of, in_host_memory, runs_of
+from fsdp_optim.verbs.filing import FILE, batches_of, has_short_rows, in_runs, windows_of
+from fsdp_optim.verbs.runs import LocalMemory, Run, bytes_of, in_host_memory, runs_of
 
 _CPU = torch.device("cpu")
 _CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them
@@ -48,8 +48,8 @@ class _Moved:
     side: Placement
 
     @property
-    def most_nbytes(self) -> int:
-        return -(-self.wanted.nbytes // max(self.side.num_shards, 1))
+    def itemsize(self) -> int:
+        return self.wanted.stored.entry.itemsize
 
 
 def fetch(
@@ -133,17 +133,20 @@ class _Reads:
                     batch.put()
 
 
-def runs_in(stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int) -> Iterator[Run]:
-    """Where in the file this rank's elements are, and the memory that they belong to."""
-    if placement.shard_of(rank) is None or not placement.numel_on(rank):
+def runs_in(
+    stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int, first: int = 0
+) -> Iterator[Run]:
+    """Where in the file this rank's elements are, and the memory that they belong to: all, or those from `first` on."""
+    if placement.shard_of(rank) is None or placement.numel_on(rank) <= first:
         return
     if flat is None:
         raise CheckpointError(f"{stored.entry.key}: rank {rank} has no memory for it")
-    memory = Local(flat)
+    memory = LocalMemory(flat)
     source = Layout({"": Whole(placement.shape, (FILE,))})
     for copy in plan_into(source, Layout({"": placement}), rank):
-        for there, here, numel in runs_of(copy):
-            yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
+        for part in part_into(copy, first, first + flat.numel()):
+            for there, here, numel in runs_of(part):
+                yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
 
 
 def _read_and_move(
@@ -154,21 +157,30 @@ def _read_and_move(
     did_read: Callable[[int], None],
 ) -> None:
     """Read some tensors in the cut in which they are read best, and send them to where they are needed."""
-    items, rank = [], callers.rank
-    reads = _Reads()
+    rank = callers.rank
+    copies: list[tuple[Copy, ...]] = []
     try:
         for one in moved:
-            stored, wanted = one.wanted.stored, one.wanted
-            dtype, numel = dtype_named(stored.entry.dtype), one.side.numel_on(rank)
-            flat = empty((numel,), dtype, _CPU) if numel else None
-            reads.add(stored, runs_in(stored, one.side, flat, rank))
-            copies = plan(Layout({"": one.side}), Layout({"": wanted.placement}), rank=rank)
-            items.append(Item(copies, dtype, flat, wanted.flat))
-        if failure.error is None:
-            reads.read(checkpoint, callers.bucket_nbytes, did_read)
+            copies.append(plan(Layout({"": one.side}), Layout({"": one.wanted.placement}), rank=rank))
     except Exception as error:
         failure.note(error)
-    exchange(callers, items, failure)
+    for window in windows_of(moved, callers.bucket_nbytes):
+        items = []
+        reads = _Reads()
+        try:
+            for one, its in zip(moved, copies, strict=True):
+                stored, wanted = one.wanted.stored, one.wanted
+                dtype, numel = dtype_named(stored.entry.dtype), window.of(one.side.numel_on(rank))
+                flat = empty((numel,), dtype, _CPU) if numel else None
+                if flat is not None:
+                    reads.add(stored, runs_in(stored, one.side, flat, rank, window.start))
+                mine = [part for copy in its for part in part_from(copy, window.start, window.stop)]
+                items.append(Item(mine, dtype, flat, wanted.flat))
+            if failure.error is None:
+                reads.read(checkpoint, callers.bucket_nbytes, did_read)
+        except Exception as error:
+            failure.note(error)
+        exchange(callers, items, failure)
 
 
 def read_constants(checkpoint: Checkpoint, stored: Sequence[Stored]) -> list[torch.Tensor]:

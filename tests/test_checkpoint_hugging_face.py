@@ -1,0 +1,262 @@
+"""What `save` writes opens in Hugging Face's `from_pretrained`, whatever the model was wrapped in: to the bit, and tied.
+
+transformers is imported by the ranks of a pool of this file's own, which are told to stay away from the network.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import os
+import tempfile
+import traceback
+import unittest
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import Tensor, nn
+from training import case_name
+from wrapping import WRAPPERS, Differs, check_refused, check_same, cpu, error_text
+
+import fsdp_optim
+from fsdp_optim.testing import RankPool
+
+MODELS = (
+    "llama, tied",
+    "llama, bfloat16",
+    "gpt2, tied",
+    "bert",
+    "bert for masked words, tied",
+    "t5, tied",
+    "resnet, with buffers",
+)
+WRAPPED_IN = ("FSDP2", "fairscale flat", "fairscale non-flat", "FSDP1 flat", "plain")
+SMALL = 3000  # bytes of one file, where a model is split
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
+
+
+def transformers() -> Any:
+    """The package, without network and without bars."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    package = importlib.import_module("transformers")
+    package.utils.logging.set_verbosity_error()
+    package.utils.logging.disable_progress_bar()
+    return package
+
+
+def build(name: str) -> Any:
+    """The same values at every call; `units` are what gets a wrapper of its own."""
+    torch.default_generator.manual_seed(7)
+    model, layers = _made(transformers(), name)
+    model.units = (*layers, "")
+    for index, buffer in enumerate(model.buffers()):
+        if buffer.is_floating_point() and "resnet" in name:
+            buffer.uniform_(0.5, 1.5)
+        elif "resnet" in name:
+            buffer.fill_(1000 + index)
+    return model
+
+
+def _made(package: Any, name: str) -> tuple[Any, list[str]]:
+    """A model, and the paths of its layers."""
+    kind = name.partition(",")[0]
+    if kind == "llama":
+        config = package.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings="tied" in name)
+        model = package.LlamaForCausalLM(config)
+        for param in model.parameters() if "bfloat16" in name else ():
+            param.data = param.data.bfloat16()  # and not the buffers, which Hugging Face leaves as they are
+        return model, _numbered("model.layers")
+    if kind == "gpt2":
+        ends = {"bos_token_id": 0, "eos_token_id": 0}
+        config = package.GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=12, **ends)
+        return package.GPT2LMHeadModel(config), _numbered("transformer.h")
+    if kind == "t5":
+        config = package.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
+        return package.T5ForConditionalGeneration(config), [*_numbered("encoder.block"), *_numbered("decoder.block")]
+    if kind == "resnet":
+        config = package.ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic")
+        return package.ResNetForImageClassification(config), _numbered("resnet.encoder.stages")
+    config = package.BertConfig(**SIZES, max_position_embeddings=12)
+    cls = package.BertForSequenceClassification if kind == "bert" else package.BertForMaskedLM
+    return cls(config), _numbered("bert.encoder.layer")
+
+
+def _numbered(path: str) -> list[str]:
+    return [f"{path}.{number}" for number in range(2)]
+
+
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    """One step, which does to each element what it does to it in any other wrapper."""
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.25)
+    optim.step()
+    return optim
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by all their names, those that are not persistent too."""
+    found = {**model.state_dict(), **dict(model.named_buffers())}
+    return {name: found[name].detach() for name in sorted(found)}
+
+
+def ties_of(model: nn.Module) -> list[list[str]]:
+    """Names of one and the same parameter."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return sorted(sorted(some) for some in names.values() if len(some) > 1)
+
+
+CASES = [
+    (name, wrapper, how)
+    for name, wrapper, how in itertools.product(MODELS, WRAPPED_IN, ("whole", "split"))
+    if not ("bfloat16" in name and "fairscale" in wrapper)  # which wants parameters in float32
+]
+
+
+def in_all(function: Callable[..., None], root: Path) -> dict[tuple[str, ...], str]:
+    """What went wrong with each case, or ""."""
+    found: dict[tuple[str, ...], str] = {}
+    for case in CASES:
+        found[case] = ""
+        try:
+            function(root, *case)
+        except Exception:
+            found[case] = traceback.format_exc()
+    return found
+
+
+def folder_of(root: Path, name: str, wrapper: str, how: str) -> Path:
+    return root / f"{name} {wrapper} {how}"
+
+
+# ------------------------------------------------------------------------------------------ on ranks
+
+
+def save_all(root: Path) -> dict[tuple[str, ...], str]:
+    return in_all(save_one, root)
+
+
+def save_one(root: Path, name: str, wrapper: str, how: str) -> None:
+    with cpu():
+        unwrapped = build(name)
+        config = unwrapped.config
+        model = WRAPPERS[wrapper](unwrapped)
+        optim = stepped(model)
+        path = folder_of(root, name, wrapper, how)
+        options: dict[str, Any] = {"max_file_size": SMALL} if how == "split" else {}
+        group = dist.group.WORLD if wrapper == "plain" else None
+        fsdp_optim.save(path, model, optim, durable=False, progress=False, process_group=group, **options)
+        if dist.get_rank() == 0:
+            config.save_pretrained(path)
+        dist.barrier()
+
+
+def open_all(root: Path) -> dict[tuple[str, ...], str]:
+    with mock.patch("socket.getaddrinfo", side_effect=Differs("somebody wants to use the network")):
+        return in_all(open_one, root)
+
+
+def open_one(root: Path, name: str, wrapper: str, how: str) -> None:
+    """As a user of Hugging Face does, without this library."""
+    path = folder_of(root, name, wrapper, how)
+    files = sorted(path.glob("model*.safetensors"))
+    check_same("several files, and an index", [len(files) > 2, *_has_index(path)], [how == "split"] * 2)
+    wanted = build(name)
+    stepped(wanted)
+    if ("tied" in name) != bool(ties_of(wanted)):
+        raise Differs(f"ties: {ties_of(wanted)}")
+    loaded, info = type(wanted).from_pretrained(path, output_loading_info=True)
+    check_same("loading info", {key: list(value) for key, value in info.items() if value}, {})
+    check_same("tensors", tensors_of(loaded), tensors_of(wanted))
+    check_same("ties", ties_of(loaded), ties_of(wanted))
+
+
+def _has_index(path: Path) -> Iterator[bool]:
+    yield (path / "model.safetensors.index.json").exists()
+
+
+def resume_beside_config(root: Path, name: str, wrapper: str) -> None:
+    """The folder is still a checkpoint when a config lies in it."""
+    path = folder_of(root, name, wrapper, "whole")
+    with cpu():
+        model = WRAPPERS[wrapper](build(name))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        fsdp_optim.load(path, model, optim, check="bitwise", progress=False)
+        fsdp_optim.save(path, model, optim, overwrite=True, durable=False, progress=False)
+        check_same("the config", (path / "config.json").exists(), False)
+
+
+def load_foreign(root: Path, how: str) -> list[tuple[str, str]]:
+    """What load, load of the extras, and save say about a folder that `save_pretrained` has made."""
+    path = root / "theirs"
+    if dist.get_rank() == 0:
+        their_options = {"max_shard_size": SMALL} if how == "split" else {}
+        build("bert").save_pretrained(path, **their_options)
+    dist.barrier()
+    model = WRAPPERS["FSDP2"](build("bert"))
+    optim = stepped(model)
+    before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+    there = {entry.name: entry.read_bytes() for entry in sorted(path.iterdir())}
+    calls: list[Callable[[], Any]] = [
+        lambda: fsdp_optim.load(path, model, optim),
+        lambda: fsdp_optim.load(path, model),
+        lambda: fsdp_optim.load(path),
+        lambda: fsdp_optim.save(path, model, optim),
+        lambda: fsdp_optim.save(path, model, optim, overwrite=True),
+    ]
+    errors = [error_text(call) for call in calls]
+    check_same("the model", {name: param.to_local() for name, param in model.named_parameters()}, before)
+    check_same("the folder", {entry.name: entry.read_bytes() for entry in sorted(path.iterdir())}, there)
+    check_same("latest", fsdp_optim.latest(root), None)
+    return errors
+
+
+# ------------------------------------------------------------------------------------------ the tests
+
+
+class HuggingFaceTest(unittest.TestCase):
+    pool: RankPool
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.pool = RankPool()
+        cls.addClassCleanup(cls.pool.close)
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+
+    @classmethod
+    @functools.cache
+    def problems(cls) -> dict[tuple[str, ...], str]:
+        saved = cls.pool.run(save_all, 2, cls.root)
+        [opened] = cls.pool.run(open_all, 1, cls.root)
+        return {case: next((one[case] for one in (*saved, opened) if one[case]), "") for case in CASES}
+
+    @parameterized.expand(CASES, name_func=case_name)
+    def test_from_pretrained(self, name: str, wrapper: str, how: str) -> None:
+        problem = self.problems()[name, wrapper, how]
+        if problem:
+            raise Differs(problem)
+
+    @parameterized.expand(("FSDP2", "fairscale flat"))
+    def test_a_config_beside_it_is_no_damage(self, wrapper: str) -> None:
+        self.problems()
+        self.pool.run(resume_beside_config, 2, self.root, "llama, tied", wrapper)
+
+    @parameterized.expand(("whole", "split"))
+    def test_what_they_have_saved_is_refused(self, how: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            by_rank = self.pool.run(load_foreign, 2, Path(folder), how)
+        for errors in zip(*by_rank, strict=True):
+            check_refused(how, errors, "CheckpointError", "theirs")
+        for kind, text in by_rank[0]:
+            self.assertRegex(text, r"no checkpoint|fsdp_optim\.json|is there already", kind)
