@@ -66,6 +66,7 @@ from wrapping import (
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+from fsdp_optim.verbs import filing
 from fsdp_optim.verbs.load import load as load_shard
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
@@ -432,6 +433,21 @@ def load_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options:
         return {"absent": sorted(restored.summary.absent), "extra": dict(restored)}
 
 
+def save_with_few_open(path: Path, kwargs: Mapping[str, Any], durable: bool) -> None:
+    """Raise where more files were open at once than are said to be."""
+    most, real = 0, filing.Writer._fd
+
+    def count(self: filing.Writer, file: Path) -> int:
+        nonlocal most
+        fd = real(self, file)
+        most = max(most, len(self._open))
+        return fd
+
+    with mock.patch.object(filing, "_MOST_OPEN", 2), mock.patch.object(filing.Writer, "_fd", count):
+        save_trained(path, "FSDP1 orig", kwargs, max_file_size=200, overwrite=True, durable=durable)
+    check_same("open at once", most, 2)
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "a frozen unit": {"prepare": freeze_stem},
     "a unit that is never used": {"unused": ("stem.weight", "stem.bias")},
@@ -551,6 +567,14 @@ class StatesTest(InFolder):
         self.assertEqual(bool(list(self.path.glob("*.sums"))), options.get("checksums", True))
         options.pop("checksums", None)
         run_on_ranks(load_trained, 2, self.path, "FSDP2", kwargs, **options)
+
+    def test_more_files_than_may_be_open(self) -> None:
+        kwargs = {"model": Whole, "make": OfModel(two_groups)}
+        for durable in (True, False):
+            run_on_ranks(save_with_few_open, 2, self.path, kwargs, durable)
+            check_files(self.path, oracle_after(STEPS))
+            self.assertGreater(len(list(self.path.glob("*.safetensors"))), 8)
+        run_on_ranks(load_trained, 3, self.path, "FSDP2", kwargs, check="bitwise")
 
     def test_several_files(self) -> None:
         kwargs = {"model": Whole, "make": OfModel(two_groups)}
@@ -1429,17 +1453,45 @@ class FailingLike:
         self.inner.step()
 
 
+class FailingAgain(FailingLike):
+    """And once more when it is given back what it had."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+class WithScale(Failing):
+    """Keeps something of its own beside the state, and changes its groups in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.loss_scale = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "loss_scale": self.loss_scale}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.loss_scale = 512.0
+        for group in self.param_groups:
+            group["lr"] = 99.0
+            group["new"] = True
+        super().load_state_dict(state_dict)
+
+
 def load_failing(path: Path, wrapper: str, kind: Any, rank: int) -> list[tuple[str, str]]:
     """With state before, and without; the model and the optimizer have to be as before on every rank."""
     errors = []
     with cpu(), mock.patch.object(Failing, "rank", rank):
         for steps in (0, 1):
             target = Trained(wrapper, kind, steps=steps, model=Whole)
-            seen = mine if kind is FailingLike else everything  # that one makes groups of its own from what it is given
+            # those that are no torch.optim.Optimizer make groups of their own from what they are given
+            seen = everything if kind in (Failing, WithScale) or isinstance(kind, OfModel) else mine
+            seen = values_of if kind is FailingAgain else seen
             before, optims = seen(target), [id(optim) for optim in optims_of(target)]
             errors.append(error_text(lambda: load(path, target)))  # noqa: B023
             check_same("after the failure", seen(target), before)
             check_same("optimizers", [id(optim) for optim in optims_of(target)], optims)
+            check_same("loss scale", getattr(target.optim, "loss_scale", 1.0), 1.0)
             target.step([STEPS])  # and it can go on
     return errors
 
@@ -1447,7 +1499,7 @@ def load_failing(path: Path, wrapper: str, kind: Any, rank: int) -> list[tuple[s
 class HalfWayTest(InFolder):
     @parameterized.expand(
         [(wrapper, Failing, rank) for wrapper, rank in (("FSDP2", 0), ("FSDP2", 1), ("fairscale flat", 1), ("DDP", 0))]
-        + [("FSDP1 orig", FailingLike, 1)]
+        + [("FSDP1 orig", FailingLike, 1), ("FSDP2", FailingAgain, 0), ("FSDP2", WithScale, 1)]
     )
     def test_an_optimizer_that_fails_on_one_rank(self, wrapper: str, kind: Any, rank: int) -> None:
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Whole})
@@ -1460,6 +1512,11 @@ class HalfWayTest(InFolder):
         by_rank = run_on_ranks(load_failing, 2, self.path, "FSDP2", OfModel(failing_second), 1)
         for errors in zip(*by_rank, strict=True):
             check_refused("failed", errors, "RankError", "rank 1", "the loader of this optimizer has failed")
+
+
+def values_of(trained: Trained) -> Any:
+    """Parameters and buffers."""
+    return {key: value for key, value in mine(trained).items() if key in ("values", "buffers")}
 
 
 def failing_second(model: nn.Module) -> list[Any]:
@@ -1532,6 +1589,25 @@ def load_damaged(path: Path, wrapper: str) -> dict[str, tuple[str, str]]:
         return found
 
 
+class Untied(Tied):
+    """Where the other has one parameter of two names, this has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(param.detach().clone()))
+
+
+def load_untied(path: Path, wrapper: str) -> None:
+    with cpu():
+        target = Trained(wrapper, model=Untied, steps=0)
+        restored = fsdp_optim.load(
+            path, target.model, process_group=target.process_group, progress=False, check="bitwise"
+        )
+        check_same("missing", restored.missing, ())
+
+
 class CheckTest(InFolder):
     @parameterized.expand(
         [(wrapper, Forgetful) for wrapper in ("fairscale flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP")]
@@ -1543,6 +1619,11 @@ class CheckTest(InFolder):
         errors = run_on_ranks(load_forgetful, 3, self.path, wrapper, kind, "bitwise")
         self.assertIn(errors[0][0], ("StateError", "CheckpointError"), errors)
         check_refused("zeros", errors, errors[0][0], kind.forgets)
+
+    @parameterized.expand(("FSDP2", "fairscale flat", "plain"))
+    def test_what_was_tied_and_is_not_any_more(self, wrapper: str) -> None:
+        run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Tied})
+        run_on_ranks(load_untied, 2, self.path, wrapper)
 
     @parameterized.expand(
         itertools.product(("FSDP1 flat", "FSDP2", "DDP"), ("absmax", "codes", "table", "lr", "step", "moment"))

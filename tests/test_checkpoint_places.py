@@ -6,6 +6,8 @@ There is one machine and no device here, so what tells the library of others is 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import tempfile
 import time
@@ -238,6 +240,64 @@ class WritebackTest(InFolder):
 
     def test_not_where_nobody_waits(self) -> None:
         check_same("ranges", run_on_ranks(save_and_note, 2, self.path, False), [{}, {}])
+
+
+# ------------------------------------------------------------------------------------------ told at the end
+
+
+@contextlib.contextmanager
+def closing_fails(name: str, is_here: bool) -> Iterator[None]:
+    """A network file system tells of a full disk when a file is closed."""
+    real = os.close
+
+    def close(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        writes = os.get_blocking(fd) and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        real(fd)
+        if is_here and writes and Path(path).name.startswith(name):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with mock.patch.object(os, "close", close):
+        yield
+
+
+def save_and_fail(root: Path, wrapper: str, name: str, rank: int, in_background: bool) -> list[tuple[str, str]]:
+    """What is said of it, and of the next one."""
+    with cpu():
+        trained = Trained(wrapper, **KWARGS)
+
+        def call() -> None:
+            if in_background:
+                async_save(root / "step-1", trained, durable=False).wait(30.0)
+            else:
+                save(root / "step-1", trained, durable=False)
+
+        with closing_fails(name, dist.get_rank() == rank):
+            errors = [error_text(call)]
+        return [*errors, error_text(call)]
+
+
+class ClosingTest(InFolder):
+    @parameterized.expand(
+        [
+            (wrapper, name, rank, in_background)
+            for wrapper, name, rank in (
+                ("FSDP2", "optim.safetensors", 0),
+                ("FSDP2", "model.safetensors", 1),
+                ("FSDP2 x TP", "optim.safetensors", 1),
+                ("FSDP2", "optim.safetensors.sums", 0),
+                ("FSDP2", "fsdp_optim.json", 0),
+            )
+            for in_background in (False, True)
+        ]
+    )
+    def test_a_full_disk(self, wrapper: str, name: str, rank: int, in_background: bool) -> None:
+        found = run_on_ranks(save_and_fail, 2, self.root, wrapper, name, rank, in_background)
+        first, second = zip(*found, strict=True)
+        check_refused("full", first, "CheckpointError", name, os.strerror(errno.EDQUOT))
+        check_same("the next", second, (("", ""),) * 2)
+        check_files(self.path, oracle_after(STEPS))
+        self.check_only("step-1")
 
 
 # ------------------------------------------------------------------------------------------ what nobody wrote

@@ -169,7 +169,9 @@ class DamageTest(unittest.TestCase):
     """Has a copy of a good checkpoint to damage."""
 
     def setUp(self) -> None:
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory(prefix="fsdp_optim_safety_")))
+        folder = tempfile.TemporaryDirectory(prefix="fsdp_optim_safety_")
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
 
     def copy(self, kind: str = "whole", name: str = "damaged") -> Path:
         return Path(shutil.copytree(good(kind), self.root / name, symlinks=True))

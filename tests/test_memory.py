@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
+import itertools
+import math
+import mmap
+import os
 import unittest
 import unittest.mock
 import weakref
@@ -70,12 +75,47 @@ class SlabsTest(unittest.TestCase):
         slabs.empty((numel,), torch.float32, CPU)
         self.assertIsNone(slabs._slab)
 
+    def test_a_kernel_that_refuses_the_advice(self) -> None:
+        class Refuses(mmap.mmap):
+            def madvise(self, *_: int) -> None:  # type: ignore[override]
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        with unittest.mock.patch.object(mmap, "mmap", Refuses):
+            tensor = Slabs().empty((1 << 18,), torch.float32, CPU).fill_(1)
+        self.assertEqual(float(tensor.sum()), float(1 << 18))
+
     def test_without_huge_pages(self) -> None:
         with unittest.mock.patch.object(memory, "_madvise", return_value=None):
             slabs = Slabs()
             tensor = slabs.empty((1 << 18,), torch.float32, CPU).fill_(1)
         self.assertIsNone(slabs._slab)
         self.assertEqual(float(tensor.sum()), float(1 << 18))
+
+
+class PiecesTest(unittest.TestCase):
+    @parameterized.expand(itertools.product(((5,), (4, 3), (2, 3, 4), (1, 7), (3, 1, 2), (0, 3)), (1, 2, 3, 5, 7, 100)))
+    def test_row_after_row(self, shape: tuple[int, ...], most: int) -> None:
+        whole = torch.arange(math.prod(shape)).reshape(shape)
+        for order in itertools.permutations(range(len(shape))):
+            # the same values, laid out in another order of dimensions
+            value = whole.permute(order).contiguous().permute(tuple(map(order.index, range(len(shape)))))
+            self.assertTrue(torch.equal(value, whole))
+            found, at = [], 0
+            for start, piece in memory.pieces(value, most):
+                self.assertEqual((start, piece.dim()), (at, 1))
+                self.assertTrue(len(piece) <= most or value.is_contiguous())
+                found.append(piece)
+                at += len(piece)
+            check_same("elements", torch.cat([torch.empty(0, dtype=whole.dtype), *found]), whole.reshape(-1))
+
+    def test_no_copy_where_it_is_contiguous(self) -> None:
+        value = torch.zeros(4, 5)
+        ((start, piece),) = memory.pieces(value, 3)
+        self.assertEqual((start, piece.data_ptr(), piece.numel()), (0, value.data_ptr(), 20))
+
+    def test_every_second_column(self) -> None:
+        value = torch.arange(40).reshape(4, 10)[:, ::2]
+        check_same("elements", torch.cat([piece for _, piece in memory.pieces(value, 7)]), value.reshape(-1).clone())
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def test_windows_of_the_local_tensors_make_up_every_copy(pair: tuple[Layout, Lay
             for start in range(0, max(address[side] for address in whole) + 1, width):
                 for piece in part(copy, start, start + width):
                     its = oracle.addresses(piece)
-                    assert its and len(piece.sizes) == len(piece.source_strides) == len(piece.target_strides) > 0
+                    assert its
+                    assert len(piece.sizes) == len(piece.source_strides) == len(piece.target_strides) > 0
                     assert all(0 <= address[side] < width for address in its)
                     assert (piece.fqn, piece.source_rank, piece.target_rank) == (
                         copy.fqn,

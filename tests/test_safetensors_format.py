@@ -278,7 +278,9 @@ def check_content(folder: Path, model: str) -> None:
 
 class FormatTest(unittest.TestCase):
     def setUp(self) -> None:
-        self.root = Path(self.enterContext(_temporary()))
+        folder = _temporary()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
 
     def saved(self, world_size: int, wrapper: str, model: str, **options: Any) -> Path:
         run_on_ranks(save_trained, world_size, self.root / "saved", wrapper, model, **options)

@@ -115,13 +115,14 @@ def write_file(path: Path, data: bytes, *, durable: bool) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from error
     try:
-        write_all(fd, path, [memoryview(data)], 0)
-        if durable:
-            os.fsync(fd)
+        try:
+            write_all(fd, path, [memoryview(data)], 0)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)  # some file systems tell of a full disk only now
     except OSError as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from error
-    finally:
-        os.close(fd)
 
 
 def sync_file(path: Path) -> None:
