@@ -70,14 +70,21 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
 
 def touch_free_memory() -> None:
     """Touch most of what is free once: memory that a virtual machine's host has not given yet costs whoever gets it first."""
-    available = next(
-        line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")
-    )
-    nbytes = int(available.split()[1]) * 1024 * 3 // 4 // mmap.PAGESIZE * mmap.PAGESIZE
+    nbytes = _available() * 3 // 4 // mmap.PAGESIZE * mmap.PAGESIZE
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, nbytes, mmap.PAGESIZE):
             memory[at] = 1
+
+
+def _available() -> int:
+    """Bytes of memory that this process may still take."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    available = int(line.split()[1]) * 1024
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(available, 0)
 
 
 def _reset_peak() -> int:

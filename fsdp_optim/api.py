@@ -280,7 +280,8 @@ def save(
         durable: return when the bytes are on the disk, not only on their way.
         keep_last: remove older complete checkpoints in the same folder, until there are so many.
         allow_pickle: pickle what is neither JSON nor tensor in the extras; else it is refused by name.
-        progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves.
+        progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves, and
+            lines in the log elsewhere.
 
     Raises (the same on all ranks):
         CheckpointError: the path is taken, or cannot be written; names the file.

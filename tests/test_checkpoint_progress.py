@@ -98,13 +98,15 @@ def logged() -> Iterator[list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("fsdp_optim")
-    level = log.level
+    level, propagates = log.level, log.propagate
     log.setLevel(logging.INFO)
+    log.propagate = False  # the worker may have a handler that writes, from another test
     log.addHandler(handler)
     try:
         yield messages
     finally:
         log.removeHandler(handler)
+        log.propagate = propagates
         log.setLevel(level)
 
 
@@ -242,7 +244,7 @@ def show_failure(root: Path, verb: str) -> tuple[str, Shown]:
         if isinstance(file, int) and "optim" in os.readlink(f"/proc/self/fd/{file}") and next(writes) > 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with as_if_long(), Screen(True) as screen, before_writes(fail) if verb == "save" else contextlib.nullcontext():
+    with as_if_long(), logged(), Screen(True) as screen, before_writes(fail) if verb == "save" else contextlib.nullcontext():
         options = {"bucket_nbytes": BUCKET, **({"overwrite": True} if verb == "save" else {})}
         kind, _ = error_text(lambda: getattr(fsdp_optim, verb)(root / "now", model, optim, **options))
     return kind, Shown(screen.text, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,14 +41,14 @@ class Before:
             (one, _Kept(one) if isinstance(one, torch.optim.Optimizer) else one.state_dict()) for one in optims
         ]
 
-    def put_back(self) -> None:
-        """Undo what was loaded. Raises nothing: it is called where something has gone wrong already."""
-        for one, had in self._optims:
+    def put_back(self, number: int | None = None) -> None:
+        """Undo what was loaded, into the first `number` of them. Raises nothing: something has gone wrong already."""
+        for one, had in self._optims[:number]:
             try:
                 if isinstance(had, _Kept):
                     had.put_back()
                 else:
-                    one.load_state_dict(had)
+                    _Load.of(one, had).run()
             except Exception:
                 log.exception("an optimizer (%s) could not be given back what it had", type(one).__name__)
 
@@ -79,22 +80,30 @@ def load(
     shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     keep: Sequence[str] = (),
 ) -> Incompatible:
-    """As `optim.load_state_dict(shard)`, but nothing is cast; several optimizers take a list of shards."""
+    """As `optim.load_state_dict(shard)`, but nothing is cast; several optimizers take a list of shards.
+
+    Where one of them fails, those that were loaded get back what they had.
+    """
     if shard is None:
         raise StateError(
             "there is no shard to load, but None: give what get_shard_from_optim_state_dict or scatter returned"
         )
-    optims = list(optim) if isinstance(optim, (list, tuple)) else [optim]
+    optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
         raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
-    kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]  # type: ignore[arg-type]
-    before = Before(optims)  # type: ignore[arg-type]
+    kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]
+    loads = [
+        _Load.of(one, {**its, "param_groups": groups}) for one, its, groups in zip(optims, shards, kept, strict=True)
+    ]
+    before = Before(optims)
+    begun = 0
     try:
-        for one, its, groups in zip(optims, shards, kept, strict=True):
-            _load(one, {**its, "param_groups": groups})  # type: ignore[arg-type]
+        for one in loads:
+            begun += 1
+            one.run()
     except BaseException:
-        before.put_back()
+        before.put_back(begun)
         raise
     first = shards[0] if shards else {}
     return Incompatible(tuple(getattr(first, "missing", ())), tuple(getattr(first, "extra", ())))
@@ -115,38 +124,51 @@ def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[
     return groups
 
 
-def _load(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
-    params = _params_by_id(optim, shard)
-    cast = {
-        (local_id, name): value
-        for local_id, values in shard["state"].items()
-        for name, value in values.items()
-        if local_id in params and name != "step" and _would_change(params[local_id], value)
-    }
-    if cast and not isinstance(getattr(optim, "state", None), Mapping):
-        (local_id, name), value = next(iter(cast.items()))
-        raise StateError(
-            f"{name} of local parameter {local_id} is a {getattr(value, 'dtype', type(value).__name__)}, its parameter "
-            f"{params[local_id].dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` to put "
-            "it into as it is"
-        )
-    # torch never sees the values that it would change; they are put in afterwards, in the saved order.
-    uncast = {
-        local_id: {name: value for name, value in values.items() if (local_id, name) not in cast}
-        for local_id, values in shard["state"].items()
-    }
-    optim.load_state_dict({**shard, "state": uncast})
-    for local_id in dict.fromkeys(local_id for local_id, _ in cast):
-        param = params[local_id]
-        live: dict[str, Any] = optim.state[param]  # type: ignore[attr-defined]
-        loaded = dict(live)
-        live.clear()
-        for name in shard["state"][local_id]:
-            if (local_id, name) in cast:
-                value = cast[local_id, name]
-                live[name] = _moved(value, param.device)
-            else:
-                live[name] = loaded[name]
+@dataclass(frozen=True)
+class _Load:
+    """An optimizer and a dict for it, of which torch never sees the values that it would change: they are put in afterwards."""
+
+    optim: LoadableOptimizer
+    shard: Mapping[str, Any]
+    params: Mapping[Any, torch.Tensor]
+    cast: Mapping[tuple[Any, str], Any]
+
+    @classmethod
+    def of(cls, optim: LoadableOptimizer, shard: Mapping[str, Any]) -> _Load:
+        """Raises StateError where it cannot be loaded. Nothing is changed yet."""
+        params = _params_by_id(optim, shard)
+        cast = {
+            (local_id, name): value
+            for local_id, values in shard["state"].items()
+            for name, value in values.items()
+            if local_id in params and name != "step" and _would_change(params[local_id], value)
+        }
+        if cast and not isinstance(getattr(optim, "state", None), Mapping):
+            (local_id, name), value = next(iter(cast.items()))
+            raise StateError(
+                f"{name} of local parameter {local_id} is a {getattr(value, 'dtype', type(value).__name__)}, its parameter "
+                f"{params[local_id].dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` to put "
+                "it into as it is"
+            )
+        return cls(optim, shard, params, cast)
+
+    def run(self) -> None:
+        """Load it, in the saved order of values."""
+        uncast = {
+            local_id: {name: value for name, value in values.items() if (local_id, name) not in self.cast}
+            for local_id, values in self.shard["state"].items()
+        }
+        self.optim.load_state_dict({**self.shard, "state": uncast})
+        for local_id in dict.fromkeys(local_id for local_id, _ in self.cast):
+            param = self.params[local_id]
+            live: dict[str, Any] = self.optim.state[param]  # type: ignore[attr-defined]
+            loaded = dict(live)
+            live.clear()
+            for name in self.shard["state"][local_id]:
+                if (local_id, name) in self.cast:
+                    live[name] = _moved(self.cast[local_id, name], param.device)
+                else:
+                    live[name] = loaded[name]
 
 
 def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
