@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from torch import nn
 from wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 
 import fsdp_optim
+from fsdp_optim.formats import folder
 from fsdp_optim.testing import run_on_ranks
 
 WRITES = ("pwrite", "pwritev", "write", "fsync", "fdatasync", "rename", "replace")
@@ -506,6 +508,38 @@ class KeepTest(InFolder):
         (self.root / "folder").mkdir()
         (self.root / "file").write_text("")
         self.assertIsNone(fsdp_optim.latest(str(self.root)))
+
+    def test_a_listing_made_while_a_folder_is_renamed(self) -> None:
+        """It may have neither the old name nor the new one."""
+        self.save("step-10")
+        real, calls = Path.iterdir, itertools.count()
+
+        def torn(path: Path) -> Iterator[Path]:
+            is_torn = path == self.root and next(calls) < 5
+            return (entry for entry in real(path) if not (is_torn and entry.name == "step-10"))
+
+        names = iter([["step-10.old-0123456789abcdef"]])
+        with (
+            mock.patch.object(Path, "iterdir", torn),
+            mock.patch.object(os, "listdir", side_effect=lambda path: next(names, ["step-10"])),
+        ):
+            self.assertEqual(fsdp_optim.latest(self.root), self.root / "step-10")
+
+    def test_between_two_names(self) -> None:
+        """A checkpoint that is being replaced is there again a moment later."""
+        self.save("step-10")
+        saving = self.root / "step-10.saving-0123456789abcdef"
+        (self.root / "step-10").rename(saving)
+        moments = itertools.count()
+
+        def later(seconds: float) -> None:
+            if next(moments) == 2:
+                saving.rename(self.root / "step-10")
+
+        with mock.patch.object(folder.time, "sleep", later):
+            found = folder.existing(self.root / "step-10")
+        self.assertEqual(found, self.root / "step-10")
+        self.assertTrue((found / "fsdp_optim.json").exists())
 
     @parameterized.expand(("no marker", "a broken marker", "a file is missing", "a file is cut", "still being saved"))
     def test_latest_is_complete(self, case: str) -> None:

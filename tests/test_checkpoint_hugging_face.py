@@ -37,6 +37,10 @@ MODELS = (
     "resnet, with buffers",
 )
 WRAPPED_IN = ("FSDP2", "fairscale flat", "fairscale non-flat", "FSDP1 flat", "plain")
+IN_EVERY_WRAPPER = (
+    "gpt2, tied",
+    "resnet, with buffers",
+)  # the files are the same whatever wrote them: see test_checkpoint
 SMALL = 3000  # bytes of one file, where a model is split
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
 
@@ -117,7 +121,7 @@ def ties_of(model: nn.Module) -> list[list[str]]:
 CASES = [
     (name, wrapper, how)
     for name, wrapper, how in itertools.product(MODELS, WRAPPED_IN, ("whole", "split"))
-    if not ("bfloat16" in name and "fairscale" in wrapper)  # which wants parameters in float32
+    if wrapper == "FSDP2" or name in IN_EVERY_WRAPPER
 ]
 
 
@@ -250,7 +254,7 @@ class HuggingFaceTest(unittest.TestCase):
     @parameterized.expand(("FSDP2", "fairscale flat"))
     def test_a_config_beside_it_is_no_damage(self, wrapper: str) -> None:
         self.problems()
-        self.pool.run(resume_beside_config, 2, self.root, "llama, tied", wrapper)
+        self.pool.run(resume_beside_config, 2, self.root, "gpt2, tied", wrapper)
 
     @parameterized.expand(("whole", "split"))
     def test_what_they_have_saved_is_refused(self, how: str) -> None:

@@ -40,7 +40,7 @@ import fsdp_optim
 
 WORLD = 2
 MOMENTS = 20
-ONE_DIES = (1, 5, 6, 10, 12, 17)  # of the moments; otherwise all die
+ONE_DIES = (1, 6, 12, 17)  # of the moments; otherwise all die
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead
 SHORT_PATIENCE = 3.0  # the same, where ranks begin to save together
 AT_ONCE = 14  # pairs of ranks

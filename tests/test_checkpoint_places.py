@@ -30,7 +30,7 @@ from fsdp_optim.verbs import background, runs
 from fsdp_optim.verbs import save as save_verb
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
-BUCKETS = (1 << 26, 4096, 64)
+BUCKETS = (1 << 26, 64)
 
 
 # ------------------------------------------------------------------------------------------ by way of the host
@@ -305,7 +305,7 @@ class ClosingTest(InFolder):
 
 def save_all_but_one(path: Path, checksums: bool) -> tuple[str, str]:
     """Rank 1 loses a run on the way."""
-    from fsdp_optim.verbs.filing import Writer
+    from fsdp_optim.verbs.writing import Writer
 
     real = Writer.runs_of
 

@@ -244,7 +244,12 @@ def show_failure(root: Path, verb: str) -> tuple[str, Shown]:
         if isinstance(file, int) and "optim" in os.readlink(f"/proc/self/fd/{file}") and next(writes) > 4:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with as_if_long(), logged(), Screen(True) as screen, before_writes(fail) if verb == "save" else contextlib.nullcontext():
+    with (
+        as_if_long(),
+        logged(),
+        Screen(True) as screen,
+        before_writes(fail) if verb == "save" else contextlib.nullcontext(),
+    ):
         options = {"bucket_nbytes": BUCKET, **({"overwrite": True} if verb == "save" else {})}
         kind, _ = error_text(lambda: getattr(fsdp_optim, verb)(root / "now", model, optim, **options))
     return kind, Shown(screen.text, ())

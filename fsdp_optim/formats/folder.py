@@ -225,10 +225,15 @@ def _is_nothing(path: Path) -> bool:
 def existing(path: Path) -> Path:
     """Where the checkpoint of a path is: there, or aside where a save was killed between two renames."""
     path = Path(os.path.abspath(path))
-    if _is_nothing(path):
+    for _ in range(_ATTEMPTS):
+        if not _is_nothing(path):
+            return path
         for aside in _siblings(path, _OLD):
             if is_complete(aside):
                 return aside
+        if not any(_siblings(path, _SAVING)):
+            break
+        time.sleep(_AGAIN)  # it may be just between two names
     return path
 
 
@@ -248,13 +253,23 @@ def _read_complete(folder: Path) -> Marker | None:
 
 
 def complete_in(root: Path) -> list[Path]:
-    """The complete checkpoints in a folder, the oldest first."""
+    """The complete checkpoints in a folder, the oldest first.
+
+    A listing that is made while a folder is renamed may have neither name of it: it counts when the next one is the same.
+    """
     for _ in range(_ATTEMPTS):
+        before = _names_of(root)
         found, vanished = _scan(root)
-        if not vanished:
+        if not vanished and _names_of(root) == before:
             break
         time.sleep(_AGAIN)
     return [folder for *_, folder in sorted(found)]
+
+
+def _names_of(root: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        return set(os.listdir(root))
+    return set()
 
 
 def _scan(root: Path) -> tuple[list[tuple[int, str, Path]], bool]:

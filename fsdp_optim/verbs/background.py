@@ -22,7 +22,7 @@ from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.contents import Tensor
-from fsdp_optim.verbs.filing import Writer, staged
+from fsdp_optim.verbs.filing import staged
 from fsdp_optim.verbs.pending import SaveHandle, pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.runs import Runs, copied
@@ -37,6 +37,7 @@ from fsdp_optim.verbs.save import (
     write_extras,
 )
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
+from fsdp_optim.verbs.writing import Writer
 
 _DONE, _FAILED, _SEEN, _VERDICT = "done-", "failed-", "seen-", "verdict"
 _ROOM = 2048  # bytes, for why a rank failed

@@ -30,10 +30,11 @@ from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import read_callers
 from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
-from fsdp_optim.verbs.filing import File, Held, Move, Part, Writer, batches_of, cut_into_files, moves_of, staged
+from fsdp_optim.verbs.filing import File, Held, Move, Part, batches_of, cut_into_files, moves_of, staged
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
+from fsdp_optim.verbs.writing import Writer
 
 _LENGTH = 8  # bytes of a number in a note
 _BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several
