@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Series, run_in_turn, table, touch_free_memory
+from measure import Series, run_in_turn, table
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
@@ -287,7 +287,6 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--only", choices=["save", "load"], default=None)
     options = parser.parse_args()
-    touch_free_memory()
     header = ("call", "who", "median s", "range s", "time / plain", "most extra MiB on a rank")
     for world_size in options.worlds:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:

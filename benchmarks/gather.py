@@ -20,7 +20,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Series, run_in_turn, table, touch_free_memory
+from measure import Series, run_in_turn, table
 
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel
@@ -95,7 +95,6 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=["big", "small"])
     options = parser.parse_args()
-    touch_free_memory()
     rows = []
     for kind in options.models:
         for world_size in options.worlds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 MIB = 1 << 20
+_TOUCHED_NBYTES = 3 << 30  # by all ranks together, before each call
 
 
 @dataclass
@@ -42,7 +44,7 @@ def run_in_turn(
     series = {name: Series() for name in contestants}
     order = list(contestants.items())
     for index in range(rounds + 1):
-        order = [*order[1:], order[0]]  # nobody always comes after the same one
+        random.Random(index).shuffle(order)  # alike on all ranks; nobody always comes after the same one
         for name, call in order:
             before(name)
             seconds, extra = _measure(call)
@@ -57,6 +59,7 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
     ctypes.CDLL(None).malloc_trim(
         0
     )  # give back what the last contestant freed: each gets memory that nobody has touched
+    _touch(_TOUCHED_NBYTES // dist.get_world_size())
     before = _reset_peak()
     dist.barrier()  # all ranks begin together
     start = time.perf_counter()
@@ -68,23 +71,15 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
     return seconds, extra
 
 
-def touch_free_memory() -> None:
-    """Touch most of what is free once: memory that a virtual machine's host has not given yet costs whoever gets it first."""
-    nbytes = _available() * 3 // 4 // mmap.PAGESIZE * mmap.PAGESIZE
+def _touch(nbytes: int) -> None:
+    """Use some memory and give it back.
+
+    The host of a virtual machine takes free memory away after a while; who gets it next would pay for that.
+    """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         for at in range(0, nbytes, mmap.PAGESIZE):
             memory[at] = 1
-
-
-def _available() -> int:
-    """Bytes of memory that this process may still take."""
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-    available = int(line.split()[1]) * 1024
-    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return max(available, 0)
 
 
 def _reset_peak() -> int:
