@@ -220,8 +220,8 @@ def tidy(folder: Path, handles: list[Any]) -> None:
     while handles:
         handles.pop().wait()
     if dist.get_rank() == 0:
-        for name in ("plain", "plain-durable", "dcp", "dcp-durable", "fsdp1", "fairscale", "bare", "ours", "durable"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        for path in folder.iterdir():
+            shutil.rmtree(path)
 
 
 def last_saves(folder: Path) -> None:

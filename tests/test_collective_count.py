@@ -141,7 +141,7 @@ class CountTest(unittest.TestCase):
                 )
                 self.assertLessEqual(number, 40, f"{verb} on rank {rank}: {calls}")
 
-    @parameterized.expand(("FSDP1 flat", "fairscale flat"))
+    @parameterized.expand(("FSDP1 flat",))
     def test_calls_grow_with_the_buckets_only(self, kind: str) -> None:
         for rank, (one, eight) in enumerate(
             zip(run_on_ranks(counted, 4, kind, SomeBlocks), run_on_ranks(counted, 4, kind, SomeBlocks, 8), strict=True)

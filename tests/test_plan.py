@@ -16,8 +16,8 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
 from fsdp_optim.plan import Copy, part_from, part_into, plan, plan_into
 
-most = settings(max_examples=500, deadline=None, database=None)
-some = settings(max_examples=150, deadline=None, database=None)
+most = settings(max_examples=400, deadline=None, database=None)
+some = settings(max_examples=120, deadline=None, database=None)
 
 
 def arrays_of(source: Layout, target: Layout) -> tuple[oracle.Arrays, oracle.Arrays]:
