@@ -56,7 +56,7 @@ class Weights:
         missing = [fqn for fqn in picture.params if fqn not in stored]
         extra = [key for key in checkpoint.model if key not in used]
         _check_model(checkpoint, local, picture, stored, missing, extra, options.strict)
-        flats, slabs = {}, Slabs()  # their own: they go when the weights are installed
+        flats, slabs = {}, Slabs()  # their own: the state's stay with the optimizer, these do not
         for param in local.optim.params:
             first = stored.get(param.named.fqns[0]) if may_be_cast(param.handle.param) else None
             dtype = first.entry.dtype if first is not None else dtype_name(param.handle.weights().dtype)
