@@ -57,17 +57,12 @@ class LocalMemory:
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._size = flat.itemsize
-        self._memory = bytes_of(flat) if lies_on_host(flat) else None
-        self._on_device = flat.detach().view(torch.uint8) if self._memory is None else None
+        self._memory = bytes_of(flat) if lies_on_host(flat) else flat.detach().view(torch.uint8)
 
     def run(self, start: int, offset: int, numel: int) -> Run:
         """`numel` elements from `offset` on, which belong at byte `start`."""
-        first, last = offset * self._size, (offset + numel) * self._size
-        if self._memory is not None:
-            return Extent(start, self._memory[first:last])
-        if self._on_device is None:
-            raise ValueError("neither on the host nor on a device")
-        return DeviceRun(start, self._on_device[first:last])
+        part = self._memory[offset * self._size : (offset + numel) * self._size]
+        return DeviceRun(start, part) if isinstance(part, torch.Tensor) else Extent(start, part)
 
 
 @dataclass(frozen=True)
