@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -117,6 +117,19 @@ class NamedHandle:
     @property
     def placements(self) -> Mapping[str, Placement]:
         return {fqn: original.placement for fqn, original in zip(self.fqns, self.handle.originals, strict=True)}
+
+
+def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
+    """Refuse a model with parameters or buffers on the meta device: they have no memory to read or to fill.
+
+    Raises WrapperError that names the first of them and the way out.
+    """
+    on_meta = [fqn for named in handles if named.handle.param.is_meta for fqn in named.fqns]
+    if on_meta:
+        raise WrapperError(
+            f"{on_meta[0]}: on rank {rank} it is on the meta device, so it has no memory ({len(on_meta)} such parameters and "
+            "buffers): call model.to_empty(device=...) first, then load a checkpoint into it, or initialize it"
+        )
 
 
 @dataclass(frozen=True)

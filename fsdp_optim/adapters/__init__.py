@@ -59,7 +59,9 @@ class ModelReader:
     def _read(self, everyone: tuple[int, ...], name_of: NameOf | None) -> ModelView:
         tree = self._tree
         sharded = [handle for adapter in (fairscale, fsdp1, dtensor) for handle in adapter.handles(tree)]
-        rest = replicated.handles(tree, {id(handle.param) for handle in sharded}, everyone)
+        claimed = {id(handle.param) for handle in sharded}
+        _check_unclaimed(tree, claimed)
+        rest = replicated.handles(tree, claimed, everyone)
         naming = _Naming(tree, name_of)
         named = [naming.name(handle) for handle in (*sharded, *rest)]
         by_param = {id(n.handle.param): n for n in named}
@@ -109,6 +111,22 @@ class ModelReader:
             if ranks:
                 return tuple(sorted(ranks))
         return view.ranks
+
+
+def _check_unclaimed(tree: ModuleTree, claimed: set[int]) -> None:
+    """Refuse part of a wrapped model: what a wrapper has flattened or cut would pass for whole parameters.
+
+    Raises WrapperError.
+    """
+    for param, sites in tree.params():
+        if id(param) not in claimed:
+            for name, adapter in (("fairscale FSDP", fairscale), ("torch FSDP", fsdp1)):
+                if adapter.has_cut(param):
+                    raise WrapperError(
+                        f"{tree.fqn(*sites[0])}: {name} has flattened or cut this parameter (rank {_me()} holds shape "
+                        f"{list(param.shape)}), and the {name} module around it is not part of the {type(tree.root).__name__} "
+                        "that was given: pass the wrapped root instead of a module inside it"
+                    )
 
 
 def _me() -> int:

@@ -113,7 +113,10 @@ def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Pla
     splits = []
     for mesh_dim, placement in enumerate(placements):
         if placement.is_partial():
-            raise WrapperError(f"{fqn}: {placement} is a sum that is not made yet, which no optimizer state can follow")
+            raise WrapperError(
+                f"{fqn}: its placement is {placement}, so each rank holds only its part of a reduction: "
+                "redistribute it to Replicate or Shard first"
+            )
         if not placement.is_replicate():
             dim = getattr(placement, "dim", None)
             if dim is None:

@@ -23,12 +23,20 @@ if TYPE_CHECKING:
     from fairscale.nn.misc.flatten_params_wrapper import FlatParameter
 
 _MODULE = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
+_FLAT_MODULE = "fairscale.nn.misc.flatten_params_wrapper"
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 
 
 def is_wrapper_child(module: nn.Module, name: str) -> bool:
     """Whether `name` is where fairscale's wrappers keep the module that they wrap."""
     return name in WRAPPER_CHILDREN
+
+
+def has_cut(param: torch.Tensor) -> bool:
+    """Whether fairscale has cut a parameter into shards, or made this flat parameter."""
+    flat_module = sys.modules.get(_FLAT_MODULE)
+    is_flat = flat_module is not None and isinstance(param, flat_module.FlatParameter)
+    return is_flat or bool(getattr(param, "_is_sharded", False))
 
 
 def handles(tree: ModuleTree) -> Iterator[Handle]:

@@ -32,6 +32,11 @@ def is_wrapper_child(module: nn.Module, name: str) -> bool:
     return name in WRAPPER_CHILDREN
 
 
+def has_cut(param: torch.Tensor) -> bool:
+    """Whether torch FSDP has put a parameter into a flat parameter, or made this flat parameter."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
 def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
     """The global ranks of every unit: those that shard it and those that replicate it."""
     return (rank for unit in _units(tree) for rank in _replicas(unit, _handle_of(unit)))
@@ -81,13 +86,26 @@ def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[
     if mesh is not None and mesh.ndim == 2:
         # A group sorts its ranks, whatever their order in the mesh.
         return tuple(sorted((ranks_in_order(sorted(row)) for row in mesh.mesh.tolist()), key=lambda row: row[0]))
-    # Two plain groups tell only this rank's row and column. torch makes them as rows and columns of a grid.
-    column = dist.get_process_group_ranks(across)
+    return _grid(mine, sorted(dist.get_process_group_ranks(across)))
+
+
+def _grid(row: list[int], column: list[int]) -> tuple[Ranks, ...]:
+    """The shard groups of all replicas, from the shard group and the replicate group of this rank.
+
+    Two plain groups show only one row and one column of the grid. The other rows are assumed to be shifted copies of this
+    one, which is accepted only where they cover every rank of the job: then all ranks meet, and a rank whose row is no
+    such copy is noticed.
+
+    Raises WrapperError for all other groups.
+    """
     here = dist.get_rank()
-    replicas = tuple(ranks_in_order([rank - here + other for rank in mine]) for other in sorted(column))
-    if ranks_in_order(mine) not in replicas:
+    replicas = tuple(ranks_in_order([rank - here + other for rank in row]) for other in column)
+    if sorted(rank for replica in replicas for rank in replica) != list(range(dist.get_world_size())):
         raise WrapperError(
-            f"the shard groups of a unit on ranks {mine} and {sorted(column)} cannot be told: give it a device_mesh"
+            f"rank {here}: HYBRID_SHARD on the process groups {row} (shards) and {column} (replicas) does not show the shard "
+            f"groups of the other ranks; they are known only where all {dist.get_world_size()} ranks of the job form a grid "
+            "whose rows are shifted copies of each other: give FullyShardedDataParallel a device_mesh= with the dimensions "
+            "(replicate, shard) in place of process_group="
         )
     return replicas
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.state.supported import check_supported, check_values
 from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, key_of, kind_of
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
@@ -139,11 +140,7 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
 
 
 def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
-    if type(optim).__name__ == "LBFGS":
-        raise WrapperError(
-            "LBFGS keeps one history for all parameters together, in the state of the first one: it cannot be gathered by "
-            "parameter"
-        )
+    check_supported(optim)
     saved = optim.state_dict()
     missing = {"state", "param_groups"} - set(saved)
     if missing:
@@ -166,6 +163,8 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
                     "optimizer from the wrapped model's parameters(), and pass that same model"
                 )
             state = _state_of(saved["state"], local_id)
+            if state is not None:
+                check_values(named.fqns[0] if named.fqns else f"parameter {place} of group {index}", state)
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     params.sort(key=lambda p: p.local_id)
     unknown = set(saved["state"]) - {p.local_id for p in params}

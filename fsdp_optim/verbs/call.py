@@ -25,7 +25,7 @@ from fsdp_optim.state.values import Kind, Summary, key_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import BUCKET_NBYTES, Callers
 from fsdp_optim.transport.reports import exchange_reports
-from fsdp_optim.view import ModelView
+from fsdp_optim.view import ModelView, check_materialized
 
 Collect = Literal["wrapper", "all"]
 
@@ -89,6 +89,7 @@ class Local:
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
     """Read the model and the optimizer on this rank, without a word to the others."""
     view = reader.read(ranks, options.name_of)
+    check_materialized(view.handles, view.rank)
     if options.collect == "all":
         handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in view.handles)
         view = replace(view, handles=handles)

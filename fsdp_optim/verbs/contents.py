@@ -21,7 +21,7 @@ from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
 from fsdp_optim.verbs.gather import Part
 from fsdp_optim.verbs.opaque import gather_opaque
-from fsdp_optim.view import ModelView
+from fsdp_optim.view import ModelView, check_materialized
 
 WEIGHT = "weight"
 """A parameter is read as the state of an optimizer that has one value for each, of this name."""
@@ -76,6 +76,7 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) ->
     """The parameters and buffers of this rank's model, read as the state of an optimizer."""
     view = reader.read(ranks, options.name_of)
     buffers = reader.buffers(view, options.name_of)
+    check_materialized((*view.handles, *buffers), view.rank)
     handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers))
     order = (*view.order, *(fqn for named in buffers for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order)

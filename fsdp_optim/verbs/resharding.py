@@ -77,7 +77,7 @@ def _described(
         described[fqn] = {}
         for name, value in values.items():
             if is_sharded_value(value):
-                placement, parts[fqn, name] = read_sharded_value(fqn, value)
+                placement, parts[fqn, name] = read_sharded_value(f"{fqn}: {name}", value)
                 if placements.setdefault(fqn, placement) != placement:
                     raise StateError(f"{fqn}: {name} is sharded in another way than its other values: {placement}")
                 described[fqn][name] = torch.empty(tuple(value.size()), dtype=value.dtype, device="meta")

@@ -22,7 +22,7 @@ from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
 from fsdp_optim.verbs.resharding import is_sharded, reshard
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
-from fsdp_optim.view import ModelView
+from fsdp_optim.view import ModelView, check_materialized
 
 
 def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
@@ -54,6 +54,7 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
     view = ModelReader(model).read(name_of=options.name_of)
+    check_materialized(view.handles, view.rank)
     state = normalize(full, names_of_model(full, view))
     others = _may_be_elsewhere(view, state, options)
     return Local(view, expected_optimizer(view, state, others=others)), state

@@ -1,0 +1,59 @@
+"""Optimizers and state values that cannot be gathered, refused by name with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from fsdp_optim.errors import WrapperError
+
+
+def check_supported(optim: object) -> None:
+    """Refuse an optimizer of a class whose state does not belong to single parameters of this rank.
+
+    Raises WrapperError that names the class and the way out.
+    """
+    name = type(optim).__name__
+    if any(base.__name__ == "LBFGS" for base in type(optim).__mro__):
+        raise WrapperError(
+            f"{name} keeps one history for all parameters together, in the state of the first one: it cannot be gathered by "
+            "parameter"
+        )
+    if hasattr(optim, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, fairscale's OSS
+        raise WrapperError(
+            f"{name} distributes its state over the ranks by itself, by whole parameters: call its consolidate_state_dict() "
+            "and save its state_dict(), which is that of the unwrapped optimizer, or shard the model with FSDP and use an "
+            "ordinary optimizer"
+        )
+
+
+def check_values(fqn: str, state: Mapping[str, object]) -> None:
+    """Refuse state values that have no elements to gather: partial sums, and tensors on the meta device.
+
+    Raises WrapperError that names the parameter, the value and the way out.
+    """
+    for name, value in state.items():
+        for tensor in _tensors(value):
+            if tensor.is_meta:
+                raise WrapperError(
+                    f"{fqn}: {name} is on the meta device, so it has no elements: materialize the model and the optimizer first"
+                )
+            placements = getattr(tensor, "placements", ())
+            if any(placement.is_partial() for placement in placements):
+                raise WrapperError(
+                    f"{fqn}: {name} is a DTensor with placements {tuple(placements)}: each rank holds only its own part of a "
+                    "reduction (the norm of a DTensor is one), which is no value yet; store .full_tensor() of it, or "
+                    ".redistribute() it to Replicate or Shard, in the optimizer's state"
+                )
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
