@@ -143,8 +143,9 @@ def get_shard_from_optim_state_dict(
             then, and only then, all ranks have to call, and data moves between them.
 
     Returns:
-        The optimizer's own dict: local ids, the saved hyperparameters, state tensors on the parameters' devices in the
-        dtype they were saved in.
+        The optimizer's own dict, an ordinary one: local ids, the saved hyperparameters, state tensors on the parameters'
+        devices in the dtype they were saved in. Where `strict=False` left something out, it says what under "incompatible",
+        which `load_optim_state_dict` takes out and returns.
 
     Raises:
         StateError: the dict is not one of this model and optimizer: names the parameter and both numbers. Nothing was
@@ -157,7 +158,7 @@ def get_shard_from_optim_state_dict(
 def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:
     """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; behind fairscale's method."""
     made = shard.shard(model, None, full, Options(name_of=name_of))
-    return made if isinstance(made, Shard) else made[0]
+    return made if isinstance(made, dict) else made[0]
 
 
 def scatter_full_optim_state_dict(
@@ -201,6 +202,9 @@ def load_optim_state_dict(
 
     Returns:
         `missing` and `extra`, as `strict=False` found them; both empty otherwise.
+
+    Raises:
+        StateError: the shard is a full dict, or does not fit this optimizer. Nothing was changed.
     """
     return loading.load(optim, shard, keep)
 

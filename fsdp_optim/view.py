@@ -41,6 +41,7 @@ class Handle:
         synchronized: True where the wrapper itself keeps replicas equal; False: equality has to be checked.
         aliases: other (module, attribute) places of the originals, by position in `originals`.
         kept: gives this rank's elements where the wrapper keeps them elsewhere than in `param` at times.
+        skipped: True where the wrapper gives this rank no element and no gradient, so that an optimizer never has state for it.
     """
 
     param: torch.Tensor
@@ -51,6 +52,7 @@ class Handle:
     synchronized: bool = True
     aliases: tuple[tuple[int, nn.Module, str], ...] = ()
     kept: Callable[[], torch.Tensor] | None = None
+    skipped: bool = False
 
     def weights(self) -> torch.Tensor:
         """The parameter itself on this rank, in the form of its state values; shares its memory."""

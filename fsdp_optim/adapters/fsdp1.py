@@ -191,9 +191,10 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
         if handle.uses_sharded_strategy:
             placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
             local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
+            skipped = not local_shape[0]
             kept: Callable[[], torch.Tensor] | None = _part_of_chunk(handle, placement)
         else:
-            kept = None
+            kept, skipped = None, False
             placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
             local_shape = full_shape
         yield Handle(
@@ -206,6 +207,7 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
                 if (other.prim_module, other.prim_param_name) == (info.module, info.param_name)
             ),
             kept=kept,
+            skipped=skipped,
         )
 
 

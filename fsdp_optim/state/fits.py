@@ -23,6 +23,10 @@ class Fit:
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
 
+    def said(self) -> dict[str, list[str]]:
+        """The same as plain values, without what is empty."""
+        return {name: list(names) for name, names in vars(self).items() if names}
+
 
 def check_fits(
     full: FullState,

@@ -162,16 +162,11 @@ def _opaque(param: LocalParam, name: str, value: Any, rank: int) -> Any:
     return handle.from_placed(flat, place)
 
 
-class Shard(dict[str, Any]):
-    """An optimizer's own dict on one rank, and what `strict=False` found out.
+Shard = dict[str, Any]
+"""An optimizer's own dict on one rank: an ordinary dict, as code that compares types and restricted unpicklers want it."""
 
-    Attributes:
-        missing: FQNs that the optimizer has and the full dict has not; they keep the state that they have.
-        extra: FQNs that the full dict has and the optimizer has not; they are left out.
-    """
-
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
+INCOMPATIBLE = "incompatible"
+"""The key of a shard under which `strict=False` says what did not fit, for `load_optim_state_dict`; absent where all did."""
 
 
 def shard_dicts(
@@ -230,8 +225,10 @@ def _shard_dict(
         param_groups.append(
             {**kept, "params": list(ids), **({"param_names": list(names)} if names is not None else {})}
         )
-    shard = Shard(
-        {**{key: own(value) for key, value in extra.items()}, "state": dict(state), "param_groups": param_groups}
-    )
-    shard.missing, shard.extra = fit.missing, fit.extra
-    return shard
+    found = {INCOMPATIBLE: fit.said()} if fit.said() else {}
+    return {
+        **{key: own(value) for key, value in extra.items()},
+        "state": dict(state),
+        "param_groups": param_groups,
+        **found,
+    }

@@ -95,7 +95,7 @@ class _Live:
     @classmethod
     def of(cls, local: Local, wanted: Wanted) -> _Live:
         param: LocalParam | None = local.by_fqn.get(wanted.fqn)
-        if param is None or wanted.placement.shard_of(local.view.rank) is None:
+        if param is None or param.handle.skipped or wanted.placement.shard_of(local.view.rank) is None:
             return cls(wanted, None)
         if param.state is None or wanted.name not in param.state:
             raise CheckpointError(f"{wanted.fqn}: {wanted.name} was loaded and is not in the live optimizer")
@@ -187,7 +187,8 @@ class _Comparison:
 
 def _check_scalars(state: State, loaded: Local) -> None:
     for fqn, param in loaded.by_fqn.items():
-        for name, value in state.full.state.get(fqn, {}).items() if fqn not in state.fit.missing else ():
+        is_checked = fqn not in state.fit.missing and not param.handle.skipped
+        for name, value in state.full.state.get(fqn, {}).items() if is_checked else ():
             if is_scalar(value) and not (isinstance(value, torch.Tensor) and value.is_meta):
                 found = (param.state or {}).get(name)
                 if Scalar.of(found) != Scalar.of(value):

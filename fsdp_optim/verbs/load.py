@@ -10,7 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.local import OptimizerLike
+from fsdp_optim.memory import is_plain
+from fsdp_optim.state.classes import is_of_torch
+from fsdp_optim.state.local import RESERVED_KEYS, OptimizerLike
+from fsdp_optim.state.shard import INCOMPATIBLE
+from fsdp_optim.state.values import NO_EVIDENCE
 
 log = logging.getLogger("fsdp_optim")
 
@@ -92,6 +96,10 @@ def load(
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
         raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
+    found = shards[0].get(INCOMPATIBLE, {}) if shards else {}
+    shards = [{key: value for key, value in its.items() if key != INCOMPATIBLE} for its in shards]
+    for its_optim, its in zip(optims, shards, strict=True):
+        _refuse_full(its_optim, its)
     kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]
     loads = [
         _Load.of(one, {**its, "param_groups": groups}) for one, its, groups in zip(optims, shards, kept, strict=True)
@@ -105,8 +113,51 @@ def load(
     except BaseException:
         before.put_back(begun)
         raise
-    first = shards[0] if shards else {}
-    return Incompatible(tuple(getattr(first, "missing", ())), tuple(getattr(first, "extra", ())))
+    return Incompatible(**{name: tuple(names) for name, names in found.items()})
+
+
+_FULL_KEYS = RESERVED_KEYS - {"state", "param_groups"}
+
+
+def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
+    """A full dict has keys that no shard has. Where the parts of a parameter are in its optimizer, it would go in unnoticed."""
+    keys = sorted(_FULL_KEYS & set(shard))
+    names = [param for group in shard["param_groups"] for param in group["params"] if isinstance(param, str)]
+    if keys or names:
+        why = f"it has {keys[0]!r}" if keys else f"its groups list names such as {names[0]!r}"
+        there, here = (
+            sum(len(group["params"]) for group in one) for one in (shard["param_groups"], optim.param_groups)
+        )
+        raise StateError(
+            f"this is a full dict of {there} parameters ({why}), not this rank's part of one for an optimizer with {here}: "
+            f"{_WAYS_OUT}"
+        )
+
+
+_WAYS_OUT = (
+    "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
+    "scatter_full_optim_state_dict(model, optim, full, source_rank), and load what that returns"
+)
+
+
+def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
+    """Somebody else's full dict: whole values for parameters of which this rank has a part.
+
+    Other optimizers than torch's may keep values of another shape under the same names.
+    """
+    of_torch = is_of_torch(optim)
+    for local_id, values in shard["state"].items():
+        param = params.get(local_id)
+        for name, value in values.items():
+            if param is None or not is_plain(value) or not value.dim() or not NO_EVIDENCE.says_sharded(name):
+                continue
+            held = param.to_local() if hasattr(param, "to_local") else param
+            unlike = value.shape != held.shape
+            if (of_torch and (unlike or held is not param)) or (unlike and value.shape == param.shape):
+                raise StateError(
+                    f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "
+                    f"{list(held.shape)}. If this is a full dict: {_WAYS_OUT}"
+                )
 
 
 def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
@@ -137,6 +188,7 @@ class _Load:
     def of(cls, optim: LoadableOptimizer, shard: Mapping[str, Any]) -> _Load:
         """Raises StateError where it cannot be loaded. Nothing is changed yet."""
         params = _params_by_id(optim, shard)
+        _refuse_whole_values(optim, shard, params)
         cast = {
             (local_id, name): value
             for local_id, values in shard["state"].items()

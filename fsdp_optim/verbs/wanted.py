@@ -51,7 +51,8 @@ class Wanted:
         for param in self.local.optim.params:
             if param.state is not None and self.missing.issuperset(param.named.fqns):
                 state[param.local_id] = dict(param.state)
-        told = {fqn: self.summaries.get(p.local_id) for p in self.local.optim.params for fqn in p.named.fqns}
+        given = (param for param in self.local.optim.params if not param.handle.skipped)
+        told = {fqn: self.summaries.get(param.local_id) for param in given for fqn in param.named.fqns}
         log_summary("cut", told, {(i, name): flat for i, its in tensors.items() for name, flat in its.items()})
         return shard_dicts(self.local.optim, groups, extra, dict(sorted(state.items())), self.fit)
 
@@ -62,8 +63,8 @@ def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, s
     wanted: dict[int, Summary | None] = {}
     opaque: dict[int, Mapping[str, Any]] = {}
     for param in local.optim.params:
-        if missing.issuperset(param.named.fqns):
-            continue  # keeps its live state as it is
+        if missing.issuperset(param.named.fqns) or param.handle.skipped:
+            continue  # keeps its live state as it is; or is one that optimizers leave out on this rank
         summary = summary_for(param, summaries, missing, local.optim.evidence)
         wanted[param.local_id] = summary
         opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank)
