@@ -31,7 +31,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from test_safetensors_format import MARKER, check_folder
+from checkpoint_format import MARKER, check_folder
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from wrapping import Differs, Trained, adam, check_same, local_of
