@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import NameOf
+from fsdp_optim.formats.files import absolute
 from fsdp_optim.formats.folder import complete_in
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
@@ -272,7 +273,8 @@ def save(
     `bucket_nbytes`. The folder gets its name when all of it is written: a save that is killed leaves what was there before.
 
     Args:
-        path: the folder to make, on a file system that all ranks share.
+        path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
+            the lowest rank.
         model, optim: as for gather; several optimizers as a list; None: weights and buffers only.
         extra: values of the trainer (the lowest rank's count): JSON values, tuples, tensors, numpy arrays.
         per_rank_extra: the same, of each rank.
@@ -357,7 +359,9 @@ def load(
     shard, once, and `bucket_nbytes`.
 
     Args:
-        model, optim: as for save; `optim` None: weights and buffers only; both None: the extras only, on this process alone.
+        path: as for save. Where another save replaces it meanwhile, all that is loaded is of one checkpoint.
+        model, optim: as for save; `optim` None: weights and buffers only; both None: the extras only, on this process alone
+            (`process_group` then says which rank's `per_rank_extra`: that of this process's place in it).
         strict: refuse parameters that one side lacks. False: they stay as they are, and are listed in the result.
         keep: hyperparameters whose current values stay (`keep=("lr",)`).
         verify: compare checksums.
@@ -379,5 +383,6 @@ def load(
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The newest complete checkpoint in a folder of checkpoints; None where there is none. No communication."""
+    absolute(root)  # refuses what is no path
     found = complete_in(Path(root))
     return found[-1] if found else None

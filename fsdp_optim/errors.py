@@ -34,3 +34,7 @@ class RankTimeoutError(FsdpOptimError, TimeoutError):
 
 class CheckpointError(FsdpOptimError, OSError):
     """A checkpoint cannot be written, is not whole, or is not what was saved. The message names the file and the way out."""
+
+
+class ReplacedError(CheckpointError):
+    """A checkpoint was replaced by another one while it was read. What was read of it is not used."""

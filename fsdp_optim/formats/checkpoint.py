@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import read_extra
-from fsdp_optim.formats.files import check_name, read_into, read_whole, reading
+from fsdp_optim.formats.files import check_name
+from fsdp_optim.formats.folder import existing
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.formats.marker import FileInfo, Marker, read_marker
+from fsdp_optim.formats.marker import NAME, FileInfo, Marker, marker_in
+from fsdp_optim.formats.opened import OpenFolder
 
 MOST_INDEX_NBYTES = 1 << 28
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
+_LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a path that is given to another folder while this one is opened
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,15 @@ class StoredFile:
             return _SHORT_NBYTES
         return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // self.num_segments)
 
-    def table(self, folder: Path) -> Sums | None:
+    def table(self, folder: OpenFolder) -> Sums | None:
         """The table of checksums, read when it is needed: those of all files at once are large."""
         if self.sums is None:
             return None
         name = sums_of(self.name)
-        data = read_whole(folder, name, table_nbytes(self.num_segments))
+        data, path = folder.read_whole(name, table_nbytes(self.num_segments)), folder.path / name
         if hex_of(data) != self.sums:
-            raise CheckpointError(f"{folder / name}: is not what was saved: its checksum differs")
-        return Sums.parse(str(folder / name), data, self.header.data_nbytes)
+            raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+        return Sums.parse(str(path), data, self.header.data_nbytes)
 
 
 @dataclass(frozen=True)
@@ -66,18 +71,49 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors by key: those of the model, and those of the optimizer's state."""
+    """All tensors by key: those of the model, and those of the optimizer's state. To be closed after use.
 
-    folder: Path
+    `opened`: its folder, from which everything is read, whatever its path leads to meanwhile.
+    """
+
+    opened: OpenFolder
     marker: Marker
     model: Mapping[str, Stored]
     optim: Mapping[str, Stored]
+    _marker_version: tuple[int, ...] | None = None
     _last_table: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool) -> Checkpoint:
-        """Read the marker and all headers. Raises CheckpointError that names the file that is not as it was saved."""
-        marker = read_marker(folder)
+    def open(cls, path: Path, *, verify: bool) -> Checkpoint:
+        """Read the marker and all headers of the checkpoint of a path, looking again where another save replaces it meanwhile.
+
+        Raises CheckpointError that names the file that is not as it was saved.
+        """
+        for attempt in range(1, _LOOKS + 1):
+            where = existing(path)
+            try:
+                opened = OpenFolder(where)
+            except CheckpointError as error:
+                if not isinstance(error.__cause__, FileNotFoundError) or attempt == _LOOKS:
+                    raise
+                time.sleep(_AGAIN)  # it may be just between two names
+                continue
+            try:
+                return cls.opened_in(opened, verify=verify)
+            except BaseException as error:
+                replaced = isinstance(error, CheckpointError) and opened.was_replaced()
+                opened.close()
+                if not replaced:
+                    raise
+                if attempt == _LOOKS:
+                    raise _replaced(where) from error
+        raise CheckpointError(f"{path}: unreachable")
+
+    @classmethod
+    def opened_in(cls, opened: OpenFolder, *, verify: bool) -> Checkpoint:
+        """As `open`, of a folder that is open already."""
+        version = opened.version_of(NAME)
+        marker = marker_in(opened)
         found: dict[str, dict[str, Stored]] = {"model": {}, "optim": {}}
         for name, info in marker.files.items():
             if name.startswith("extra/") or name.endswith(".json"):
@@ -85,79 +121,122 @@ class Checkpoint:
             stem = name.split("-")[0].split(".")[0]
             if stem not in found:
                 raise CheckpointError(
-                    f"{folder}: the marker names {name}, which is neither the model's nor the optimizer's"
+                    f"{opened.path}: the marker names {name}, which is neither the model's nor the optimizer's"
                 )
-            file = _open_file(folder, name, info, verify=verify)
+            file = _open_file(opened, name, info, verify=verify)
             for entry in file.header.entries:
                 if entry.key in found[stem]:
-                    raise CheckpointError(f"{folder / name}: {entry.key} is in another file too")
+                    raise CheckpointError(f"{opened.path / name}: {entry.key} is in another file too")
                 found[stem][entry.key] = Stored(file, entry)
         for stem, tensors in found.items():
-            _check_index(folder, stem, marker, tensors, verify=verify)
-        return cls(folder, marker, found["model"], found["optim"])
+            _check_index(opened, stem, marker, tensors, verify=verify)
+        return cls(opened, marker, found["model"], found["optim"], version)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        self.opened.close()
+
+    @property
+    def folder(self) -> Path:
+        """Where it was opened."""
+        return self.opened.path
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What differs between two checkpoints; and, because it decides how tensors are read, the segments of their files."""
+        nums = {name: file.num_segments for name, file in self._files.items()}
+        return {"token": self.marker.said.get("token"), "checksum": self.marker.checksum, "segments": nums}
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError where another marker was written into this folder since it was opened.
+
+        A folder that lost its path or its files while they were open is as good as before.
+        """
+        version = self.opened.version_of(NAME)
+        if version is not None and version != self._marker_version:
+            raise _replaced(self.folder)
 
     def extra(self, name: str, *, verify: bool, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
         """The value in one of the extra files."""
         if name not in self.marker.files:
             raise CheckpointError(f"{self.folder}: the marker does not name {name}")
         info = self.marker.files[name]
-        return read_extra(self.folder, name, info, verify=verify, allow_pickle=allow_pickle, records=records)
+        with self._replacement_told():
+            return read_extra(self.opened, name, info, verify=verify, allow_pickle=allow_pickle, records=records)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
         """Fill memory from ranges of files' data sections, by file name; `did_read` hears of the bytes as they come."""
-        for name, its in extents.items():
-            file = self._files[name]
-            with reading(self.folder, name) as fd:
-                section = DataSection(fd, self.folder / name, file.offset, file.header.tensors_in)
-                read_extents(section, its, self._table(file), did_read)
+        with self._replacement_told():
+            for name, its in extents.items():
+                file = self._files[name]
+                sums = self._table(file)
+                section = DataSection(self.opened.file(name), self.folder / name, file.offset, file.header.tensors_in)
+                read_extents(section, its, sums, did_read)
+
+    def verified(self) -> Checkpoint:
+        """The same checkpoint, of which everything that is read is verified. It is closed with this one."""
+        with self._replacement_told():
+            return self.opened_in(self.opened, verify=True)
+
+    @contextmanager
+    def _replacement_told(self) -> Iterator[None]:
+        """What cannot be read because another save has put its checkpoint in this one's place is no damage."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.opened.was_replaced():
+                raise _replaced(self.folder) from error
+            raise
 
     def _table(self, file: StoredFile) -> Sums | None:
         """The table of a file; the last one is kept."""
         if file.name not in self._last_table:
             self._last_table.clear()
-            self._last_table[file.name] = file.table(self.folder)
+            self._last_table[file.name] = file.table(self.opened)
         return self._last_table[file.name]
-
-    @property
-    def nums_of_segments(self) -> Mapping[str, int]:
-        """What all ranks have to see alike besides the marker, because it decides how tensors are read."""
-        return {name: file.num_segments for name, file in self._files.items()}
 
     @cached_property
     def _files(self) -> Mapping[str, StoredFile]:
         return {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
 
 
-def _open_file(folder: Path, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
-    path = folder / name
-    with reading(folder, name) as fd:
-        nbytes = os.fstat(fd).st_size
-        if nbytes != info.nbytes:
-            raise CheckpointError(f"{path}: has {nbytes} bytes, {info.nbytes} were saved: it was cut short or changed")
-        prefix = bytearray(min(8, nbytes))
-        read_into(fd, path, [memoryview(prefix)], 0)
-        text = bytearray(length_of_header(str(path), bytes(prefix), nbytes))
-        read_into(fd, path, [memoryview(text)], 8)
-    if verify and hex_of(bytes(prefix + text)) != info.header:
+def _replaced(folder: Path) -> ReplacedError:
+    return ReplacedError(
+        f"{folder}: was replaced by another checkpoint again and again while it was loaded: load it when nobody saves to it"
+    )
+
+
+def _open_file(folder: OpenFolder, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
+    path, nbytes = folder.path / name, folder.size_of(name)
+    if nbytes != info.nbytes:
+        raise CheckpointError(f"{path}: has {nbytes} bytes, {info.nbytes} were saved: it was cut short or changed")
+    prefix = folder.read(name, 0, min(8, nbytes))
+    text = folder.read(name, 8, length_of_header(str(path), prefix, nbytes))
+    if verify and hex_of(prefix + text) != info.header:
         raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
     offset = 8 + len(text)
-    header = parse_header(str(path), bytes(text), nbytes - offset)
+    header = parse_header(str(path), text, nbytes - offset)
     if not verify or info.sums is None:
         return StoredFile(name, header, offset)
-    with reading(folder, sums_of(name)) as fd:
-        number = num_segments(f"{path}.sums", os.fstat(fd).st_size, header.data_nbytes)
+    number = num_segments(f"{path}.sums", folder.size_of(sums_of(name)), header.data_nbytes)
     return StoredFile(name, header, offset, info.sums, number)
 
 
-def _check_index(folder: Path, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:
+def _check_index(folder: OpenFolder, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:
     """Where a half is split, other tools read its index: it has to say what the files say."""
     if not any(name.startswith(f"{stem}-") for name in marker.files):
         return
     name = f"{stem}.safetensors.index.json"
-    path = folder / name
-    text = read_whole(folder, name, most_nbytes=MOST_INDEX_NBYTES)
+    path = folder.path / name
+    text = folder.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
     info = marker.files.get(name)
     if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hash_of, hex_of
 from fsdp_optim.formats.codec import Decoder, Encoder
-from fsdp_optim.formats.files import read_whole
 from fsdp_optim.formats.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo
+from fsdp_optim.formats.opened import OpenFolder
 from fsdp_optim.memory import dtype_name, dtype_named
 
 
@@ -38,7 +37,7 @@ def info_of(encoded: bytes) -> FileInfo:
 
 
 def read_extra(
-    folder: Path,
+    folder: OpenFolder,
     name: str,
     info: FileInfo,
     *,
@@ -47,7 +46,7 @@ def read_extra(
     records: Mapping[str, type] | None = None,
 ) -> Any:
     """The value in such a file. Raises CheckpointError where it is not what was saved."""
-    path, whole = folder / name, read_whole(folder, name, info.nbytes)
+    path, whole = folder.path / name, folder.read_whole(name, info.nbytes)
     length = length_of_header(str(path), whole, len(whole))
     data = whole[8 + length :]
     if verify and hex_of(whole[: 8 + length]) != info.header:

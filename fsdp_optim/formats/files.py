@@ -6,10 +6,8 @@ import ctypes
 import functools
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
@@ -26,38 +24,21 @@ def check_name(where: str, name: object) -> str:
     return name
 
 
-@contextmanager
-def reading(folder: Path, name: str) -> Iterator[int]:
-    """A file descriptor of a regular file of a checkpoint. Symbolic links are refused."""
-    path = folder / check_name(str(folder), name)
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A user's path, from the root. Raises CheckpointError for what no file system takes."""
     try:
-        if path.parent != folder and path.parent.is_symlink():
-            raise CheckpointError(f"{path.parent}: is a symbolic link; a checkpoint has none")
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from error
-    except OSError as error:
-        link = " (it is a symbolic link; a checkpoint has none)" if path.is_symlink() else ""
-        raise CheckpointError(f"{path}: cannot be read{link}: {error.strerror or error}") from error
+        text = os.fspath(path)
+    except TypeError as error:
+        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(path).__name__}") from error
+    if not isinstance(text, str):
+        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(text).__name__}: {text!r}")
+    if "\0" in text:
+        raise CheckpointError(f"{text!r}: a path cannot have a NUL character in it")
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointError(f"{path}: is not a regular file")
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def read_whole(folder: Path, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
-    """All of a small file; `nbytes`: what it has to have, `most_nbytes`: what it may have."""
-    with reading(folder, name) as fd:
-        size = os.fstat(fd).st_size
-        if nbytes is not None and size != nbytes:
-            raise CheckpointError(f"{folder / name}: has {size} bytes, {nbytes} were saved")
-        if most_nbytes is not None and size > most_nbytes:
-            raise CheckpointError(f"{folder / name}: has {size} bytes, {most_nbytes} at most make sense")
-        data = bytearray(size)
-        read_into(fd, folder / name, [memoryview(data)], 0)
-        return bytes(data)
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{text!r}: is not a path that this file system can have: {error.reason}") from error
+    return Path(os.path.abspath(text))
 
 
 def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:

@@ -139,7 +139,10 @@ def _check_free(path: Path, *, overwrite: bool) -> None:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
+    try:
+        return path.is_dir() and not any(path.iterdir())
+    except FileNotFoundError:  # it was given another name just now
+        return False
 
 
 def _failed(path: Path, what: str, error: OSError) -> CheckpointError:

@@ -11,8 +11,9 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.formats.files import check_name, read_whole
+from fsdp_optim.formats.files import check_name
 from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.opened import OpenFolder
 
 NAME = "fsdp_optim.json"
 _MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
@@ -33,10 +34,11 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint says of itself. `said`: all of it, as JSON values."""
+    """What a checkpoint says of itself. `said`: all of it, as JSON values; `checksum`: the hash of that, where it was read."""
 
     said: Mapping[str, Any]
     files: Mapping[str, FileInfo]
+    checksum: str = ""
 
     @classmethod
     def of(cls, said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> Marker:
@@ -55,14 +57,18 @@ def _canonical(said: Mapping[str, Any]) -> bytes:
 
 def read_marker(folder: Path) -> Marker:
     """The marker of a complete checkpoint. Raises CheckpointError for everything else."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder, so no checkpoint")
-    if not (folder / NAME).exists() and not (folder / NAME).is_symlink():
+    with OpenFolder(folder) as opened:
+        return marker_in(opened)
+
+
+def marker_in(folder: OpenFolder) -> Marker:
+    """As `read_marker`, of a folder that is open."""
+    if not folder.has(NAME):
         raise CheckpointError(
-            f"{folder}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
+            f"{folder.path}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
         )
-    path = folder / NAME
-    outer = parse_json(str(path), read_whole(folder, NAME, most_nbytes=_MOST_NBYTES))
+    path = folder.path / NAME
+    outer = parse_json(str(path), folder.read_whole(NAME, most_nbytes=_MOST_NBYTES))
     with distrusted(str(path)):
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:
@@ -75,7 +81,7 @@ def read_marker(folder: Path) -> Marker:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
         files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
         _check_said(said, files)
-        return Marker(said, files)
+        return Marker(said, files, checksum)
 
 
 def _check_said(said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -36,19 +35,19 @@ def check_bitwise(
     reader: ModelReader,
     optim: Optimizers | None,
     callers: Callers,
-    folder: Path,
+    loaded_from: Checkpoint,
     weights: Weights,
     state: State | None,
     options: LoadOptions,
 ) -> None:
-    """Read everything once more, by its checksums, and compare it with what the live model and optimizer hold.
+    """Read the whole checkpoint once more, by its checksums, and compare it with what the live model and optimizer hold.
 
     Called by all ranks. Raises CheckpointError on all of them where something differs, or was held by no rank.
     """
     failure = Failure()
     cast: list[str] = []
     try:
-        checkpoint = Checkpoint.open(folder, verify=True)
+        checkpoint = loaded_from.verified()
         model = weights_of(reader, callers.ranks, options.call)
         cast = [one.fqn for one in weights.wanted() if _is_cast(model, one)]
     except Exception as error:
@@ -76,7 +75,9 @@ def check_bitwise(
     told = exchange_reports(callers, b"%d" % compared, failure.error)
     total, expected = sum(map(int, told)), sum(one.wanted.nbytes for one in live)
     if total != expected:
-        raise CheckpointError(f"{folder}: {total} of {expected} bytes were found in the live model and optimizer")
+        raise CheckpointError(
+            f"{loaded_from.folder}: {total} of {expected} bytes were found in the live model and optimizer"
+        )
 
 
 def _on_any(callers: Callers, names: Sequence[str], failure: Failure) -> frozenset[str]:

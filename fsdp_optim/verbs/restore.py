@@ -6,15 +6,15 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
-from fsdp_optim.formats.folder import existing
+from fsdp_optim.formats.files import absolute
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
@@ -25,9 +25,12 @@ from fsdp_optim.verbs.load import Before, LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
 from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary, Restored
 from fsdp_optim.verbs.pending import pending
+from fsdp_optim.verbs.places import common_path
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.targets import State, Weights
 from fsdp_optim.verbs.unfiling import fetch
+
+_LOOKS = 2  # at a path that is given to another checkpoint while this one is loaded
 
 log = logging.getLogger("fsdp_optim")
 
@@ -39,21 +42,34 @@ def restore(
     options: LoadOptions,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
+    for _ in range(_LOOKS - 1):
+        try:
+            return _restore(path, model, optim, options)
+        except ReplacedError as error:  # on all ranks alike; what is at the path by now is as good
+            log.info("looking again: %s", error)
+    return _restore(path, model, optim, options)
+
+
+def _restore(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
+    options: LoadOptions,
+) -> Restored:
     if model is None:
         if optim is not None:
             raise StateError("an optimizer is loaded together with the model that it was built from: give model= too")
         pending.settle()
-        checkpoint = Checkpoint.open(existing(Path(path)), verify=options.verify)
-        return _extras(checkpoint, dist.get_rank() if dist.is_initialized() else 0, options)
+        with Checkpoint.open(absolute(path), verify=options.verify) as checkpoint:
+            return _extras(checkpoint, _position(options), options)
     (reader,), callers = read_callers([model], options.call, all_of_plain=True)
     call = (
         f"load({str(path)!r}, {'an' if optim is not None else 'no'} optimizer, strict={options.call.strict}, verify="
         f"{options.verify}, check={options.check!r}, keep={tuple(options.keep)})"
     )
-    with all_hear(callers):
+    with all_hear(callers), ExitStack() as stack:
         pending.settle()
-        checkpoint = Checkpoint.open(existing(Path(path)), verify=options.verify)
-        _check_same_checkpoint(callers, checkpoint)
+        checkpoint = stack.enter_context(_open_on_all(callers, path, options))
         weights = Weights.meet(reader, callers, checkpoint, options.call, call)
         state = State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
         restored = _extras(checkpoint, callers.position, options)
@@ -62,7 +78,13 @@ def restore(
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=callers.rank == callers.ranks[0]) as progress:
             nbytes = fetch(callers, checkpoint, wanted, failure, progress.up_to)
-            made = state.dict_of() if state is not None and failure.error is None else None
+            made = None
+            if failure.error is None:
+                try:
+                    checkpoint.check_unchanged()
+                    made = state.dict_of() if state is not None else None
+                except Exception as error:
+                    failure.note(error)
             agree(callers, b"read", failure.error, fatal=failure.fatal)
             progress.done()
         if optim is not None and made is not None:
@@ -71,8 +93,38 @@ def restore(
         reader.reshard()
         agree(callers, b"installed")
         if options.check == "bitwise":
-            check_bitwise(reader, optim, callers, checkpoint.folder, weights, state, options)
+            check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
     return _summarized(restored, checkpoint, weights, state, nbytes, callers, len(wanted))
+
+
+def _position(options: LoadOptions) -> int:
+    """Which rank's `per_rank_extra` this process gets: its place in the process group that was given, or in the job."""
+    group = options.call.process_group
+    if not dist.is_initialized():
+        return 0
+    position = dist.get_rank(group)
+    if position < 0:
+        raise WrapperError(f"rank {dist.get_rank()} is not in process_group=: it gets no per_rank_extra through it")
+    return position
+
+
+def _open_on_all(callers: Callers, path: str | os.PathLike[str], options: LoadOptions) -> Checkpoint:
+    """The same checkpoint on all ranks, open. They look again where it was replaced after some of them had opened it."""
+    where = common_path(callers, path)
+    for _ in range(_LOOKS):
+        checkpoint = Checkpoint.open(where, verify=options.verify)
+        alike = False
+        try:
+            alike = agree(callers, json.dumps(checkpoint.identity, sort_keys=True).encode())
+        finally:
+            if not alike:
+                checkpoint.close()
+        if alike:
+            return checkpoint
+    raise CheckpointError(
+        f"{where}: the ranks see different checkpoints there: it has to be on a file system that all ranks share, and nobody "
+        "may save to it again and again meanwhile"
+    )
 
 
 def _load_on_all(
@@ -124,14 +176,6 @@ def _summarized(
 
 def _each_once(*names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for some in names for name in some))
-
-
-def _check_same_checkpoint(callers: Callers, checkpoint: Checkpoint) -> None:
-    nums = json.dumps(sorted(checkpoint.nums_of_segments.items())).encode()
-    if not agree(callers, checkpoint.marker.encoded() + nums):
-        raise CheckpointError(
-            f"{checkpoint.folder}: the ranks see different checkpoints there: it has to be on a file system that all ranks share"
-        )
 
 
 def _extras(checkpoint: Checkpoint, position: int, options: LoadOptions) -> Restored:

@@ -19,7 +19,7 @@ from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
 from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extras import encode_extra, info_of
-from fsdp_optim.formats.files import sync_file, write_file
+from fsdp_optim.formats.files import absolute, sync_file, write_file
 from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
 from fsdp_optim.formats.folder import Staging, keep_newest
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
@@ -152,8 +152,8 @@ def _write(job: Job, writer: Writer, progress: Progress) -> Told:
 def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Job:
     """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet."""
     (reader,), callers = read_callers([model], options.call, all_of_plain=True)
-    where = Path(os.path.abspath(path))
     with all_hear(callers):
+        where = absolute(path)
         pending.settle()
         call = (
             f"save({str(path)!r}, overwrite={options.overwrite}, strategy={options.strategy!r}, max_file_size="
@@ -173,9 +173,10 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
                 strategy, groups = _strategy(staging.folder, options), _plain_groups(state) if state is not None else ""
                 if strategy == "in_place":
                     make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
-                content = json.dumps([str(staging.folder), strategy, groups]).encode()
+                content = json.dumps([str(where), str(staging.folder), strategy, groups]).encode()
             told = tell(callers, content, said=this_host(where).encode())
-            folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
+            # A relative path counts from the working directory of the rank that has made the folder.
+            leaders_path, folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
             if strategy == _BY_MACHINES:
                 strategy = "in_place" if told.alike else "per_rank_files"
                 if strategy == "in_place":
@@ -186,7 +187,7 @@ def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | No
             return Job(
                 callers,
                 options,
-                where,
+                Path(leaders_path),
                 Path(folder),
                 tuple(files),
                 tuple(moves_of(files, owners)),

@@ -1,0 +1,138 @@
+"""The folder of a checkpoint, held open: whatever happens to its path meanwhile, all that is read is of one checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.files import check_name, read_into
+
+_MOST_OPEN = 64  # files; the one that was used longest ago is closed for another
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+
+
+class OpenFolder:
+    """A folder and its files. Files stay open, so that they can still be read when another save has removed them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, int] = {}
+        try:
+            self._fd = os.open(path, _FOLDER)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointError(f"{path}: there is no such folder, so no checkpoint") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error
+
+    def __enter__(self) -> OpenFolder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder and of its files."""
+        self._close_files()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file, or anything else, of this name."""
+        try:
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR)  # what is wrong is said by who reads it
+        return True
+
+    def version_of(self, name: str) -> tuple[int, ...] | None:
+        """What differs when a file has been written again, or another has its name; None: it has gone."""
+        try:
+            found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        except OSError:
+            return None
+        return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def was_replaced(self) -> bool:
+        """Whether the path leads to another folder by now, or to none."""
+        try:
+            now, held = os.stat(self.path), os.fstat(self._fd)
+        except OSError:
+            return True
+        return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino)
+
+    def file(self, name: str) -> int:
+        """A file descriptor of a regular file, to be used before the next one is asked for. Symbolic links are refused."""
+        fd = self._files.pop(name, None)
+        if fd is None:
+            while len(self._files) >= _MOST_OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
+            fd = self._open(name)
+        self._files[name] = fd
+        return fd
+
+    def size_of(self, name: str) -> int:
+        """The bytes of a file."""
+        return os.fstat(self.file(name)).st_size
+
+    def read_whole(self, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
+        """All of a small file; `nbytes`: what it has to have, `most_nbytes`: what it may have."""
+        size = self.size_of(name)
+        if nbytes is not None and size != nbytes:
+            raise CheckpointError(f"{self.path / name}: has {size} bytes, {nbytes} were saved")
+        if most_nbytes is not None and size > most_nbytes:
+            raise CheckpointError(f"{self.path / name}: has {size} bytes, {most_nbytes} at most make sense")
+        return self.read(name, 0, size)
+
+    def read(self, name: str, start: int, nbytes: int) -> bytes:
+        """Some bytes of a file."""
+        try:
+            data = bytearray(nbytes)
+        except MemoryError as error:
+            raise CheckpointError(f"{self.path / name}: {nbytes} bytes do not fit into memory") from error
+        read_into(self.file(name), self.path / name, [memoryview(data)], start)
+        return bytes(data)
+
+    def _open(self, name: str) -> int:
+        path = self.path / check_name(str(self.path), name)
+        try:
+            fd = self._open_at(name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from error
+        except OSError as error:
+            link = next((one for one in (path.parent, path) if one != self.path and one.is_symlink()), None)
+            reason = "is a symbolic link; a checkpoint has none" if link is not None else error.strerror or error
+            raise CheckpointError(f"{link or path}: cannot be read: {reason}") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise CheckpointError(f"{path}: is not a regular file")
+        return fd
+
+    def _open_at(self, name: str) -> int:
+        try:
+            return self._open_inside(name)
+        except OSError as error:
+            if error.errno not in _TOO_MANY or not self._files:
+                raise
+        self._close_files()  # the process has few to spare
+        return self._open_inside(name)
+
+    def _open_inside(self, name: str) -> int:
+        folder, _, last = name.rpartition("/")
+        if not folder:
+            return os.open(name, _FILE, dir_fd=self._fd)
+        inside = os.open(folder, _FOLDER | os.O_NOFOLLOW, dir_fd=self._fd)
+        try:
+            return os.open(last, _FILE, dir_fd=inside)
+        finally:
+            os.close(inside)

@@ -1,0 +1,294 @@
+"""A path that is given to another checkpoint while it is loaded: all of one save comes back, on all ranks, never a mixture.
+
+Every value of save n is n, so that a mixture is seen wherever it is. The other checkpoint is put in place just before one of
+the loading rank's own system calls, each in turn, so that nothing depends on luck; one test races as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+import unittest
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from helpers_groups import Meeting
+from parameterized import parameterized
+from wrapping import Differs, Trained, check_same, cpu, error_text, local_of
+
+import fsdp_optim
+from fsdp_optim.formats import opened
+from fsdp_optim.testing import run_on_ranks
+
+CALLS = ("open", "stat", "fstat", "preadv")
+RACE = 1.0  # seconds
+
+
+def fill(one: Trained, number: int) -> None:
+    with torch.no_grad():
+        for param in one.params:
+            for tensor in (param, *one.optim.state[param].values()):
+                local_of(tensor).fill_(number)
+
+
+def values(one: Trained, restored: Any) -> list[float]:
+    """All the different numbers that a load gave."""
+    tensors = [tensor for param in one.params for tensor in (param, *one.optim.state[param].values())]
+    found = {float(v) for tensor in tensors for v in local_of(tensor).detach().flatten()}
+    return sorted(found | {float(restored["number"]), float(restored.per_rank["number"])})
+
+
+def save_two(root: Path, options: dict[str, Any]) -> None:
+    with cpu():
+        one = Trained("FSDP2" if dist.is_initialized() else "plain", steps=1)
+        for number in (1, 2):
+            fill(one, number)
+            extra = {"number": number}
+            given = {"extra": extra, "per_rank_extra": extra, "durable": False, "progress": False, **options}
+            fsdp_optim.save(root / f"save-{number}", one.model, one.optim, **given)
+
+
+class Place:
+    """A path that has save 1, and save 2 after `replace`, as an overwriting save does it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.path = root, root / "path"
+
+    def reset(self) -> None:
+        for folder in self.root.glob("path*"):
+            shutil.rmtree(folder)
+        shutil.copytree(self.root / "save-1", self.path)
+        shutil.copytree(self.root / "save-2", self.root / "path.saving-0123456789abcdef")
+
+    def replace(self) -> None:
+        old = self.root / "path.old-0123456789abcdef"
+        os.rename(self.path, old)
+        os.rename(self.root / "path.saving-0123456789abcdef", self.path)
+        shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def before_call(nth: int | None, act: Callable[[], None]) -> Iterator[list[int]]:
+    """Call `act` before the nth of this process's calls that look at files, from now on. Gives how many there were."""
+    count = [0]
+
+    def around(name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] - 1 == nth:
+                act()
+            return real(*args, **kwargs)
+
+        return mock.patch.object(os, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(around(name))
+        yield count
+
+
+def load_while_replaced(
+    root: Path, options: dict[str, Any], most_open: int, step: int, meeting: Meeting | None
+) -> dict[str, int]:
+    """What came of a load when the path was replaced before every `step`th of its calls, on each rank in turn."""
+    place, found = Place(root), Counter[str]()
+    alone = meeting is None
+    size, me = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
+
+    def together(value: Any) -> list[Any]:
+        return [value] if meeting is None else meeting.tell(value)
+
+    with cpu(), mock.patch.object(opened, "_MOST_OPEN", most_open):
+        target = Trained("plain" if alone else "FSDP2", steps=1)
+        for rank in range(size):
+            for nth in itertools.count(0, step):
+                fill(target, 9)
+                if me == 0:
+                    place.reset()
+                together(0)
+                got: list[Any] = []
+                with before_call(nth if me == rank else None, place.replace) as count:
+                    error = error_text(lambda: got.append(load(place.path, target, options)))  # noqa: B023
+                outcome = error[0] or str(values(target, got[0]))
+                outcomes = together(outcome)
+                found[outcome] += 1
+                if len(set(outcomes)) > 1 or outcome not in ("[1.0]", "[2.0]"):
+                    raise Differs(f"replaced before call {nth} of rank {rank}: {outcomes}: {error}")
+                if not together(count[0] > nth)[rank]:
+                    break
+    return dict(found)
+
+
+def load(path: Path, target: Trained, options: dict[str, Any]) -> Any:
+    given = {"progress": False, "timeout": 20.0, "process_group": target.process_group, **options}
+    return fsdp_optim.load(path, target.model, target.optim, **given)
+
+
+# (name, options of save, options of load, files that are kept open, every how manieth call)
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], int, int]] = [
+    ("verified", {}, {}, 64, 1),
+    ("not verified", {}, {"verify": False}, 64, 2),
+    ("without checksums", {"checksums": False}, {}, 64, 2),
+    ("compared", {}, {"check": "bitwise", "verify": False}, 64, 4),
+    ("few files open", {"max_file_size": 400}, {}, 2, 7),
+    ("few files open, not verified", {"max_file_size": 400}, {"verify": False}, 1, 7),
+]
+
+
+def all_cases(root: Path, slower: int) -> dict[str, dict[str, int]]:
+    found, meeting = {}, Meeting() if dist.is_initialized() else None
+    for what, saved, loaded, most_open, step in CASES:
+        folder = root / what
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            folder.mkdir()
+        save_two(folder, saved)
+        found[what] = load_while_replaced(folder, loaded, most_open, step * slower, meeting)
+    return found
+
+
+class ReplacedTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def check_found(self, found: dict[str, dict[str, int]]) -> None:
+        for what, outcomes in found.items():
+            self.assertEqual(set(outcomes), {"[1.0]", "[2.0]"}, (what, outcomes))
+
+    def test_one_rank(self) -> None:
+        self.check_found(all_cases(self.root, 1))
+
+    def test_two_ranks(self) -> None:
+        found = run_on_ranks(all_cases, 2, self.root, 8)
+        check_same("on all ranks", found[1], found[0])
+        self.check_found(found[0])
+
+    @parameterized.expand(((0,), (1,)))
+    def test_replaced_after_the_first_rank_has_opened_it(self, late: int) -> None:
+        run_on_ranks(save_two, 2, self.root, {})
+        self.assertEqual(run_on_ranks(open_one_after_the_other, 2, self.root, late), [[2.0], [2.0]])
+
+    def test_again_and_again(self) -> None:
+        """One clear error, which says so, where it never comes to rest."""
+        save_two(self.root, {"max_file_size": 100})
+        place, target = Place(self.root), Trained("plain", steps=1)
+        place.reset()
+        real = opened.OpenFolder.file
+
+        def replaced_first(folder: Any, name: str) -> int:
+            if name.startswith("model-"):
+                shutil.rmtree(place.path)
+                place.reset()
+            return real(folder, name)
+
+        with mock.patch.object(opened.OpenFolder, "file", replaced_first):
+            kind, text = error_text(lambda: load(place.path, target, {}))
+        self.assertIn(kind, ("ReplacedError", "CheckpointError"))
+        self.assertIn("was replaced", text)
+        self.assertIn(str(place.path), text)
+
+    def test_written_again_in_the_same_folder(self) -> None:
+        """A tool that copies into the folder, file by file: its marker is another one when all is read."""
+        save_two(self.root, {"checksums": False})
+        place, target = Place(self.root), Trained("plain", steps=1)
+        place.reset()
+
+        def copy_into() -> None:
+            for file in sorted((self.root / "save-2").rglob("*.*"), key=lambda file: file.name == "fsdp_optim.json"):
+                shutil.copy(file, place.path / file.relative_to(self.root / "save-2"))
+
+        with before_call(None, copy_into) as count:
+            load(place.path, target, {"verify": False})
+        found = Counter[str]()
+        for nth in range(0, count[0], 2):
+            place.reset()
+            fill(target, 9)
+            with before_call(nth, copy_into):
+                restored = load(place.path, target, {"verify": False})
+            found[str(values(target, restored))] += 1
+        self.assertEqual(set(found) - {"[1.0]", "[2.0]"}, set(), found)
+
+    @parameterized.expand((("verified", {}), ("not verified", {"verify": False})))
+    def test_in_a_race(self, _: str, options: dict[str, Any]) -> None:
+        save_two(self.root, {})
+        place, target = Place(self.root), Trained("plain", steps=1)
+        place.reset()
+        stop, found, replaced = threading.Event(), Counter[str](), [0]
+
+        def replace_on_and_on() -> None:
+            while not stop.is_set():
+                new = self.root / "path.saving-0123456789abcdef"
+                if not new.exists():
+                    shutil.copytree(self.root / f"save-{1 + replaced[0] % 2}", new)
+                place.replace()
+                replaced[0] += 1
+
+        thread = threading.Thread(target=replace_on_and_on)
+        thread.start()
+        timer = threading.Timer(RACE, stop.set)
+        timer.start()
+        try:
+            while not stop.is_set():
+                got: list[Any] = []
+                kind, text = error_text(lambda: got.append(load(place.path, target, options)))  # noqa: B023
+                if kind and "replaced" not in text and "no such folder" not in text:
+                    raise Differs(f"{kind}: {text}")
+                found[kind or str(values(target, got[0]))] += 1
+        finally:
+            stop.set()
+            thread.join()
+        self.assertGreater(replaced[0], 0)
+        self.assertGreater(found["[1.0]"] + found["[2.0]"], 0, found)
+        self.assertEqual(set(found) - {"[1.0]", "[2.0]", "ReplacedError", "CheckpointError"}, set(), found)
+
+    def test_nothing_stays_open(self) -> None:
+        save_two(self.root, {"max_file_size": 100})
+        target = Trained("plain", steps=1)
+        before = sorted(os.listdir("/proc/self/fd"))
+        load(self.root / "save-1", target, {"check": "bitwise"})
+        fsdp_optim.load(self.root / "save-1")
+        (self.root / "save-2" / "extra" / "common.safetensors").unlink()
+        self.assertEqual(error_text(lambda: load(self.root / "save-2", target, {}))[0], "CheckpointError")
+        self.assertEqual(sorted(os.listdir("/proc/self/fd")), before)
+
+
+def open_one_after_the_other(root: Path, late: int) -> list[float]:
+    """One rank opens the path when another checkpoint is there already."""
+    from fsdp_optim.formats.checkpoint import Checkpoint
+
+    meeting, place = Meeting(), Place(root)
+    real_open, opens = Checkpoint.open.__func__, itertools.count()  # type: ignore[attr-defined]
+
+    def open_checkpoint(cls: Any, path: Path, *, verify: bool) -> Any:
+        if next(opens):
+            return real_open(cls, path, verify=verify)
+        found = None if dist.get_rank() == late else real_open(cls, path, verify=verify)
+        meeting.tell(0)
+        if dist.get_rank() == late:
+            place.replace()
+            found = real_open(cls, path, verify=verify)
+        meeting.tell(0)
+        return found
+
+    with cpu(), mock.patch.object(Checkpoint, "open", classmethod(open_checkpoint)):
+        if dist.get_rank() == 0:
+            place.reset()
+        meeting.tell(0)
+        target = Trained("FSDP2", steps=1)
+        return values(target, load(place.path, target, {}))
+
+
+if __name__ == "__main__":
+    unittest.main()
