@@ -22,7 +22,7 @@ from fsdp_optim.transport.callers import BUCKET_NBYTES
 from fsdp_optim.verbs import background, gather, rekey, restore, scatter, shard, transfer
 from fsdp_optim.verbs import load as loading
 from fsdp_optim.verbs import save as saving
-from fsdp_optim.verbs.call import Collect, Options
+from fsdp_optim.verbs.call import Collect, OnReplicaMismatch, Options
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
 from fsdp_optim.verbs.load_options import Check, LoadOptions, Restored
 from fsdp_optim.verbs.pending import SaveHandle
@@ -40,6 +40,7 @@ def gather_full_optim_state_dict(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> FullDict | None:
     """The optimizer state per original parameter, as if the wrapper were not there. Called by all ranks of the model.
 
@@ -58,6 +59,9 @@ def gather_full_optim_state_dict(
         process_group: the ranks that make this call, where the model does not tell (None: all ranks of its wrappers).
         timeout: seconds to wait for ranks that do not come (None: 600).
         bucket_nbytes: see above.
+        on_replica_mismatch: what to do where ranks that hold the same part of a parameter have different state, because
+            nobody keeps them equal (norms beside tensor parallel layers): "error", or "lowest_rank", which takes that
+            of the lowest rank and says so in the log.
 
     Returns:
         On recipients a dict whose tensors are on the CPU, each with its own storage, in the dtype of the state; elsewhere
@@ -71,7 +75,14 @@ def gather_full_optim_state_dict(
         RankError: a rank failed, with its reason, or made another call.
         RankTimeoutError: a rank did not come; it is named.
     """
-    options = Options(collect, name_of, process_group, timeout, bucket_nbytes=bucket_nbytes)
+    options = Options(
+        collect,
+        name_of,
+        process_group,
+        timeout,
+        bucket_nbytes=bucket_nbytes,
+        on_replica_mismatch=on_replica_mismatch,
+    )
     return gather.gather(model, optim, recipient_rank, key_by, options)
 
 
@@ -85,6 +96,7 @@ def iter_full_optim_state(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """As `gather_full_optim_state_dict`, one parameter at a time, so that no rank ever holds the whole state.
 
@@ -92,7 +104,14 @@ def iter_full_optim_state(
     state), None elsewhere. Every rank of the model has to exhaust the iterator. A recipient holds at most
     `bucket_nbytes` of parameters (or one that is larger), and as much again while they move.
     """
-    options = Options(collect, name_of, process_group, timeout, bucket_nbytes=bucket_nbytes)
+    options = Options(
+        collect,
+        name_of,
+        process_group,
+        timeout,
+        bucket_nbytes=bucket_nbytes,
+        on_replica_mismatch=on_replica_mismatch,
+    )
     return gather.iterate(model, optim, recipient_rank, options)
 
 
@@ -220,13 +239,20 @@ def transfer_optim_state(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> None:
     """Load one live optimizer's state into another, in one job, whatever wraps their models.
 
     Called by all ranks of both models. Each byte moves once, straight to the rank that needs it: no rank holds more than
     its own shards and `bucket_nbytes`. The source is left unchanged. Raises as gather and scatter do.
     """
-    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, bucket_nbytes=bucket_nbytes)
+    options = Options(
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        bucket_nbytes=bucket_nbytes,
+        on_replica_mismatch=on_replica_mismatch,
+    )
     transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
 
 
@@ -266,6 +292,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> Saved:
     """Write one full checkpoint: a folder of safetensors files, which all ranks write at once, each its own bytes.
 
@@ -288,6 +315,7 @@ def save(
         allow_pickle: pickle what is neither JSON nor tensor in the extras; else it is refused by name.
         progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves, and
             lines in the log elsewhere.
+        on_replica_mismatch: as for gather.
 
     Raises (the same on all ranks):
         CheckpointError: the path is taken, or cannot be written; names the file.
@@ -315,6 +343,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory: training may go on and change it.
 
@@ -331,6 +360,7 @@ def _save_options(given: Mapping[str, Any]) -> SaveOptions:
         process_group=given["process_group"],
         timeout=given["timeout"],
         bucket_nbytes=given["bucket_nbytes"],
+        on_replica_mismatch=given["on_replica_mismatch"],
     )
     own = {f.name: given[f.name] for f in fields(SaveOptions) if f.name != "call"}
     return SaveOptions(call=call, **own)

@@ -235,6 +235,10 @@ class Placement(ABC):
         """One Placement for two groups of ranks that hold replicas, cut alike; None where they are cut differently."""
         return self if self == other else None
 
+    @abstractmethod
+    def on_lowest_ranks(self) -> Placement:
+        """The same shards, by the same numbers, each held by the lowest of its ranks only."""
+
     def gap(self) -> tuple[int, int] | None:
         """The first row-major range of elements that no rank holds; None when all are held."""
         return None
@@ -296,6 +300,9 @@ class Whole(Placement):
         if isinstance(other, Whole) and replace(other, on=self.on) == self:
             return replace(self, on=tuple(sorted({*self.on, *other.on})))
         return None
+
+    def on_lowest_ranks(self) -> Whole:
+        return replace(self, on=(min(self.on),)) if self.on else self
 
     def gap(self) -> tuple[int, int] | None:
         return None if self.on or not self.numel else (0, self.numel)
@@ -385,6 +392,9 @@ class FlatChunks(Placement):
         if not isinstance(other, FlatChunks) or self._cut != other._cut:
             return None
         return _join_replicas(self, other)
+
+    def on_lowest_ranks(self) -> FlatChunks:
+        return replace(self, replicas=(tuple(min(self.holders(shard)) for shard in range(self.num_shards)),))
 
     @property
     def _cut(self) -> tuple[object, ...]:
@@ -495,6 +505,13 @@ class MeshBoxes(Placement):
             return None
         return _join_replicas(self, other)
 
+    def on_lowest_ranks(self) -> MeshBoxes:
+        sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
+        ranks = [0] * self.num_shards
+        for shard, (place,) in enumerate(_places_by_shard(sizes, self._split_dims)):
+            ranks[place] = min(self.holders(shard))
+        return replace(self, mesh_shape=sizes, replicas=(ranks,))
+
     @property
     def _cut(self) -> tuple[object, ...]:
         return self.full_shape, self.mesh_shape, self.splits
@@ -576,6 +593,10 @@ class Boxes(Placement):
     @property
     def overlapping(self) -> bool:
         return self._overlapping
+
+    def on_lowest_ranks(self) -> Boxes:
+        lowest = {min(ranks) for _, ranks in self._shards}
+        return replace(self, by_rank=tuple(one for one in self.by_rank if one[0] in lowest))
 
     def gap(self) -> tuple[int, int] | None:
         missing: tuple[Box, ...] = (Box((0,) * len(self.shape), self.shape),) if self.numel else ()

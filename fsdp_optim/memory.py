@@ -16,6 +16,7 @@ from fsdp_optim.plan import Copy
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
 _IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; larger tensors than half of it have pages of their own
+_PIECE_NBYTES = 16 << 20
 _ALIGNMENT = 64  # bytes, as torch aligns tensors
 
 
@@ -113,6 +114,17 @@ def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Te
         piece = torch.empty(min(most_numel, value.numel() - start), dtype=value.dtype, device=value.device)
         _copy_elements(value, start, piece)
         yield start, piece
+
+
+def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements of a dense tensor in row-major order, as 1-D byte tensors on the CPU of at most 16 MiB each.
+
+    Tensors of equal shape and dtype come in the same pieces, however they lie in memory.
+    """
+    most_numel = max(_PIECE_NBYTES // value.itemsize, 1)
+    for _, flat in pieces(value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg(), most_numel):
+        for start in range(0, len(flat), most_numel):
+            yield flat[start : start + most_numel].cpu().view(torch.uint8)
 
 
 def _copy_elements(value: torch.Tensor, start: int, piece: torch.Tensor) -> None:

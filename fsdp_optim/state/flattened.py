@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.values import key_of
+from fsdp_optim.state.same import same
 
 
 def is_flattened(full: Mapping[str, Any]) -> bool:
@@ -29,7 +29,7 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
     for fqns in groups:
         known = [fqn for fqn in fqns if fqn in hyper]
         for fqn in known[1:]:
-            if key_of(hyper[fqn]) != key_of(hyper[known[0]]):
+            if not same(hyper[fqn], hyper[known[0]]):
                 raise StateError(
                     f"{known[0]} and {fqn} are in one param group of the optimizer, and have different hyperparameters in "
                     f"the full dict: {hyper[known[0]]} and {hyper[fqn]}"

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.state.same import Incomparable, key_of, same
 from fsdp_optim.state.supported import check_supported, check_values
-from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, key_of, kind_of
+from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, kind_of
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 RESERVED_KEYS = frozenset(
@@ -113,7 +114,7 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
     seen: set[str] = set()
     for index, part in enumerate(parts):
         for group_index, hyper in enumerate(part.groups):
-            _, members = groups.setdefault(key_of(hyper), (hyper, []))
+            _, members = groups.setdefault(_key_of_group(hyper, len(groups)), (hyper, []))
             for param in part.params:
                 if param.group_index == group_index:
                     if param.named.fqns[0] in seen:
@@ -129,7 +130,7 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
     extra: dict[str, Any] = {}
     for part in parts:
         for key, value in part.extra.items():
-            if key in extra and key_of(extra[key]) != key_of(value):
+            if key in extra and not same(extra[key], value):
                 raise WrapperError(
                     f"{key} is {extra[key]!r} in one of the {len(parts)} optimizers and {value!r} in another: a full dict has "
                     "one for all; gather them one by one"
@@ -137,6 +138,14 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
             extra[key] = value
     hypers = tuple(hyper for hyper, _ in groups.values())
     return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), extra, tuple(parts))
+
+
+def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:
+    """Equal for groups that can be one: those with a hyperparameter that cannot be compared stay apart."""
+    try:
+        return key_of(hyper)
+    except Incomparable:
+        return f"group {number}"
 
 
 def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:

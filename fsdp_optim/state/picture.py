@@ -10,12 +10,14 @@ import heapq
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.state.values import Odd, Summary
+
+_MOST_SHOWN = 200  # letters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,16 @@ class LiveParam:
 
 @dataclass(frozen=True)
 class RankReport:
-    """All that a rank tells: `call` (what it was asked to do), its parameters in order, its groups' hyperparameters."""
+    """All that a rank tells: `call` (what it was asked to do), its parameters in order, its groups' hyperparameters.
+
+    `extra`: the other keys of the optimizer's own dict.
+    """
 
     call: str
     order: tuple[str, ...] = ()
     params: tuple[LiveParam, ...] = ()
     groups: tuple[tuple[tuple[str, str], ...], ...] = ()
+    extra: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class Picture:
     params: Mapping[str, Param] = field(default_factory=dict)  # in the unwrapped model's order
     live: tuple[LiveParam, ...] = ()
     num_groups: int = 0
+    mismatched: tuple[str, ...] = ()  # of which replicas differ, so that only those of the lowest rank count
 
     @property
     def layout(self) -> Layout:
@@ -99,8 +106,10 @@ Told = Sequence[tuple[RankReport, tuple[int, ...]]]
 """Distinct reports, each with the ranks that gave it."""
 
 
-def draw(told: Told) -> Picture:
+def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     """Put the reports of all ranks together. The same on all ranks, errors too.
+
+    `take_lowest_rank`: where replicas differ, only those of the lowest rank count; else that is an error.
 
     Raises StateError when the ranks do not see one model with one state.
     """
@@ -114,10 +123,13 @@ def draw(told: Told) -> Picture:
             for position, fqn in enumerate(param.fqns):
                 seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks))
     order = _merge_orders([report.order for report, _ in told])
+    mismatched = tuple(fqn for fqn in order if fqn in seen and _replicas_differ(seen[fqn])) if take_lowest_rank else ()
+    lowest = frozenset(mismatched)
     return Picture(
-        params={fqn: _merge(seen[fqn]) for fqn in order if fqn in seen},
+        params={fqn: _merge(seen[fqn], take_lowest_rank=fqn in lowest) for fqn in order if fqn in seen},
         live=tuple(live),
         num_groups=len(told[0][0].groups),
+        mismatched=mismatched,
     )
 
 
@@ -144,14 +156,24 @@ def _check_groups(told: Told) -> None:
             raise StateError(
                 f"{_ranks(first_ranks)} has {len(first.groups)} param groups, {_ranks(ranks)} has {len(report.groups)}"
             )
-        for index, (mine, theirs) in enumerate(zip(first.groups, report.groups, strict=True)):
+        where = [f"param group {index}" for index in range(len(first.groups))]
+        for what, mine, theirs in zip(
+            (*where, "the optimizer's state_dict()"),
+            (*first.groups, first.extra),
+            (*report.groups, report.extra),
+            strict=True,
+        ):
             a, b = dict(mine), dict(theirs)
             for key in {**a, **b}:
                 if a.get(key) != b.get(key):
                     raise StateError(
-                        f"param group {index}: {key} is {a.get(key, 'absent')} on {_ranks(first_ranks)} and "
-                        f"{b.get(key, 'absent')} on {_ranks(ranks)}; set it alike on all ranks"
+                        f"{what}: {key} is {_short(a.get(key, 'absent'))} on {_ranks(first_ranks)} and "
+                        f"{_short(b.get(key, 'absent'))} on {_ranks(ranks)}; set it alike on all ranks"
                     )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _merge_orders(orders: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -184,7 +206,7 @@ def _as_people_count(fqn: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", fqn))
 
 
-def _merge(seen: list[_Seen]) -> Param:
+def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:
     """What several ranks say about one parameter, as one."""
     first = seen[0]
     for other in seen[1:]:
@@ -202,9 +224,13 @@ def _merge(seen: list[_Seen]) -> Param:
         variants = tuple({item.placement: item.live.summary for item in seen}.items())
         return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
     placement = _merge_placements(seen)
+    _check_all_holders_speak(first.fqn, placement, seen)
+    if take_lowest_rank:
+        placement = placement.on_lowest_ranks()
+        seen = [item for item in seen if not set(item.ranks).isdisjoint(placement.ranks)]
+        return Param(first.fqn, placement, first.live.group_index, _merge_summaries(placement, seen))
     summary = _merge_summaries(placement, seen)  # says more than the fingerprints do
     _check_replicas_are_equal(seen)
-    _check_all_holders_speak(first.fqn, placement, seen)
     return Param(first.fqn, placement, first.live.group_index, summary)
 
 
@@ -230,22 +256,40 @@ def _merge_placements(seen: list[_Seen]) -> Placement:
     return joined or first
 
 
-def _check_replicas_are_equal(seen: list[_Seen]) -> None:
-    """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
-    prints: dict[int, tuple[str, tuple[int, ...]]] = {}
+def _replicas(seen: list[_Seen]) -> Iterator[tuple[_Seen, _Seen]]:
+    """Every report of a shard, with the first report of the same shard."""
+    first: dict[int, _Seen] = {}
     for item in seen:
-        if not item.live.fingerprint:
-            continue
         for rank in item.ranks:
             shard = item.placement.shard_of(rank)
-            if shard is None:
-                continue
-            known, ranks = prints.setdefault(shard, (item.live.fingerprint, item.ranks))
-            if known != item.live.fingerprint:
-                raise StateError(
-                    f"{item.fqn}: its state differs between {_ranks(ranks)} and {_ranks(item.ranks)}, which hold the same "
-                    f"part of it, so they are not replicas{_NAME_OF}"
-                )
+            if shard is not None:
+                yield first.setdefault(shard, item), item
+
+
+def _alike(one: _Seen, other: _Seen) -> bool:
+    """Whether two reports have the same elements, as far as they say it."""
+    prints = {one.live.fingerprint, other.live.fingerprint} - {""}
+    return len(prints) < 2
+
+
+def _replicas_differ(seen: list[_Seen]) -> bool:
+    """Whether ranks that hold the same part of a parameter have other elements or scalars of its state."""
+    return len(seen) > 1 and any(
+        not _alike(one, other)
+        or (one.live.summary and one.live.summary.scalars) != (other.live.summary and other.live.summary.scalars)
+        for one, other in _replicas(seen)
+    )
+
+
+def _check_replicas_are_equal(seen: list[_Seen]) -> None:
+    """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
+    for one, other in _replicas(seen) if len(seen) > 1 else ():
+        if not _alike(one, other):
+            raise StateError(
+                f"{one.fqn}: its state differs between {_ranks(one.ranks)} and {_ranks(other.ranks)}, which hold the same "
+                f"part of it, so they are not replicas{_NAME_OF}; if they are replicas that nobody keeps equal, give "
+                "on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
+            )
 
 
 def _check_all_holders_speak(fqn: str, placement: Placement, seen: list[_Seen]) -> None:

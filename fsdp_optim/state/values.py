@@ -1,4 +1,4 @@
-"""What a state value is: sharded like its parameter, a scalar, or opaque; and when two values are the same."""
+"""What a state value is: sharded like its parameter, a scalar, or opaque; and what ranks tell each other of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
+from fsdp_optim.state.same import key_of
 
 
 class Kind(Enum):
@@ -68,10 +69,10 @@ NO_EVIDENCE = Evidence()
 
 
 def is_scalar(value: object) -> bool:
-    """A number, a flag, a word, None, or a tensor without dimensions."""
+    """A number (numpy's too), a flag, a word, None, or a tensor without dimensions."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
-    return value is None or isinstance(value, (bool, int, float, complex, str))
+    return value is None or isinstance(value, (bool, int, float, complex, str, numpy.number, numpy.bool_))
 
 
 def kind_of(name: str, value: object, shape: tuple[int, ...], evidence: Evidence) -> Kind:
@@ -114,54 +115,6 @@ class Scalar:
 
 def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
     return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype)))
-
-
-def key_of(value: object) -> str:
-    """A text that is equal for equal values, and readable. Objects that cannot be compared are known by their class."""
-    if isinstance(value, torch.Tensor) and (is_plain(value) or value.dim() == 0):
-        if value.dim() == 0:
-            item = value.item()
-            return f"tensor({item!r}, dtype={value.dtype})"
-        flat = value.detach().cpu().reshape(-1)
-        return (
-            f"tensor({value.dtype}, {list(value.shape)}, {flat.contiguous().view(torch.uint8).numpy().tobytes().hex()})"
-        )
-    if value is None or type(value) in (bool, int, float, complex, str, bytes):
-        return repr(value)  # exact, and different for each of these types
-    if isinstance(value, (bool, int, float, complex, str, bytes)):
-        return f"{type(value).__name__}({value!r})"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__}({', '.join(map(key_of, value))})"
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__}({', '.join(f'{key_of(k)}: {key_of(v)}' for k, v in value.items())})"
-    return f"<{type(value).__qualname__}>"
-
-
-def same(a: object, b: object) -> bool:
-    """Whether two values are the same to the bit, wherever they lie; values of other classes by their parts."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape or (type(a) is not type(b) and not (is_plain(a) and is_plain(b))):
-            return False
-        if hasattr(a, "__tensor_flatten__") and hasattr(b, "__tensor_flatten__"):
-            names, others = a.__tensor_flatten__()[0], b.__tensor_flatten__()[0]
-            return names == others and all(same(getattr(a, name), getattr(b, name)) for name in names)
-        return torch.equal(_bytes_of(a), _bytes_of(b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (numpy.ndarray, numpy.generic)) and isinstance(b, (numpy.ndarray, numpy.generic)):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if type(a).__eq__ is object.__eq__ and hasattr(a, "__dict__"):
-        return same(vars(a), vars(b))
-    text = key_of(a)
-    return text == key_of(b) if text != f"<{type(a).__qualname__}>" else bool(a == b)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def own(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +20,15 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
 from fsdp_optim.state.reading import Names
-from fsdp_optim.state.values import Kind, Summary, key_of
+from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
+from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import BUCKET_NBYTES, Callers
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.view import ModelView, check_materialized
 
 Collect = Literal["wrapper", "all"]
+OnReplicaMismatch = Literal["error", "lowest_rank"]
 
 log = logging.getLogger("fsdp_optim")
 
@@ -42,10 +43,15 @@ class Options:
     timeout: float | timedelta | None = None
     strict: bool = True
     bucket_nbytes: int = BUCKET_NBYTES
+    on_replica_mismatch: OnReplicaMismatch = "error"
 
     def __post_init__(self) -> None:
         if self.collect not in ("wrapper", "all"):
             raise StateError(f"collect has to be 'wrapper' or 'all', not {self.collect!r}")
+        if self.on_replica_mismatch not in ("error", "lowest_rank"):
+            raise StateError(
+                f"on_replica_mismatch has to be 'error' or 'lowest_rank', not {self.on_replica_mismatch!r}"
+            )
         if self.bucket_nbytes < 1:
             raise StateError(f"bucket_nbytes has to be at least 1, not {self.bucket_nbytes}")
 
@@ -154,9 +160,17 @@ def _job_ranks() -> Sequence[int]:
     return range(dist.get_world_size())
 
 
-def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: bool) -> tuple[Local, Picture]:
+def meet(
+    callers: Callers,
+    read: Callable[[], Local],
+    call: str,
+    *,
+    with_state: bool,
+    on_replica_mismatch: OnReplicaMismatch = "error",
+) -> tuple[Local, Picture]:
     """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all."""
     call = f"{call} with bucket_nbytes={callers.bucket_nbytes}"  # it cuts the messages, on both ends
+    call += f", on_replica_mismatch={on_replica_mismatch!r}" if on_replica_mismatch != "error" else ""
     local, error, report = None, None, RankReport(call)
     try:
         local = read()
@@ -176,7 +190,15 @@ def meet(callers: Callers, read: Callable[[], Local], call: str, *, with_state: 
     told: dict[bytes, list[int]] = {}
     for rank, one in zip(callers.ranks, exchange_reports(callers, content, error), strict=True):
         told.setdefault(one, []).append(rank)
-    return local, draw([(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()])
+    by_ranks = [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
+    picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
+    if picture.mismatched and callers.rank == callers.ranks[0]:
+        log.warning(
+            "the replicas of %d parameters differ between ranks, and those of the lowest rank are taken: %s",
+            len(picture.mismatched),
+            ", ".join(picture.mismatched[:8]),
+        )
+    return local, picture
 
 
 def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> RankReport:
@@ -186,10 +208,24 @@ def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> R
         order=local.order,
         params=tuple(_live_param(param, optim, callers, with_state=with_state) for param in optim.params),
         groups=tuple(
-            tuple((str(key), key_of(value)) for key, value in group.items()) if with_state else ()
-            for group in optim.groups
+            _told(f"param group {index}", group, callers) if with_state else ()
+            for index, group in enumerate(optim.groups)
         ),
+        extra=_told("the optimizer", optim.extra, callers) if with_state else (),
     )
+
+
+def _told(where: str, values: Mapping[str, Any], callers: Callers) -> tuple[tuple[str, str], ...]:
+    """Values that have to be equal on all ranks, each as a text that is equal for equal values only."""
+    told = []
+    for key, value in values.items() if len(callers.ranks) > 1 else ():
+        try:
+            told.append((str(key), key_of(value)))
+        except Incomparable as error:
+            raise StateError(
+                f"{where}: {key}: {error}, and nobody can say whether all ranks have the same: keep it out of state_dict()"
+            ) from None
+    return tuple(told)
 
 
 def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_state: bool) -> LiveParam:
@@ -206,21 +242,19 @@ def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_
         num_padded=handle.num_padded,
         collected=handle.collected,
         summary=summary,
-        fingerprint=_fingerprint(param, optim) if check and not sure else "",
+        fingerprint=_fingerprint(param) if check and not sure else "",
     )
 
 
-def _fingerprint(param: LocalParam, optim: LocalOptim) -> str:
+def _fingerprint(param: LocalParam) -> str:
     """Stands for the elements of this rank's state of one live parameter."""
-    digest = hashlib.blake2b(digest_size=16)
+    prints = []
     for name, value in (param.state or {}).items():
-        digest.update(name.encode())
-        kind = param.kind(name, value, optim.evidence)
-        flat = param.handle.local(value) if kind is Kind.SHARDED else None
-        if kind is Kind.PLACED:
-            flat = param.handle.placed_local(value)
-        if flat is not None:
-            digest.update(flat.cpu().view(torch.uint8).numpy().data)
-        else:
-            digest.update(key_of(value).encode())
-    return digest.hexdigest()
+        try:
+            prints.append((name, fingerprint_of(value)))
+        except Incomparable as error:
+            raise StateError(
+                f"{param.named.fqns[0]}: {name!r} of its state: {error}, and nobody can say whether ranks that hold the same "
+                "part of the parameter have the same"
+            ) from None
+    return fingerprint_of(prints)

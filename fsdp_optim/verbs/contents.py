@@ -95,7 +95,11 @@ def _as_optimizer(view: ModelView) -> LocalOptim:
 def read_weights(reader: ModelReader, callers: Callers, options: Options, call: str) -> Half:
     """Meet the other ranks about the model's parameters and buffers."""
     local, picture = meet(
-        callers, lambda: weights_of(reader, callers.ranks, options), f"{call}: the model", with_state=True
+        callers,
+        lambda: weights_of(reader, callers.ranks, options),
+        f"{call}: the model",
+        with_state=True,
+        on_replica_mismatch=options.on_replica_mismatch,
     )
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     tensors = []
@@ -134,6 +138,7 @@ def read_state(reader: ModelReader, optim: Optimizers, callers: Callers, options
         lambda: read_local(reader, optim, everything, callers.ranks),
         f"{call}: the optimizer",
         with_state=True,
+        on_replica_mismatch=options.on_replica_mismatch,
     )
     tensors, scalars = [], []
     for fqns in _units(picture):

@@ -66,7 +66,7 @@ def begin(
         return read_local(reader, optim, options, callers.ranks)
 
     said = f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r})"
-    local, picture = meet(callers, read, said, with_state=True)
+    local, picture = meet(callers, read, said, with_state=True, on_replica_mismatch=options.on_replica_mismatch)
     recipients = callers.ranks if recipient_rank is None else (recipient_rank,)
     return Gathering(callers, local, picture, tuple(rank for rank in recipients if rank in callers.ranks))
 

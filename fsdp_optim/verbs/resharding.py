@@ -14,8 +14,8 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.reading import FullState
+from fsdp_optim.state.same import key_of
 from fsdp_optim.state.shard import Shard, summarize
-from fsdp_optim.state.values import key_of
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, Options, callers_of_readers, meet

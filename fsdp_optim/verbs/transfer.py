@@ -49,6 +49,7 @@ def _transfer(
         lambda: read_local(src, src_optim, everything, callers.ranks),
         "transfer_optim_state from",
         with_state=True,
+        on_replica_mismatch=options.on_replica_mismatch,
     )
     dst_local, dst_picture = meet(
         callers,

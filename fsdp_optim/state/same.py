@@ -1,0 +1,191 @@
+"""When two values are the same to the bit: on one rank by comparison, between ranks by a digest of their parts."""
+
+from __future__ import annotations
+
+import numbers
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from fsdp_optim.memory import bytes_in_pieces, is_plain
+
+_BUILTIN = (bool, int, float, complex, str, bytes)
+
+
+class Incomparable(TypeError):
+    """A value that is equal to nothing but itself, so that nobody can say whether another rank has the same."""
+
+
+def fingerprint_of(value: object) -> str:
+    """A digest of everything that `same` compares, in bounded memory. Raises Incomparable."""
+    parts = _Parts()
+    parts.add(value)
+    return parts.hexdigest()
+
+
+def key_of(value: object) -> str:
+    """A text that is equal for equal values only, and readable where a value is short. Raises Incomparable."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
+        return f"tensor({value.item()!r}, dtype={value.dtype})"
+    if isinstance(value, torch.Tensor) and is_plain(value):
+        return f"tensor({value.dtype}, {list(value.shape)}, {fingerprint_of(value)})"
+    if value is None or type(value) in _BUILTIN:
+        return repr(value)  # exact, and different for each of these types
+    if isinstance(value, numpy.generic):
+        return f"numpy.{value.dtype}({value!r})"
+    if isinstance(value, _BUILTIN):
+        return f"{type(value).__name__}({value!r})"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(key_of, value))})"
+    if isinstance(value, Mapping):
+        pairs = sorted(f"{key_of(k)}: {key_of(v)}" for k, v in value.items())
+        return f"{type(value).__name__}({', '.join(pairs)})"
+    shown = f" {value!r}" if isinstance(value, numbers.Number) else ""
+    return f"<{type(value).__qualname__}{shown} {fingerprint_of(value)}>"
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two values are the same to the bit, wherever they lie; values of other classes by their parts."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _same_tensors(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    try:
+        return fingerprint_of(a) == fingerprint_of(b)
+    except Incomparable:
+        return a is b or bool(a == b)
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or (type(a) is not type(b) and not (is_plain(a) and is_plain(b))):
+        return False
+    if hasattr(a, "__tensor_flatten__"):
+        return same(_parts_of(a), _parts_of(b))
+    if a.layout != torch.strided or b.layout != torch.strided:
+        return a.layout == b.layout and fingerprint_of(a) == fingerprint_of(b)
+    pairs = zip(bytes_in_pieces(a), bytes_in_pieces(b), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """What a tensor of a class of its own is made of. A DTensor's mesh belongs to the process; how it is cut does not."""
+    if hasattr(value, "to_local"):
+        return [value.to_local(), str(value.placements)]
+    names, context = value.__tensor_flatten__()
+    return [*names, *(getattr(value, name) for name in names), context]
+
+
+def _first(pair: tuple[str, object]) -> str:
+    return pair[0]
+
+
+class _Parts:
+    """Digests values part by part: each with its type and its length, so that different values give different bytes."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+        self._inside: dict[int, int] = {}  # the objects around the one that is digested: it may contain them again
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+    def add(self, value: object) -> None:
+        if value is None or type(value) in _BUILTIN:
+            self._put(type(value).__name__, value if isinstance(value, bytes) else repr(value).encode())
+        elif isinstance(value, torch.Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, (numpy.ndarray, numpy.generic)):
+            self._add_array(numpy.asarray(value), type(value))
+        elif isinstance(value, torch.device):
+            self._put("device", value.type.encode())  # its number is the rank's own
+        elif isinstance(value, (type, types.BuiltinFunctionType)):
+            self._put("named", f"{value.__module__}.{value.__qualname__}".encode())
+        elif id(value) in self._inside:
+            self._put("again", str(self._inside[id(value)]).encode())
+        else:
+            self._inside[id(value)] = len(self._inside)
+            self._add_object(value)
+            del self._inside[id(value)]
+
+    def _put(self, what: str, content: bytes) -> None:
+        self._hash.update(f"{what}:{len(content)}:".encode())
+        self._hash.update(content)
+
+    def _add_object(self, value: Any) -> None:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, (list, tuple)):
+            self._put(name, str(len(value)).encode())
+            for item in value:
+                self.add(item)
+        elif isinstance(value, Mapping):
+            self._put(name, str(len(value)).encode())
+            for key_print, item in sorted(((fingerprint_of(key), item) for key, item in value.items()), key=_first):
+                self._put("key", key_print.encode())
+                self.add(item)
+        elif isinstance(value, (set, frozenset)):
+            self._put(name, "".join(sorted(map(fingerprint_of, value))).encode())
+        elif isinstance(value, types.FunctionType):
+            self._put("function", f"{value.__module__}.{value.__qualname__}".encode())
+            if "<" in value.__qualname__:  # a lambda, or local to another function: its name says too little
+                cells = [cell.cell_contents for cell in value.__closure__ or ()]
+                self.add([value.__code__, value.__defaults__, value.__kwdefaults__, cells])
+        elif isinstance(value, types.CodeType):
+            self.add([value.co_code, value.co_consts, value.co_names])
+        elif isinstance(value, types.MethodType):
+            self.add([value.__func__, value.__self__])
+        else:
+            self._put("object", name.encode())
+            self._add_reduced(value)
+
+    def _add_reduced(self, value: Any) -> None:
+        """The parts that pickle would take."""
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception as error:
+            raise Incomparable(f"a {type(value).__qualname__} cannot be compared: {error}") from error
+        if isinstance(reduced, str):
+            self._put("global", reduced.encode())
+            return
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        items, pairs = [*(items or ())], [*(pairs or ())]
+        has_parts = state or items or pairs or any(part is not type(value) for part in args)
+        if "__eq__" not in {name for cls in type(value).__mro__[:-1] for name in vars(cls)} and not has_parts:
+            raise Incomparable(
+                f"a {type(value).__qualname__} has no parts and is equal to nothing but itself, so it cannot be compared"
+            )
+        self.add([make, args, state, items, pairs])
+
+    def _add_tensor(self, value: torch.Tensor) -> None:
+        cls = "tensor" if is_plain(value) else f"{type(value).__module__}.{type(value).__qualname__}"
+        self._put(cls, f"{value.dtype} {list(value.shape)} {value.layout}".encode())
+        if value.is_meta:
+            raise Incomparable("a tensor on the meta device has no elements to compare")
+        if hasattr(value, "__tensor_flatten__"):
+            self.add(_parts_of(value))
+        elif value.layout is torch.sparse_coo:
+            self.add([value.coalesce().indices(), value.coalesce().values()])
+        elif value.layout is not torch.strided:
+            raise Incomparable(f"a tensor of the layout {value.layout} cannot be compared")
+        else:
+            try:
+                for piece in bytes_in_pieces(value):
+                    self._hash.update(piece.numpy().data)
+            except (RuntimeError, NotImplementedError) as error:  # a class of its own that does not show its elements
+                raise Incomparable(f"a {type(value).__qualname__} cannot be compared: {error}") from error
+            if not is_plain(value) and vars(value):
+                self.add(dict(vars(value)))
+
+    def _add_array(self, value: numpy.ndarray[Any, Any], cls: type) -> None:
+        self._put(cls.__name__, f"{value.dtype.str} {value.shape}".encode())
+        if value.dtype.hasobject:
+            self.add(value.tolist())
+        else:
+            self._hash.update(numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8).data)
