@@ -24,8 +24,9 @@ from fsdp_optim.verbs import load as loading
 from fsdp_optim.verbs import save as saving
 from fsdp_optim.verbs.call import Collect, OnReplicaMismatch, Options
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
-from fsdp_optim.verbs.load_options import Check, LoadOptions, Restored
+from fsdp_optim.verbs.load_options import Check, LoadOptions
 from fsdp_optim.verbs.pending import SaveHandle
+from fsdp_optim.verbs.restored import Restored
 from fsdp_optim.verbs.save_options import Saved, SaveOptions, Strategy
 
 
@@ -396,10 +397,12 @@ def load(
         keep: hyperparameters whose current values stay (`keep=("lr",)`).
         verify: compare checksums.
         check: "bitwise": at the end read all once more and compare it with what the model and the optimizer hold.
-        allow_pickle: load pickled values, which can run any code: only from someone you trust.
+        allow_pickle: load pickled values, which can run any code: only from someone you trust. Without it a model loads all the
+            same; a pickled value of the extras raises CheckpointError when it is asked for, and the others are there.
 
     Returns:
-        The saved `extra` as a dict (under "extra" where it was none), with `per_rank`, `missing`, `left_out`, `summary`.
+        The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,
+        with a warning, where this rank had none), `all_ranks` (that of every rank that saved), `missing`, `left_out`, `summary`.
 
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.

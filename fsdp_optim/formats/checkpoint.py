@@ -15,7 +15,7 @@ from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
-from fsdp_optim.formats.extras import read_extra
+from fsdp_optim.formats.extras import Extra, read_extra
 from fsdp_optim.formats.files import check_name
 from fsdp_optim.formats.folder import existing
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
@@ -162,13 +162,12 @@ class Checkpoint:
         if version is not None and version != self._marker_version:
             raise _replaced(self.folder)
 
-    def extra(self, name: str, *, verify: bool, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
-        """The value in one of the extra files."""
+    def extra(self, name: str, *, verify: bool) -> Extra:
+        """One of the extra files."""
         if name not in self.marker.files:
             raise CheckpointError(f"{self.folder}: the marker does not name {name}")
-        info = self.marker.files[name]
         with self._replacement_told():
-            return read_extra(self.opened, name, info, verify=verify, allow_pickle=allow_pickle, records=records)
+            return read_extra(self.opened, name, self.marker.files[name], verify=verify)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None

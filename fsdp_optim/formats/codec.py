@@ -12,6 +12,7 @@ import math
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -22,9 +23,20 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import code_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
-_LONGEST_RANGE = 1 << 24  # more is not a value, but an attempt to fill the memory
+_MOST_RANKS = 1 << 20  # in a range of a record, which makes something of each
 
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
+
+
+class _PickleError(CheckpointError):
+    """A pickled value that nobody has allowed to be read. Stays in this file: ranks know the errors of the library by name."""
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """Stands for a pickled value that nobody has allowed to be read. `why`: what is said to who asks for it."""
+
+    why: str
 
 
 class Encoder:
@@ -111,13 +123,38 @@ class Decoder:
         allow_pickle: bool = False,
         records: Mapping[str, type] | None = None,
     ) -> None:
-        self._where, self._tensors = where, tensors
+        self._where, self._tensors = where, dict(enumerate(tensors))
         self._allow_pickle, self._records = allow_pickle, records or {}
 
     def decode(self, said: Any) -> Any:
-        """The value. Raises CheckpointError for JSON that no Encoder writes."""
+        """The value. Raises CheckpointError for JSON that no Encoder writes, and for a pickle that is not allowed."""
         with distrusted(self._where):
+            found = self._or_withheld("", said)
+        if isinstance(found, Withheld):
+            raise CheckpointError(found.why)
+        return found
+
+    def decode_each(self, said: Any) -> Any:
+        """As `decode`, but a pickle that is not allowed makes Withheld of the item of a dict that it is in, or of all."""
+        with distrusted(self._where):
+            if not isinstance(said, dict):
+                return self._or_withheld("", said)
+            tag = next((key for key in said if key.startswith("$")), None)
+            if tag is None:
+                return {key: self._or_withheld(repr(key), item) for key, item in said.items()}
+            if tag not in ("$dict", "$ordered") or len(said) > 1:
+                return self._or_withheld("", said)
+            try:
+                pairs = [(self._decode(key), item) for key, item in _pairs(said[tag])]
+            except _PickleError as error:
+                return Withheld(str(error))
+            return _DICTS[tag]((key, self._or_withheld(repr(key), item)) for key, item in pairs)
+
+    def _or_withheld(self, what: str, said: Any) -> Any:
+        try:
             return self._decode(said)
+        except _PickleError as error:
+            return Withheld(f"{what}: {error}" if what else str(error))
 
     def _decode(self, said: Any) -> Any:
         if isinstance(said, list):
@@ -129,44 +166,68 @@ class Decoder:
         (tag,) = said
         return self._tagged(tag, said[tag])
 
+    def _items(self, said: Any) -> list[Any]:
+        """The values of a list that is written out: what is short in a file must not be long in memory."""
+        if not isinstance(said, list):
+            raise TypeError(f"{str(said)[:80]} is not a list")
+        return [self._decode(item) for item in said]
+
     def _tagged(self, tag: str, said: Any) -> Any:
         makers: Mapping[str, Callable[[Any], Any]] = {
             "$float": float,
-            "$tuple": lambda items: tuple(self._decode(items)),
-            "$set": lambda items: set(self._decode(items)),
-            "$frozenset": lambda items: frozenset(self._decode(items)),
-            "$size": lambda items: torch.Size(self._decode(items)),
-            "$tensor": lambda index: self._tensors[index].clone(),
-            "$ndarray": lambda index: self._tensors[index].clone().numpy(),
-            "$numpy": lambda index: self._tensors[index].numpy()[()],
+            "$tuple": lambda items: tuple(self._items(items)),
+            "$set": lambda items: set(self._items(items)),
+            "$frozenset": lambda items: frozenset(self._items(items)),
+            "$size": lambda items: torch.Size(self._items(items)),
+            "$tensor": self._tensor,
+            "$ndarray": lambda index: self._tensor(index).numpy(),
+            "$numpy": lambda index: self._tensor(index).numpy()[()],
             "$bytes": lambda text: base64.b64decode(text, validate=True),
             "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-            "$complex": lambda parts: complex(*self._decode(parts)),
-            "$range": self._range,
+            "$complex": lambda parts: complex(*self._items(parts)),
+            "$range": lambda numbers: range(*self._items(numbers)),
             "$dtype": dtype_named,
             "$device": torch.device,
             "$record": self._record,
             "$pickle": self._pickle,
         }
         if tag in _DICTS:
-            pairs = [(self._decode(key), self._decode(value)) for key, value in said]
+            pairs = [(self._decode(key), self._decode(value)) for key, value in _pairs(said)]
             return _DICTS[tag](dict(pairs) if tag == "$counter" else pairs)
         return makers[tag](said)
 
-    def _range(self, numbers: list[int]) -> range:
-        made = range(*numbers)
-        if len(made) > _LONGEST_RANGE:
-            raise ValueError(f"a range of {len(made)} numbers")
-        return made
+    def _tensor(self, index: Any) -> torch.Tensor:
+        """One of the tensors, each of which is in one place, so that one cannot be many."""
+        if type(index) is not int:
+            raise TypeError(f"{str(index)[:80]} is no number of a tensor")
+        if index not in self._tensors:
+            raise IndexError(f"tensor {index} is not there, or in two places")
+        return self._tensors.pop(index)
 
     def _record(self, said: Any) -> Any:
         name, fields = said
-        return self._records[name](**{key: self._decode(value) for key, value in fields.items()})
+        values = {key: self._decode(value) for key, value in fields.items()}
+        _check_ranges(values)
+        return self._records[name](**values)
 
     def _pickle(self, text: str) -> Any:
         if not self._allow_pickle:
-            raise CheckpointError(
+            raise _PickleError(
                 f"{self._where}: has a pickled value, which can run any code when it is read: say allow_pickle=True if you "
                 "trust who wrote it"
             )
         return pickle.loads(base64.b64decode(text, validate=True))
+
+
+def _pairs(said: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(said, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in said):
+        raise TypeError(f"{str(said)[:80]} is not a list of pairs")
+    return [(key, value) for key, value in said]
+
+
+def _check_ranges(value: Any) -> None:
+    """Ranges in the fields of a record, which makes something of each of their numbers."""
+    if isinstance(value, range) and len(value) > _MOST_RANKS:
+        raise ValueError(f"a range of {len(value)} ranks")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        _check_ranges(item)

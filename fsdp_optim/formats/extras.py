@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hash_of, hex_of
 from fsdp_optim.formats.codec import Decoder, Encoder
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo
@@ -36,34 +39,46 @@ def info_of(encoded: bytes) -> FileInfo:
     return FileInfo(len(encoded), hex_of(encoded[:start]), None)
 
 
-def read_extra(
-    folder: OpenFolder,
-    name: str,
-    info: FileInfo,
-    *,
-    verify: bool,
-    allow_pickle: bool,
-    records: Mapping[str, type] | None = None,
-) -> Any:
-    """The value in such a file. Raises CheckpointError where it is not what was saved."""
+@dataclass(frozen=True)
+class Extra:
+    """What such a file has, read and verified, and not decoded yet."""
+
+    path: Path
+    said: Any
+    tensors: tuple[torch.Tensor, ...]
+
+    def decoded(self, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
+        """The value. Raises CheckpointError for a pickle, unless it is allowed."""
+        return Decoder(str(self.path), self.tensors, allow_pickle=allow_pickle, records=records).decode(self.said)
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        """The same, with Withheld in the place of each item of a dict that needs a pickle which is not allowed."""
+        return Decoder(str(self.path), self.tensors, allow_pickle=allow_pickle).decode_each(self.said)
+
+
+def read_extra(folder: OpenFolder, name: str, info: FileInfo, *, verify: bool) -> Extra:
+    """Such a file. Raises CheckpointError where it is not what was saved."""
     path, whole = folder.path / name, folder.read_whole(name, info.nbytes)
     length = length_of_header(str(path), whole, len(whole))
-    data = whole[8 + length :]
-    if verify and hex_of(whole[: 8 + length]) != info.header:
+    head, data = whole[: 8 + length], memoryview(whole)[8 + length :]
+    if verify and hex_of(head) != info.header:
         raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
-    header = parse_header(str(path), whole[8 : 8 + length], len(data))
+    header = parse_header(str(path), head[8:], len(data))
     text = header.metadata.get("json")
     if text is None:
         raise CheckpointError(f"{path}: has no values of a trainer in it")
-    if verify and header.metadata.get("xxh3_64") != f"{hash_of(text.encode()):016x}{hash_of(data):016x}":
-        raise CheckpointError(f"{path}: is not what was saved: its checksum differs (verify=False reads it as it is)")
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in header.entries:
-        dtype = dtype_named(entry.dtype)
-        body = torch.frombuffer(bytearray(data[entry.start : entry.stop]) or bytearray(1), dtype=torch.uint8)
-        tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
+    with distrusted(str(path)):
+        encoded = text.encode()
+        if verify and header.metadata.get("xxh3_64") != f"{hash_of(encoded):016x}{hash_of(data):016x}":
+            raise CheckpointError(
+                f"{path}: is not what was saved: its checksum differs (verify=False reads it as it is)"
+            )
+        tensors: dict[str, torch.Tensor] = {}
+        for entry in header.entries:
+            dtype = dtype_named(entry.dtype)
+            body = torch.frombuffer(bytearray(data[entry.start : entry.stop]) or bytearray(1), dtype=torch.uint8)
+            tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
     if set(tensors) != {str(index) for index in range(len(tensors))}:
         raise CheckpointError(f"{path}: its tensors are not numbered from 0")
-    said = parse_json(f"{path}: its values", text.encode())
-    ordered = [tensors[str(index)] for index in range(len(tensors))]
-    return Decoder(str(path), ordered, allow_pickle=allow_pickle, records=records).decode(said)
+    said = parse_json(f"{path}: its values", encoded)
+    return Extra(path, said, tuple(tensors[str(index)] for index in range(len(tensors))))

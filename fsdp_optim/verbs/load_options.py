@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.verbs.call import Options
@@ -36,19 +36,3 @@ class LoadSummary:
     nbytes: int = 0
     absent: tuple[str, ...] = ()
     world_size: int = 0
-
-
-class Restored(dict[str, Any]):
-    """The saved `extra`, and what else came back.
-
-    Attributes:
-        per_rank: this rank's `per_rank_extra`; rank 0's where this rank had none when it was saved.
-        missing, left_out: FQNs that the model or the optimizer has and the checkpoint has not, and the other way round
-            (`strict=False`).
-        summary: what was loaded.
-    """
-
-    per_rank: Any = None
-    missing: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    summary: LoadSummary = LoadSummary()

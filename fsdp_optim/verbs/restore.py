@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
@@ -23,10 +23,11 @@ from fsdp_optim.verbs.call import read_callers
 from fsdp_optim.verbs.checking import check_bitwise
 from fsdp_optim.verbs.load import Before, LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
-from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary, Restored
+from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.places import common_path
 from fsdp_optim.verbs.progress import Progress
+from fsdp_optim.verbs.restored import Restored, read_extras
 from fsdp_optim.verbs.targets import State, Weights
 from fsdp_optim.verbs.unfiling import fetch
 
@@ -60,8 +61,9 @@ def _restore(
         if optim is not None:
             raise StateError("an optimizer is loaded together with the model that it was built from: give model= too")
         pending.settle()
-        with Checkpoint.open(absolute(path), verify=options.verify) as checkpoint:
-            return _extras(checkpoint, _position(options), options)
+        where = absolute(path)
+        with Checkpoint.open(where, verify=options.verify) as checkpoint:
+            return read_extras(checkpoint, where, _position(options), options)
     (reader,), callers = read_callers([model], options.call, all_of_plain=True)
     call = (
         f"load({str(path)!r}, {'an' if optim is not None else 'no'} optimizer, strict={options.call.strict}, verify="
@@ -69,10 +71,11 @@ def _restore(
     )
     with all_hear(callers), ExitStack() as stack:
         pending.settle()
-        checkpoint = stack.enter_context(_open_on_all(callers, path, options))
+        where = common_path(callers, path)
+        checkpoint = stack.enter_context(_open_on_all(callers, where, options))
         weights = Weights.meet(reader, callers, checkpoint, options.call, call)
         state = State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
-        restored = _extras(checkpoint, callers.position, options)
+        restored = read_extras(checkpoint, where, callers.position, options)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
         total = sum(one.nbytes_on(callers.rank) for one in wanted)
         failure = Failure()
@@ -108,9 +111,8 @@ def _position(options: LoadOptions) -> int:
     return position
 
 
-def _open_on_all(callers: Callers, path: str | os.PathLike[str], options: LoadOptions) -> Checkpoint:
+def _open_on_all(callers: Callers, where: Path, options: LoadOptions) -> Checkpoint:
     """The same checkpoint on all ranks, open. They look again where it was replaced after some of them had opened it."""
-    where = common_path(callers, path)
     for _ in range(_LOOKS):
         checkpoint = Checkpoint.open(where, verify=options.verify)
         alike = False
@@ -176,19 +178,3 @@ def _summarized(
 
 def _each_once(*names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for some in names for name in some))
-
-
-def _extras(checkpoint: Checkpoint, position: int, options: LoadOptions) -> Restored:
-    def read(name: str) -> Any:
-        return checkpoint.extra(name, verify=options.verify, allow_pickle=options.allow_pickle)
-
-    common, mine, first = (f"extra/{name}.safetensors" for name in ("common", f"rank-{position:05}", "rank-00000"))
-    names = checkpoint.marker.files
-    extra = read(common) if common in names else None
-    restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
-    if mine in names:
-        restored.per_rank = read(mine)
-    elif first in names:
-        log.info("rank %d had no per_rank_extra when it was saved: it gets rank 0's", position)
-        restored.per_rank = read(first)
-    return restored

@@ -192,9 +192,8 @@ def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, An
     if said["optim"] is not None:
         found = Decoder(where, (), allow_pickle=options.allow_pickle, records=RECORDS).decode(said["optim"])
     else:
-        found = checkpoint.extra(
-            "extra/optim.safetensors", verify=options.verify, allow_pickle=options.allow_pickle, records=RECORDS
-        )
+        file = checkpoint.extra("extra/optim.safetensors", verify=options.verify)
+        found = file.decoded(allow_pickle=options.allow_pickle, records=RECORDS)
     if not isinstance(found, dict) or not {"groups", "extra", "params"} <= set(found):
         raise CheckpointError(f"{where} is not written as it should be")
     return found

@@ -1,0 +1,143 @@
+"""What load gives back: the trainer's own values, and what was loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.checkpoint import Checkpoint
+from fsdp_optim.formats.codec import Withheld
+from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class OfAllRanks:
+    """Where the `per_rank_extra` of every rank is, to be read when it is asked for: most ranks need only their own."""
+
+    path: Path
+    identity: Mapping[str, Any]
+    verify: bool
+    allow_pickle: bool
+
+    def read(self) -> tuple[Any, ...]:
+        with Checkpoint.open(self.path, verify=self.verify) as checkpoint:
+            if checkpoint.identity != self.identity:
+                raise CheckpointError(
+                    f"{self.path}: was replaced by another checkpoint after it was loaded: read all_ranks before that"
+                )
+            names = [_of_rank(position) for position in range(checkpoint.marker.said["world_size"])]
+            files = [
+                checkpoint.extra(name, verify=self.verify) if name in checkpoint.marker.files else None
+                for name in names
+            ]
+        if not any(files):
+            return ()
+        return tuple(file.decoded(allow_pickle=self.allow_pickle) if file is not None else None for file in files)
+
+
+class Guarded(dict[str, Any]):
+    """A dict in which a pickled value that nobody has allowed raises CheckpointError when it is asked for; the rest is there."""
+
+    def __getitem__(self, key: str) -> Any:
+        return _given(super().__getitem__(key))
+
+    def __iter__(self) -> Iterator[str]:  # so that dict(guarded) asks for each value, instead of copying what is inside
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return _given(super().get(key, default))
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key in self:
+            self[key]  # raises while it is still there
+        return super().pop(key, *default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        return _given(super().setdefault(key, default))
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return ItemsView(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+
+class Restored(Guarded):
+    """The saved `extra`, and what else came back.
+
+    Attributes:
+        missing, left_out: FQNs that the model or the optimizer has and the checkpoint has not, and the other way round
+            (`strict=False`).
+        summary: what was loaded.
+    """
+
+    missing: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    summary: LoadSummary = LoadSummary()
+    _per_rank: Any = None
+    _of_all: OfAllRanks | None = None
+    _all: tuple[Any, ...] | None = None
+
+    @property
+    def per_rank(self) -> Any:
+        """This rank's `per_rank_extra`; rank 0's where this rank had none when it was saved."""
+        return _given(self._per_rank)
+
+    @property
+    def all_ranks(self) -> tuple[Any, ...]:
+        """The `per_rank_extra` of every rank that saved, by its place among them; empty where none was saved.
+
+        Read from the checkpoint when it is first asked for, on this process alone. Raises CheckpointError where another
+        checkpoint has replaced it since.
+        """
+        if self._all is None:
+            self._all = self._of_all.read() if self._of_all is not None else ()
+        return self._all
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, Withheld):
+        raise CheckpointError(value.why)
+    return value
+
+
+def _of_rank(position: int) -> str:
+    return f"extra/rank-{position:05}.safetensors"
+
+
+def read_extras(checkpoint: Checkpoint, path: Path, position: int, options: LoadOptions) -> Restored:
+    """The trainer's values for the rank at this place among those that load. `path`: where the checkpoint is found again."""
+
+    def read(name: str) -> Any:
+        return checkpoint.extra(name, verify=options.verify).decoded_each(allow_pickle=options.allow_pickle)
+
+    def guarded(value: Any) -> Any:
+        withheld = isinstance(value, dict) and any(isinstance(item, Withheld) for item in value.values())
+        return Guarded(value) if withheld else value
+
+    common, mine, first = "extra/common.safetensors", _of_rank(position), _of_rank(0)
+    names = checkpoint.marker.files
+    extra = read(common) if common in names else None
+    restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
+    restored._of_all = OfAllRanks(path, checkpoint.identity, options.verify, options.allow_pickle)
+    if mine in names:
+        restored._per_rank = guarded(read(mine))
+    elif first in names:
+        log.warning(
+            "rank %d had no per_rank_extra when %s was saved by %d ranks: it gets rank 0's, so give it a random state of its own "
+            "(restored.all_ranks has what every rank saved)",
+            position,
+            checkpoint.folder,
+            checkpoint.marker.said["world_size"],
+        )
+        restored._per_rank = guarded(read(first))
+    return restored

@@ -1,0 +1,205 @@
+"""The trainer's values: decoded when they are asked for, those of every rank, and no more memory than the file justifies."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import logging
+import pickle
+import tempfile
+import tracemalloc
+import unittest
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import nn
+from wrapping import Trained, adam, check_same, cpu, error_text
+
+import fsdp_optim
+from fsdp_optim.formats.codec import Decoder, Encoder
+from fsdp_optim.testing import run_on_ranks
+
+QUIET: dict[str, Any] = {"durable": False, "progress": False}
+
+
+class Own:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class InFolder(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "step"
+
+    def save(self, **kwargs: Any) -> None:
+        fsdp_optim.save(self.path, nn.Linear(3, 2), allow_pickle=True, **QUIET, **kwargs)
+
+
+class PickledTest(InFolder):
+    @parameterized.expand([("a dict", {"good": 1, "own": Own()}), ("in order", OrderedDict(good=1, own=[Own()]))])
+    def test_only_the_pickled_value_needs_trust(self, _: str, extra: Any) -> None:
+        self.save(extra=extra, per_rank_extra=extra)
+        model = nn.Linear(3, 2)
+        for restored in (fsdp_optim.load(self.path, model), fsdp_optim.load(self.path)):
+            for one in (restored, restored.per_rank):
+                self.assertEqual((one["good"], one.get("good"), "own" in one, len(one)), (1, 1, True, 2))
+                self.assertEqual(list(one), ["good", "own"])
+                asks: list[Callable[[], Any]] = [lambda: one["own"], lambda: one.get("own"), lambda: dict(one)]  # noqa: B023
+                asks += [lambda: {**one}, lambda: list(one.values()), lambda: list(one.items()), one.copy]  # noqa: B023
+                asks += [lambda: one.pop("own"), lambda: one.setdefault("own", 1), lambda: json.dumps(one)]  # noqa: B023
+                for ask in asks:
+                    kind, text = error_text(ask)
+                    self.assertEqual(kind, "CheckpointError", text)
+                    self.assertIn("allow_pickle", text)
+                    self.assertIn("'own'", text)
+                one["own"] = 3  # his own value in its place
+                self.assertEqual(dict(one), {"good": 1, "own": 3})
+            self.assertEqual(error_text(lambda: restored.all_ranks)[0], "CheckpointError")  # noqa: B023
+        trusted = fsdp_optim.load(self.path, model, allow_pickle=True)
+        check_same("trusted", [dict(trusted), trusted.all_ranks], [dict(extra), (trusted.per_rank,)])
+        check_same("per rank", trusted.per_rank, extra)
+
+    @parameterized.expand(
+        [("alone", Own()), ("in a list", [1, Own()]), ("as a key", {Own(): 1}), ("in a set", {Own()})]
+    )
+    def test_where_it_is_all_there_is(self, _: str, extra: Any) -> None:
+        self.save(extra=extra, per_rank_extra=extra)
+        restored = fsdp_optim.load(self.path, nn.Linear(3, 2))
+        for ask in (lambda: restored["extra"], lambda: restored.per_rank):
+            kind, text = error_text(ask)
+            self.assertEqual(kind, "CheckpointError", text)
+            self.assertIn("allow_pickle", text)
+        trusted = fsdp_optim.load(self.path, allow_pickle=True)
+        self.assertEqual(
+            (trusted["extra"] if type(extra) is not dict else dict(trusted), trusted.per_rank), (extra, extra)
+        )
+
+    def test_what_needs_no_trust_is_an_ordinary_dict(self) -> None:
+        self.save(extra={"a": 1, "b": (1, 2)}, per_rank_extra={"rng": torch.arange(3)})
+        restored = fsdp_optim.load(self.path)
+        self.assertEqual((restored, type(restored.per_rank)), ({"a": 1, "b": (1, 2)}, dict))
+        self.assertEqual(json.dumps({"a": restored["a"]}), '{"a": 1}')
+        again = pickle.loads(pickle.dumps(restored))
+        check_same("pickled", [dict(again), again.per_rank], [dict(restored), restored.per_rank])
+
+
+# ------------------------------------------------------------------------------------------ of all ranks
+
+
+def save_of(path: Path) -> None:
+    with cpu():
+        one = Trained("FSDP2", adam, steps=1)
+        mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
+        fsdp_optim.save(path, one.model, one.optim, per_rank_extra=mine, **QUIET)
+
+
+def load_of(path: Path) -> tuple[Any, Any, list[tuple[int, str]]]:
+    records: list[tuple[int, str]] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_optim")
+    logger.addHandler(handler)
+    try:
+        with cpu():
+            one = Trained("FSDP2", adam, steps=1)
+            restored = fsdp_optim.load(path, one.model, one.optim, progress=False)
+    finally:
+        logger.removeHandler(handler)
+    return restored.per_rank, restored.all_ranks, records
+
+
+class AllRanksTest(InFolder):
+    def test_a_rank_that_did_not_exist(self) -> None:
+        run_on_ranks(save_of, 2, self.path)
+        saved = [{"rank": rank, "rng": torch.arange(3) + rank} for rank in range(2)]
+        found = run_on_ranks(load_of, 3, self.path)
+        for rank, (mine, everybody, records) in enumerate(found):
+            check_same(f"rank {rank}", mine, saved[rank if rank < 2 else 0])
+            check_same("of all", everybody, tuple(saved))
+            told = [text for level, text in records if level == logging.WARNING and "per_rank_extra" in text]
+            self.assertEqual(len(told), int(rank == 2), records)
+            self.assertTrue(all("rank 2" in text and "all_ranks" in text and "2 ranks" in text for text in told), told)
+
+    def test_none_and_replaced(self) -> None:
+        self.save(extra={"a": 1})
+        self.assertEqual(fsdp_optim.load(self.path).all_ranks, ())
+        self.save(per_rank_extra=7, overwrite=True)
+        first, second = fsdp_optim.load(self.path), fsdp_optim.load(self.path)
+        self.assertEqual((first.all_ranks, first.per_rank), ((7,), 7))
+        self.save(per_rank_extra=8, overwrite=True)
+        self.assertEqual(first.all_ranks, (7,))
+        kind, text = error_text(lambda: second.all_ranks)
+        self.assertEqual(kind, "CheckpointError")
+        self.assertIn("replaced", text)
+
+
+# ------------------------------------------------------------------------------------------ what is short in the file
+
+SHORT: dict[str, Any] = {
+    "a tuple of a range": {"$tuple": {"$range": [0, 1 << 22, 1]}},
+    "a set of a range": {"$set": {"$range": [0, 1 << 22, 1]}},
+    "a frozenset of a range": {"$frozenset": {"$range": [0, 1 << 22, 1]}},
+    "a size of a range": {"$size": {"$range": [0, 1 << 22, 1]}},
+    "a complex of a range": {"$complex": {"$range": [0, 1 << 22, 1]}},
+    "a dict of a range": {"$dict": {"$range": [0, 1 << 22, 1]}},
+    "a counter of words": {"$counter": {"ab": 1}},
+    "one tensor in many places": [{"$tensor": 0}] * 64,
+    "one array in many places": [{"$ndarray": 0}] * 64,
+    "a tensor from the end": {"$tensor": -1},
+    "a tensor that is true": {"$tensor": True},
+    "a record of many ranks": {"$record": ["Whole", {"full_shape": [1], "on": {"$range": [0, 1 << 23, 1]}}]},
+    "a record of many ranks, inside": {
+        "$record": [
+            "FlatChunks",
+            {"full_shape": [1], "start": 0, "chunk_numel": 1, "replicas": [{"$range": [0, 1 << 23, 1]}]},
+        ]
+    },
+}
+
+
+class MemoryTest(unittest.TestCase):
+    @parameterized.expand(SHORT)
+    def test_is_not_long_in_memory(self, case: str) -> None:
+        from fsdp_optim.verbs.contents import RECORDS
+
+        tensor = torch.zeros(1 << 16)
+        tracemalloc.start()
+        try:
+            decoder = Decoder("a file", (tensor,), records=RECORDS)
+            kind, text = error_text(lambda: decoder.decode(json.loads(json.dumps(SHORT[case]))))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn("a file", text)
+        self.assertLess(peak, 1 << 20)
+
+    def test_what_is_saved_is_loaded(self) -> None:
+        shared = torch.arange(3)
+        value = [range(10**12), range(5, -5, -2), (1, (2,)), {3, 4}, shared, shared, torch.Size([2, 3]), 1 + 2j]
+        encoder = Encoder()
+        said = json.loads(json.dumps(encoder.encode("value", value)))
+        check_same("value", Decoder("a file", encoder.tensors).decode(said), value)
+
+    def test_a_pickle_is_not_read(self) -> None:
+        said = {"$pickle": base64.b64encode(pickle.dumps(1)).decode()}
+        for at, nest in itertools.product((0, 3), (lambda v: [v], lambda v: {"a": v}, lambda v: {"$tuple": [v]})):
+            value: Any = said
+            for _ in range(at):
+                value = nest(value)
+            self.assertIn("allow_pickle", error_text(lambda: Decoder("a file", ()).decode(value))[1])  # noqa: B023
+
+
+if __name__ == "__main__":
+    unittest.main()
