@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv test check format demo bench clean
+.PHONY: help venv test check format demo bench soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ demo: venv  ## train, save, resume at other world sizes, compare
 
 bench: venv  ## time and memory of a gather, beside fairscale's own
 	$(BIN)/python benchmarks/gather.py
+
+soak: venv  ## torture checkpoints for SOAK_SECONDS= seconds (600); SEED= runs the same cases again
+	$(BIN)/python -m tests.soak
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

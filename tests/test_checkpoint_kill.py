@@ -1,334 +1,37 @@
 """kill -9 in the middle of a save: what `latest` gives is always a complete checkpoint, and the next save tidies up.
 
-The processes that are killed are forked from one process that has imported torch already and runs nothing else: this
-file, as a script. All values of a save are one number, so that a mixture of two saves would be seen.
+The processes that are killed are those of tests/soak/ranks.py. `make soak` kills many more, at moments that are never the same.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import fcntl
-import functools
 import json
 import os
 import random
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
 import unittest
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
-import torch.distributed as dist
-from checkpoint_format import MARKER, check_folder
-from torch import nn
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from wrapping import Differs, Trained, adam, check_same, local_of
+from soak.ranks import LIMIT, WORLD, Ranks, check_root, fill, leftovers, plain, read_notes, told, wait_for
+from wrapping import Differs, check_same
 
 import fsdp_optim
 
-WORLD = 2
+SEED = 20251121
+MODES = ("steps", "async steps", "overwrite")
 MOMENTS = 20
 ONE_DIES = (1, 6, 12, 17)  # of the moments; otherwise all die
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead
 SHORT_PATIENCE = 3.0  # the same, where ranks begin to save together
 AT_ONCE = 14  # pairs of ranks
-LIMIT = 60.0  # seconds; what takes them has hung
 PAIR = {"mode": "overwrite", "count": 1, "wrapper": "FSDP1 flat"}  # which steps much faster than FSDP2 does
-LEFTOVER = (".saving-", ".old-", ".new-", ".gone-")
-
-
-class Layers(nn.Module):
-    """Some 100 KB, uneven."""
-
-    units = ("first", "second", "")
-    tensor_parallel: dict[str, Any] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(127, 67)
-        self.second = nn.Linear(67, 33)
-        self.last = nn.Linear(33, 1)
-
-
-def fill(one: Trained, number: int) -> None:
-    """All values become those of one save."""
-    with torch.no_grad():
-        for param in one.params:
-            local_of(param).fill_(number)
-            state = one.optim.state[param]
-            for name, more in (("exp_avg", 0.5), ("exp_avg_sq", 0.25), ("step", 0.0)):
-                local_of(state[name]).fill_(number + more)
-
-
-def values(one: Trained) -> dict[str, list[float]]:
-    """All the different values that there are, by what they are."""
-    found = {"param": {float(v) for param in one.params for v in local_of(param).detach().unique()}}
-    for name in ("exp_avg", "exp_avg_sq", "step"):
-        found[name] = {float(v) for param in one.params for v in local_of(one.optim.state[param][name]).unique()}
-    return {name: sorted(some) for name, some in found.items()}
-
-
-# ------------------------------------------------------------------------------------------- the processes that die
-
-STEPS: dict[str, dict[str, Any]] = {
-    "steps": {"keep_last": 2},
-    "async steps": {"keep_last": 2},
-    "overwrite": {"overwrite": True},
-}
-SYSTEM_CALLS = ("open", "mkdir", "write", "writev", "pwrite", "pwritev", "truncate", "ftruncate", "posix_fallocate")
-SYSTEM_CALLS += ("fsync", "fdatasync", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir")
-
-
-def note(order: dict[str, Any], rank: int, what: str, number: int) -> None:
-    """One line for the process that watches."""
-    line = json.dumps([rank, what, number, time.monotonic()]) + "\n"
-    handle = os.open(order["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(handle, line.encode())
-    os.close(handle)
-
-
-def save_again_and_again(order: dict[str, Any], rank: int) -> None:
-    """The life of one rank."""
-    root, mode = Path(order["root"]), order["mode"]
-    wrapper = "plain"
-    if order["ranks"] > 1:
-        store = PrefixStore(
-            order["notes"], TCPStore("127.0.0.1", order["port"], is_master=False, wait_for_workers=False)
-        )
-        limit = timedelta(seconds=LIMIT)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=order["ranks"], timeout=limit)
-        wrapper = order.get("wrapper", "FSDP2")
-    one = Trained(wrapper, adam, 1, Layers)
-    one.forget_gradients()
-    for number in range(order["first"], order["first"] + order["count"]):
-        fill(one, number)
-        note(order, rank, "begin", number)
-        path = root / ("current" if mode == "overwrite" else f"step-{number:06}")
-        save: Any = fsdp_optim.async_save if mode == "async steps" else fsdp_optim.save
-        options = {"timeout": order["patience"], **STEPS[mode], **order.get("options", {})}
-        calls = order.get("calls")
-        if calls is not None and order["ranks"] > 1:
-            dist.barrier()  # a rank that starts late is not taken for a dead one
-        kill_at = order.get("kill_at") if rank == order.get("victim", rank) else None
-        with killed_at(kill_at, f"{calls}-{rank}" if calls is not None else None):
-            done = save(path, one.model, one.optim, extra={"number": number}, **options)
-        if mode == "async steps":
-            done.wait(LIMIT)
-        note(order, rank, "end", number)
-
-
-@contextlib.contextmanager
-def killed_at(nth: int | None, calls: str | None) -> Iterator[None]:
-    """This process dies before the nth of the calls that change files. `calls`: a file for their names."""
-    if calls is None:
-        yield
-        return
-    names: list[str] = []
-
-    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if len(names) == nth:
-                os.kill(os.getpid(), signal.SIGKILL)
-            names.append(name)
-            return function(*args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in [*((os, name) for name in SYSTEM_CALLS if hasattr(os, name)), (fcntl, "flock")]:
-            stack.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
-        yield
-    Path(calls).write_text(json.dumps(names))
-
-
-def serve() -> None:
-    """Fork ranks and collect them, as the lines of the input say."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    plain()  # an optimizer's first step imports much; the children have it then
-    if len(os.listdir("/proc/self/task")) != 1:
-        raise AssertionError("a process with several threads does not fork well")
-    print("ready", flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        answer = _forked(order) if "root" in order else _collected(order["pids"], order["limit"])
-        print(json.dumps(answer), flush=True)
-
-
-def _forked(order: dict[str, Any]) -> list[int]:
-    pids = []
-    for rank in range(order["ranks"]):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            _live(order, rank)
-    return pids
-
-
-def _live(order: dict[str, Any], rank: int) -> None:
-    """In the child; does not return."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(2, 1)
-        save_again_and_again(order, rank)
-        os._exit(0)
-    except fsdp_optim.FsdpOptimError as error:
-        note(order, rank, f"{type(error).__name__}: {error}", -1)
-        os._exit(3)
-    except BaseException:
-        note(order, rank, traceback.format_exc(), -1)
-        os._exit(4)
-
-
-def _collected(pids: Sequence[int], limit: float) -> list[int | None]:
-    """How each ended, as in subprocess; None where it had to be killed."""
-    end, found = time.monotonic() + limit, []
-    for pid in pids:
-        status = os.waitpid(pid, os.WNOHANG)
-        while status[0] == 0 and time.monotonic() < end:
-            time.sleep(0.01)
-            status = os.waitpid(pid, os.WNOHANG)
-        if status[0] == 0:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        found.append(os.waitstatus_to_exitcode(status[1]) if status[0] else None)
-    return found
-
-
-# ------------------------------------------------------------------------------------------- the process that watches
-
-
-class Ranks:
-    """The forking process, and what its children have noted."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._trials = 0
-        self._log = open(folder / "log", "wb")  # noqa: SIM115
-        command = [sys.executable, __file__]
-        where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-        where |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, text=True, env=where)
-        self._read()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            assert stream is not None
-            stream.close()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the forking process has ended:\n{(self._folder / 'log').read_text()[-3000:]}")
-        return line
-
-    def _ask(self, order: dict[str, Any]) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._read())
-
-    def start(self, **order: Any) -> tuple[list[int], Path]:
-        """The process ids by rank, and the file of their notes."""
-        self._trials += 1
-        notes = self._folder / f"notes-{self._trials}"
-        notes.touch()
-        defaults = {"ranks": WORLD, "count": 10_000, "patience": LIMIT}
-        pids = self._ask({**defaults, "port": self._store.port, "notes": str(notes), **order})
-        return pids, notes
-
-    def collect(self, pids: Sequence[int], limit: float = LIMIT) -> list[int | None]:
-        return self._ask({"pids": list(pids), "limit": limit})
-
-    def run(self, **order: Any) -> list[list[Any]]:
-        """To the end, which has to be a good one. The notes."""
-        pids, notes = self.start(**order)
-        codes = self.collect(pids)
-        found = read_notes(notes)
-        check_same(f"exit codes, {found[-3:]}", codes, [0] * len(pids))
-        return found
-
-
-def read_notes(path: Path) -> list[list[Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def wait_for(path: Path, rank: int, what: str, number: int, meanwhile: Callable[[], None]) -> None:
-    """Until a rank has noted that."""
-    end = time.monotonic() + LIMIT
-    while True:
-        meanwhile()
-        notes = read_notes(path)
-        if any(line[:3] == [rank, what, number] for line in notes):
-            return
-        if time.monotonic() > end or any(number == -1 for _, _, number, _ in notes):
-            raise AssertionError(f"rank {rank} did not {what} {number}: {notes[-4:]}")
-        time.sleep(0.002)
-
-
-@functools.cache
-def plain() -> Trained:
-    return Trained("plain", adam, 1, Layers)
-
-
-def check_loads(folder: Path) -> int:
-    """Raise unless this is a complete checkpoint of one save. Its number."""
-    check_folder(folder)
-    target = plain()
-    fill(target, 12345)
-    number = fsdp_optim.load(folder, target.model, target.optim)["number"]
-    wanted = {"param": 0.0, "exp_avg": 0.5, "exp_avg_sq": 0.25, "step": 0.0}
-    check_same(
-        f"{folder.name}, save {number}", values(target), {name: [number + more] for name, more in wanted.items()}
-    )
-    return number
-
-
-def check_root(root: Path, at_least: int, at_most: int) -> int:
-    """Raise unless the latest checkpoint is complete, and all others too. The number of the latest one."""
-    names = sorted(path.name for path in root.iterdir())
-    newest = fsdp_optim.latest(root)
-    if newest is None:
-        raise Differs(f"no checkpoint in {names}, but save {at_least} had ended")
-    number = check_loads(newest)
-    if not at_least <= number <= at_most:
-        raise Differs(f"{newest.name} of {names} is save {number}: {at_least} had ended, {at_most} was not over")
-    for name in set(names) - leftovers(root):
-        check_loads(root / name)
-    return number
-
-
-def leftovers(root: Path) -> set[str]:
-    """What is no checkpoint: by its name, or because it has no marker."""
-    names = {path.name for path in root.iterdir() if any(word in path.name for word in LEFTOVER)}
-    return names | {path.name for path in root.iterdir() if not (path / MARKER).exists()}
-
-
-@contextlib.contextmanager
-def told(what: str, root: Path) -> Iterator[None]:
-    """An error says where it came up. Later deaths in the same folder would tell nothing new."""
-    try:
-        yield
-    except Exception as error:
-        raise Differs(f"{what}, then there were {sorted(path.name for path in root.iterdir())}: {error}") from error
 
 
 class KillTest(unittest.TestCase):
@@ -348,23 +51,21 @@ class KillTest(unittest.TestCase):
 
     def test_at_random_moments(self) -> None:
         """Three ways of saving in turn, each in a folder of its own, in which life goes on after each death."""
-        seed = random.SystemRandom().getrandbits(32)
-        print(f"seed {seed}")
-        rng = random.Random(seed)
+        rng = random.Random(SEED)
         newest, lasts = {}, {}
-        for mode in STEPS:
+        for mode in MODES:
             (self.root / mode).mkdir(parents=True)
             notes = self.ranks.run(root=str(self.root / mode), mode=mode, first=1, count=4)
             times = {(what, number): at for rank, what, number, at in notes if rank == 0}
             lasts[mode] = statistics.median(times["end", n] - times["begin", n] for n in range(1, 5))
             newest[mode] = check_root(self.root / mode, 4, 4)
-        were_left: dict[str, set[str]] = {mode: set() for mode in STEPS}
+        were_left: dict[str, set[str]] = {mode: set() for mode in MODES}
         in_the_middle = 0
         for moment in range(MOMENTS):
-            mode = list(STEPS)[moment % len(STEPS)]
+            mode = MODES[moment % len(MODES)]
             root = self.root / mode
             victims = [rng.randrange(WORLD)] if moment in ONE_DIES else list(range(WORLD))
-            with told(f"seed {seed}, moment {moment}, {mode}, ranks {victims} died", root):
+            with told(f"moment {moment}, {mode}, ranks {victims} died", root):
                 ended, begun = self.die(root, mode, newest[mode] + 1, victims, rng.uniform(0.0, 1.0) * lasts[mode], rng)
                 in_the_middle += begun > ended
                 newest[mode] = check_root(root, ended, begun)
@@ -373,7 +74,7 @@ class KillTest(unittest.TestCase):
         print(f"{in_the_middle} of {MOMENTS} in the middle of a save; left were {were_left}")
         for mode, first in newest.items():
             root = self.root / mode
-            with told(f"seed {seed}, {mode}, at the end", root):
+            with told(f"{mode}, at the end", root):
                 self.ranks.run(root=str(root), mode=mode, first=first + 1, count=1)
                 check_same("save", check_root(root, first + 1, first + 1), first + 1)
                 check_same("left", sorted(leftovers(root)), [])
@@ -524,7 +225,3 @@ def chosen(names: Sequence[str], most_of_moves: int = 3) -> list[int]:
         if kind in ("rename", "replace", "rmdir", "flock"):
             found |= set(places[:most_of_moves] + places[-most_of_moves:])
     return sorted(found)
-
-
-if __name__ == "__main__":
-    serve()

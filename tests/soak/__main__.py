@@ -1,0 +1,10 @@
+"""`python -m tests.soak`, with SOAK_SECONDS and SEED in the environment; SOAK_ONLY and SOAK_CASE run one failure again."""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from soak.driver import main  # noqa: E402
+
+sys.exit(main())

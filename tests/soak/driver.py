@@ -1,0 +1,91 @@
+"""Runs the tortures one after the other, each in processes of its own, and prints what they did."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from soak.torture import Torture
+
+TESTS = Path(__file__).parents[1]
+SHARES = {"mutations": 4.0, "kills": 4.0}
+"""Of the time, by the name of a module of this package."""
+_ALONE = {"rounds"}  # those that make ranks of their own, and watch what they use
+_GRACE = 300.0  # seconds that a torture may take to end
+
+
+def main() -> int:
+    """Run what the environment asks for. The exit code: 1 where something failed."""
+    if len(sys.argv) > 1:
+        return _one(json.loads(sys.argv[1]))
+    seconds = float(os.environ.get("SOAK_SECONDS") or 600)
+    seed = int(os.environ.get("SEED") or random.SystemRandom().getrandbits(32))
+    names = [name for name in os.environ.get("SOAK_ONLY", "").split(",") if name] or list(SHARES)
+    case = os.environ.get("SOAK_CASE")
+    jobs = 1 if case else int(os.environ.get("SOAK_JOBS") or os.cpu_count() or 1)
+    total = sum(SHARES[name] for name in names)
+    print(f"seed {seed}, {seconds:g} s, {jobs} at once", flush=True)
+    failures = 0
+    for name in names:
+        stride = 1 if name in _ALONE else jobs
+        order = {"name": name, "seed": seed, "seconds": seconds * SHARES[name] / total, "stride": stride}
+        orders = [{**order, "first": first} for first in range(stride)] if not case else [{**order, "only": int(case)}]
+        failures += _report(name, *_in_processes(orders))
+    print(f"{failures} failures, seed {seed}")
+    return 1 if failures else 0
+
+
+def _one(order: dict[str, Any]) -> int:
+    """In a process of its own: one torture. The last line is what it did."""
+    logging.getLogger("fsdp_optim").setLevel(logging.ERROR)
+    torture = Torture(**order)
+    importlib.import_module(f"soak.{torture.name}").run(torture)
+    print("\n" + json.dumps([torture.figures, torture.failures]), flush=True)
+    return 0
+
+
+def _in_processes(orders: Sequence[dict[str, Any]]) -> tuple[float, Counter[str], list[str]]:
+    """Seconds, figures, failures."""
+    began = time.monotonic()
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), *sys.path])
+    where = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    where |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    figures: Counter[str] = Counter()
+    failures: list[str] = []
+    started = []
+    for order in orders:
+        command = [sys.executable, "-m", "soak", json.dumps(order)]
+        pipe = subprocess.PIPE
+        started.append((order, subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=where)))
+    for order, process in started:
+        try:
+            text, errors = process.communicate(timeout=order["seconds"] + _GRACE)
+            done, wrong = json.loads(text.strip().splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            done, wrong = {}, [f"{order}: not over {_GRACE:g} s after its time\n{process.communicate()[1][-3000:]}"]
+        except (ValueError, IndexError):
+            done, wrong = {}, [f"{order}: ended with {process.returncode}:\n{errors[-3000:]}"]
+        figures.update(done)
+        failures += wrong
+    return time.monotonic() - began, figures, failures
+
+
+def _report(name: str, seconds: float, figures: Counter[str], failures: Sequence[str]) -> int:
+    print(f"{name} {seconds:.0f} s")
+    for what, count in figures.items():
+        print(f"{count:>12,} {what}")
+    print(f"{len(failures):>12,} failures", flush=True)
+    for failure in failures:
+        print(f"  {failure}", flush=True)
+    return len(failures)

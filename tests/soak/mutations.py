@@ -1,0 +1,321 @@
+"""Checkpoints of which something was changed: a load raises one of the library's errors, or gives exactly what was saved.
+
+Never another exception, never values that were not saved where a checksum covers the byte, never memory or time that the
+size of the files does not justify; and what is refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_format import all_bytes
+from torch import nn
+from training import Peculiar
+from wrapping import Differs, Trained, adam, adamw_tensor_lr, differences
+
+import fsdp_optim
+from soak.mutators import BYTES, MUTATORS, Files, by_another_file, repair
+from soak.torture import Torture, temporary
+
+HANGS = 60  # seconds of one load
+MOST_CPU = 5.0  # seconds of one load
+MOST_MEMORY = 64 << 20  # bytes that one load may take, beyond what the files have
+TIMES_THEIR_SIZE = 64
+
+
+class Tiny(nn.Module):
+    """As little as has everything: of many loads each has to be quick."""
+
+    units = ("",)
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 2)
+        self.register_buffer("count", torch.tensor(5))
+
+
+EXTRA = {"step": 7, "list": [1, 2.5, None, True, "größe"], "tuple": (1, {2}), "tensor": torch.tensor([1.5, -0.0])}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A checkpoint to be changed. `summed`: whether its data have checksums."""
+
+    make: Any = adam
+    options: tuple[tuple[str, Any], ...] = ()
+    extra: bool = True
+
+    @property
+    def summed(self) -> bool:
+        return dict(self.options).get("checksums", True)
+
+
+KINDS = {
+    "whole": Kind(),
+    "split": Kind(options=(("max_file_size", 20),)),
+    "unsummed": Kind(options=(("checksums", False),)),
+    "every kind of value": Kind(Peculiar),
+    "tensors in groups": Kind(adamw_tensor_lr),
+    "no extra": Kind(extra=False),
+}
+
+
+def contents(one: Trained) -> dict[str, Any]:
+    """All that a checkpoint restores."""
+    return {
+        "parameters": [param.detach() for param in one.params],
+        "state": [_in_order(one.optim.state[param]) for param in one.params],
+        "buffers": dict(one.model.named_buffers()),
+        "groups": [_in_order({k: v for k, v in g.items() if k != "params"}) for g in one.optim.param_groups],
+    }
+
+
+def _in_order(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: values[name] for name in sorted(values, key=repr)}  # after a lie, names may be anything
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+class Subject:
+    """A good checkpoint, a copy whose files are changed and put back, and a model that it is loaded into."""
+
+    def __init__(self, root: Path, kind: Kind) -> None:
+        self.kind, self.folder, self.outside = kind, root / "changed", root / "outside"
+        one = Trained("plain", kind.make, 3, Tiny)
+        extras = {"extra": EXTRA, "per_rank_extra": {"rng": torch.arange(4)}} if kind.extra else {}
+        self.extra: Any = EXTRA if kind.extra else {}
+        fsdp_optim.save(root / "good", one.model, one.optim, **extras, **dict(kind.options))
+        self.saved = _copied(contents(one))
+        one.step([3])
+        one.model.get_buffer("count").add_(1)
+        fsdp_optim.save(root / "other", one.model, one.optim, **extras, **dict(kind.options))
+        self.good, self.donor = all_bytes(root / "good"), all_bytes(root / "other")
+        shutil.copytree(root / "good", self.folder)
+        self.target = Trained("plain", kind.make, 1, Tiny)
+        self.scrambled = self.scramble(1)
+
+    def scramble(self, salt: int) -> dict[str, Any]:
+        """Other values than any that were saved. A copy of them."""
+        with torch.no_grad():
+            for tensor in tensors_in(contents(self.target)):
+                tensor.fill_(salt)
+        return _copied(contents(self.target))
+
+    @contextlib.contextmanager
+    def changed(self, files: Files) -> Iterator[None]:
+        """The folder has these files inside."""
+        names = [name for name, data in files.items() if data is not self.good.get(name)]
+        try:
+            for name in names:
+                _put(self.folder / name, files[name], self.outside)
+            yield
+        finally:
+            for name in names:
+                _put(self.folder / name, self.good.get(name), self.outside)
+
+    def load(self, verify: bool) -> Any:
+        return fsdp_optim.load(self.folder, self.target.model, self.target.optim, verify=verify)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _put(path: Path, what: bytes | str | None, outside: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+    if isinstance(what, bytes):
+        path.write_bytes(what)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "link":
+        outside.write_bytes(b"{}")
+        path.symlink_to(outside)
+    elif what == "pipe":
+        os.mkfifo(path)
+
+
+# ------------------------------------------------------------------------------------------- one case
+
+
+@dataclasses.dataclass
+class Change:
+    """What was changed, in words. `covered`: a checksum covers all of it, so that what loads is what was saved."""
+
+    files: Files
+    said: list[str]
+    covered: bool
+    verify: bool
+
+
+def change(rng: random.Random, subject: Subject) -> Change:
+    files: Files = dict(subject.good)
+    said, covered = [], True
+    for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
+        weights, mutators = zip(*MUTATORS, strict=True)
+        if rng.random() < 0.1:
+            text, lies = by_another_file(rng, files, subject.donor)
+        else:
+            text, lies = rng.choices(mutators, weights)[0](rng, files)
+        said.append(text)
+        covered = covered and not lies
+    if not subject.kind.summed:  # data that changed are seen by nobody
+        covered = covered and not any(
+            word in text for text in said for word in ("data of", "another save", *_BYTES_CHANGED)
+        )
+    if rng.random() < 0.55:
+        tables = rng.random() < 0.8
+        repair(files, tables=tables)
+        said.append("checksums repaired" if tables else "checksums repaired but for the tables")
+        covered = False
+    verify = rng.random() < 0.85
+    return Change(files, said, covered and verify, verify)
+
+
+_BYTES_CHANGED = tuple(how.__name__ + " " for how in BYTES)
+
+
+def judge(subject: Subject, change: Change, figures: Any) -> None:
+    """Load it. Raises Differs where that breaks a promise."""
+    what = f"{', '.join(change.said)}, verify={change.verify}"
+    with subject.changed(change.files):
+        outcome = _watched(what, lambda: subject.load(change.verify))
+        now = contents(subject.target)
+        if isinstance(outcome, Exception):
+            figures["refused"] += 1
+            _check_error(what, outcome)
+            _compare(f"{what}: refused, but changed", now, subject.scrambled)
+            return
+        figures["loaded"] += 1
+        if change.covered:
+            _compare(f"{what}: loaded what was not saved", now, subject.saved)
+            _compare(f"{what}: loaded an extra that was not saved", dict(outcome), subject.extra)
+            subject.scrambled = subject.scramble(1)
+            return
+        first = _copied(now)
+        subject.scramble(2)
+        again = _watched(what, lambda: subject.load(change.verify))
+        if isinstance(again, Exception):
+            raise Differs(f"{what}: was loaded, and then refused: {again}")
+        _compare(f"{what}: another load gives other values", contents(subject.target), first)
+    subject.target = Trained("plain", subject.kind.make, 1, Tiny)  # its optimizer may be anything now
+    subject.scrambled = subject.scramble(1)
+
+
+def _compare(what: str, got: Any, wanted: Any) -> None:
+    found = list(differences(got, wanted))
+    if found:
+        raise Differs(f"{what}: {found[:3]}")
+
+
+def _check_error(what: str, error: Exception) -> None:
+    if not isinstance(error, fsdp_optim.FsdpOptimError):
+        raise Differs(f"{what}: a raw {type(error).__name__}: {error}") from error
+    if len(str(error)) > 20_000:
+        raise Differs(f"{what}: an error of {len(str(error))} characters: {str(error)[:200]}")
+
+
+def _watched(what: str, call: Callable[[], Any]) -> Any:
+    """What a call gives or raises. Raises Differs where it takes too long, or too much memory."""
+
+    def hang(*_: Any) -> None:
+        raise Differs(f"{what}: not over after {HANGS} s")
+
+    was = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(HANGS)
+    before, begin = _memory(reset=True), time.process_time()
+    try:
+        outcome = call()
+    except Differs:
+        raise
+    except Exception as error:
+        outcome = error
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, was)
+    took, more = time.process_time() - begin, _memory(reset=False) - before
+    if took > MOST_CPU:
+        raise Differs(f"{what}: took {took:.1f} s of a processor")
+    if more > MOST_MEMORY:
+        raise Differs(f"{what}: took {more >> 20} MiB of memory")
+    return outcome
+
+
+def _memory(*, reset: bool) -> int:
+    """Bytes of memory that the process has, or had at most since the last reset. 0 where the system does not say."""
+    try:
+        if reset:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        with open("/proc/self/status", "rb") as file:
+            text = file.read()
+        line = text[text.index(b"VmRSS:" if reset else b"VmHWM:") :]
+        return int(line.split(None, 2)[1]) << 10
+    except (OSError, ValueError):
+        return 0
+
+
+def run(torture: Torture) -> None:
+    """Change, load, put back, again and again."""
+    torch.set_num_threads(1)
+    with temporary() as root:
+        subjects: dict[str, Subject] = {}
+        for number in torture.numbers():
+            rng = torture.rng(number)
+            name = rng.choice(list(KINDS))
+            if name not in subjects:
+                (root / name).mkdir()
+                subjects[name] = Subject(root / name, KINDS[name])
+            subject = subjects[name]
+            with torture.case(number, name):
+                made = change(rng, subject)
+                torture.figures["mutations"] += 1
+                try:
+                    judge(subject, made, torture.figures)
+                    if number % 7 == 0:
+                        _look(subject, made, torture.figures)
+                except BaseException:
+                    subject.target = Trained("plain", subject.kind.make, 1, Tiny)
+                    subject.scrambled = subject.scramble(1)
+                    raise
+
+
+def _look(subject: Subject, change: Change, figures: Any) -> None:
+    """`latest` says which checkpoints there are, whatever is in them; extras alone load or are refused."""
+    figures["looks"] += 1
+    with subject.changed(change.files):
+        found = _watched(f"latest: {change.said}", lambda: fsdp_optim.latest(subject.folder.parent))
+        if isinstance(found, Exception) or found not in (subject.folder, *_others(subject)):
+            raise Differs(f"{change.said}: latest gives {found!r}")
+        extra = _watched(f"extras alone: {change.said}", lambda: fsdp_optim.load(subject.folder, verify=change.verify))
+        if isinstance(extra, Exception):
+            _check_error(f"extras alone: {change.said}", extra)
+        elif change.covered:
+            _compare(f"extras alone: {change.said}", dict(extra), subject.extra)
+
+
+def _others(subject: Subject) -> list[Path]:
+    return [subject.folder.with_name("good"), subject.folder.with_name("other")]

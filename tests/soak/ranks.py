@@ -1,0 +1,335 @@
+"""Processes that save and load until they are killed: forked from one that has imported torch already and runs nothing else.
+
+That one is this file, as a script. All values of a save are one number, so that a mixture of two saves is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from checkpoint_format import MARKER, check_folder
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from wrapping import Differs, Trained, adam, check_same, local_of
+
+import fsdp_optim
+
+WORLD = 2
+LIMIT = 60.0  # seconds; what takes them has hung
+LEFTOVER = (".saving-", ".old-", ".new-", ".gone-")
+
+
+class Layers(nn.Module):
+    """Some 100 KB, uneven."""
+
+    units = ("first", "second", "")
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(127, 67)
+        self.second = nn.Linear(67, 33)
+        self.last = nn.Linear(33, 1)
+
+
+def fill(one: Trained, number: int) -> None:
+    """All values become those of one save."""
+    with torch.no_grad():
+        for param in one.params:
+            local_of(param).fill_(number)
+            state = one.optim.state[param]
+            for name, more in (("exp_avg", 0.5), ("exp_avg_sq", 0.25), ("step", 0.0)):
+                local_of(state[name]).fill_(number + more)
+
+
+def values(one: Trained) -> dict[str, list[float]]:
+    """All the different values that there are, by what they are."""
+    found = {"param": {float(v) for param in one.params for v in local_of(param).detach().unique()}}
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        found[name] = {float(v) for param in one.params for v in local_of(one.optim.state[param][name]).unique()}
+    return {name: sorted(some) for name, some in found.items()}
+
+
+def check_values(what: str, one: Trained, number: int) -> None:
+    """Raise unless everything is of this save."""
+    wanted = {"param": 0.0, "exp_avg": 0.5, "exp_avg_sq": 0.25, "step": 0.0}
+    check_same(f"{what}, save {number}", values(one), {name: [number + more] for name, more in wanted.items()})
+
+
+@functools.cache
+def plain() -> Trained:
+    return Trained("plain", adam, 1, Layers)
+
+
+# ------------------------------------------------------------------------------------------- the processes that die
+
+MODES: dict[str, dict[str, Any]] = {
+    "steps": {"keep_last": 2},
+    "async steps": {"keep_last": 2},
+    "overwrite": {"overwrite": True},
+    "async overwrite": {"overwrite": True},
+}
+SYSTEM_CALLS = ("open", "mkdir", "write", "writev", "pwrite", "pwritev", "truncate", "ftruncate", "posix_fallocate")
+SYSTEM_CALLS += ("fsync", "fdatasync", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir")
+
+
+def path_of(root: Path, mode: str, number: int) -> Path:
+    """Where a save goes."""
+    return root / ("current" if mode.endswith("overwrite") else f"step-{number:06}")
+
+
+def note(order: dict[str, Any], rank: int, what: str, number: int) -> None:
+    """One line for the process that watches."""
+    line = json.dumps([rank, what, number, time.monotonic()]) + "\n"
+    handle = os.open(order["notes"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(handle, line.encode())
+    os.close(handle)
+
+
+def join(order: dict[str, Any], rank: int) -> None:
+    """Become one rank of several."""
+    store = PrefixStore(order["notes"], TCPStore("127.0.0.1", order["port"], is_master=False, wait_for_workers=False))
+    limit = timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=order["ranks"], timeout=limit)
+
+
+def save_again_and_again(order: dict[str, Any], rank: int) -> None:
+    """The life of a rank that saves. With `calls` it dies before the nth call that changes files, if it is the victim."""
+    root, mode, wrapper = Path(order["root"]), order["mode"], "plain"
+    if order["ranks"] > 1:
+        join(order, rank)
+        wrapper = order.get("wrapper", "FSDP2")
+    one = plain() if wrapper == "plain" else Trained(wrapper, adam, 1, Layers)
+    one.forget_gradients()
+    save: Any = fsdp_optim.async_save if mode.startswith("async") else fsdp_optim.save
+    options = {"timeout": order["patience"], **MODES[mode], **order.get("options", {})}
+    calls = order.get("calls")
+    if calls is not None and order["ranks"] > 1:
+        dist.barrier()  # a rank that starts late is not taken for a dead one
+    kill_at = order.get("kill_at") if rank == order.get("victim", rank) else None
+    with killed_at(kill_at, f"{calls}-{rank}" if calls is not None else None):
+        for number in range(order["first"], order["first"] + order["count"]):
+            fill(one, number)
+            note(order, rank, "begin", number)
+            done = save(path_of(root, mode, number), one.model, one.optim, extra={"number": number}, **options)
+            if mode.startswith("async"):
+                done.wait(LIMIT)
+            note(order, rank, "end", number)
+
+
+@contextlib.contextmanager
+def killed_at(nth: int | None, calls: str | None) -> Iterator[None]:
+    """This process dies before the nth of the calls that change files. `calls`: a file for their names."""
+    if calls is None:
+        yield
+        return
+    names: list[str] = []
+
+    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(names) == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            names.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in [*((os, name) for name in SYSTEM_CALLS if hasattr(os, name)), (fcntl, "flock")]:
+            stack.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
+        yield
+    Path(calls).write_text(json.dumps(names))
+
+
+def serve() -> None:
+    """Fork ranks and collect them, as the lines of the input say."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    plain()  # an optimizer's first step imports much; the children have it then
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise AssertionError("a process with several threads does not fork well")
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = _forked(order) if "root" in order else _collected(order["pids"], order["limit"])
+        print(json.dumps(answer), flush=True)
+
+
+def _forked(order: dict[str, Any]) -> list[int]:
+    pids = []
+    for rank in range(order["ranks"]):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            _live(order, rank)
+    return pids
+
+
+def _live(order: dict[str, Any], rank: int) -> None:
+    """In the child; does not return."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+        LIVES[order["life"]](order, rank)
+        os._exit(0)
+    except fsdp_optim.FsdpOptimError as error:
+        note(order, rank, f"{type(error).__name__}: {error}", -1)
+        os._exit(3)
+    except BaseException:
+        note(order, rank, traceback.format_exc(), -1)
+        os._exit(4)
+
+
+def _collected(pids: Sequence[int], limit: float) -> list[int | None]:
+    """How each ended, as in subprocess; None where it had to be killed."""
+    end, found = time.monotonic() + limit, []
+    for pid in pids:
+        status = os.waitpid(pid, os.WNOHANG)
+        while status[0] == 0 and time.monotonic() < end:
+            time.sleep(0.002)
+            status = os.waitpid(pid, os.WNOHANG)
+        if status[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        found.append(os.waitstatus_to_exitcode(status[1]) if status[0] else None)
+    return found
+
+
+LIVES: dict[str, Callable[[dict[str, Any], int], None]] = {"save": save_again_and_again}
+
+# ------------------------------------------------------------------------------------------- the process that watches
+
+
+class Ranks:
+    """The forking process, and what its children have noted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._trials = 0
+        self._log = open(folder / "log", "wb")  # noqa: SIM115
+        command = [sys.executable, "-m", "soak.ranks"]
+        tests = str(Path(__file__).parents[1])
+        where = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
+        where |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, text=True, env=where)
+        self._read()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            stream.close()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the forking process has ended:\n{(self._folder / 'log').read_text()[-3000:]}")
+        return line
+
+    def _ask(self, order: dict[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._read())
+
+    def start(self, **order: Any) -> tuple[list[int], Path]:
+        """The process ids by rank, and the file of their notes."""
+        self._trials += 1
+        notes = self._folder / f"notes-{self._trials}"
+        notes.touch()
+        defaults = {"life": "save", "ranks": WORLD, "count": 10_000, "patience": LIMIT}
+        pids = self._ask({**defaults, "port": self._store.port, "notes": str(notes), **order})
+        return pids, notes
+
+    def collect(self, pids: Sequence[int], limit: float = LIMIT) -> list[int | None]:
+        return self._ask({"pids": list(pids), "limit": limit})
+
+    def run(self, **order: Any) -> list[list[Any]]:
+        """To the end, which has to be a good one. The notes."""
+        pids, notes = self.start(**order)
+        codes = self.collect(pids)
+        found = read_notes(notes)
+        check_same(f"exit codes, {found[-3:]}", codes, [0] * len(pids))
+        return found
+
+
+def read_notes(path: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_for(path: Path, rank: int, what: str, number: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Until a rank has noted that."""
+    end = time.monotonic() + LIMIT
+    while True:
+        meanwhile()
+        notes = read_notes(path)
+        if any(line[:3] == [rank, what, number] for line in notes):
+            return
+        if time.monotonic() > end or any(number == -1 for _, _, number, _ in notes):
+            raise AssertionError(f"rank {rank} did not {what} {number}: {notes[-4:]}")
+        time.sleep(0.002)
+
+
+def check_loads(folder: Path) -> int:
+    """Raise unless this is a complete checkpoint of one save. Its number."""
+    check_folder(folder)
+    target = plain()
+    fill(target, 12345)
+    number = fsdp_optim.load(folder, target.model, target.optim)["number"]
+    check_values(folder.name, target, number)
+    return number
+
+
+def check_root(root: Path, at_least: int, at_most: int) -> int:
+    """Raise unless the latest checkpoint is complete, and all others too. The number of the latest one."""
+    names = sorted(path.name for path in root.iterdir())
+    newest = fsdp_optim.latest(root)
+    if newest is None:
+        raise Differs(f"no checkpoint in {names}, but save {at_least} had ended")
+    number = check_loads(newest)
+    if not at_least <= number <= at_most:
+        raise Differs(f"{newest.name} of {names} is save {number}: {at_least} had ended, {at_most} was not over")
+    for name in set(names) - leftovers(root):
+        check_loads(root / name)
+    return number
+
+
+def leftovers(root: Path) -> set[str]:
+    """What is no checkpoint: by its name, or because it has no marker."""
+    names = {path.name for path in root.iterdir() if any(word in path.name for word in LEFTOVER)}
+    return names | {path.name for path in root.iterdir() if not (path / MARKER).exists()}
+
+
+@contextlib.contextmanager
+def told(what: str, root: Path) -> Iterator[None]:
+    """An error says where it came up."""
+    try:
+        yield
+    except Exception as error:
+        raise Differs(f"{what}, then there were {sorted(path.name for path in root.iterdir())}: {error}") from error
+
+
+if __name__ == "__main__":
+    serve()

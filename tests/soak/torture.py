@@ -1,0 +1,86 @@
+"""What all tortures share: cases that come from a seed and a number, figures, and failures that say how to see them again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+MOST_FAILURES = 20  # of one torture; more say nothing new
+_ROOM = 2 << 30  # bytes that a torture may need in memory
+
+
+@dataclasses.dataclass
+class Torture:
+    """One torture at work.
+
+    Attributes:
+        seconds, cases: when to stop: after this time, after so many cases, or after the first of both.
+        only: the number of the one case to run again.
+        first, stride: which cases are this process's, where several share them.
+        figures: what was done, by name.
+        failures: what went wrong, each with its case.
+    """
+
+    name: str
+    seed: int
+    seconds: float | None = None
+    cases: int | None = None
+    only: int | None = None
+    first: int = 0
+    stride: int = 1
+    figures: Counter[str] = dataclasses.field(default_factory=Counter)
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers of the cases, until it is time to stop."""
+        if self.only is not None:
+            yield self.only
+            return
+        end = time.monotonic() + self.seconds if self.seconds is not None else float("inf")
+        number = self.first
+        while (
+            (self.cases is None or number < self.cases)
+            and time.monotonic() < end
+            and len(self.failures) < MOST_FAILURES
+        ):
+            yield number
+            number += self.stride
+
+    def rng(self, number: int) -> random.Random:
+        """Chance that is the same whenever this case is run again."""
+        return random.Random(f"{self.seed} {self.name} {number}")
+
+    def fail(self, number: int, text: str) -> None:
+        """Keep a failure."""
+        again = f"make soak SEED={self.seed} SOAK_ONLY={self.name} SOAK_CASE={number}"
+        self.failures.append(f"{self.name}, case {number} ({again}): {text}")
+
+    @contextlib.contextmanager
+    def case(self, number: int, what: str = "") -> Iterator[None]:
+        """An exception inside is a failure of this case."""
+        try:
+            yield
+        except Exception as error:
+            expected = isinstance(error, AssertionError)
+            text = str(error) if expected else "".join(traceback.format_exception(error))
+            self.fail(number, f"{what}: {text}" if what else text)
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    """A folder in memory where there is room, so that nobody waits for a disk; else where temporary files go."""
+    memory = Path("/dev/shm")
+    in_memory = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM
+    with tempfile.TemporaryDirectory(
+        prefix="fsdp_optim_soak_", dir=memory if in_memory else None, ignore_cleanup_errors=True
+    ) as folder:
+        yield Path(folder)
