@@ -52,7 +52,9 @@ def gather_full_optim_state_dict(
         model: the root that `optim` was built from: fairscale FSDP, DistributedDataParallel, a plain module, or a mix.
         optim: anything with `state_dict()` and `param_groups`.
         recipient_rank: the global rank that gets the dict; None: every rank does.
-        key_by: "id" counts as torch.optim does on the unwrapped model; "name" uses clean FQNs.
+        key_by: "id" counts as the optimizer does: group after group, inside a group in the optimizer's own order, with the
+            originals of a flat parameter in place. An optimizer that lists a group as the wrapped model's parameters() does is
+            counted as the unwrapped model's parameters(). "name" uses clean FQNs; groups list them in the same order.
         collect: "wrapper" leaves units with fairscale's `no_broadcast_optim_state` as fairscale does: the recipient's own
             state of them is in the dict, the others' is not, and `uncollected_local_ids` lists them. "all" gathers them.
         name_of: `(fqn, rank) -> name`, for units whose ranks call different parameters by one name (every rank's own
@@ -68,12 +70,15 @@ def gather_full_optim_state_dict(
         On recipients a dict whose tensors are on the CPU, each with its own storage, in the dtype of the state; elsewhere
         None. `plain_optim.load_state_dict(full)` accepts it. Besides `state` and `param_groups` (with `param_names`) it
         has `param_id_map` (id -> this rank's local id, None without state), `num_padded` (per flat parameter, the
-        padding of each group rank), `uncollected_local_ids`, and the other keys of the optimizer's own dict.
+        padding of each group rank), `uncollected_local_ids`, and the other keys of the optimizer's own dict. By name it also
+        has `unknown_order`, the reason, where ids could not count the parameters.
 
     Raises (the same on all ranks):
         WrapperError: the model or the optimizer cannot be read, or do not belong together.
-        StateError: ranks do not see one model and one state.
-        RankError: a rank failed, with its reason, or made another call.
+        StateError: ranks do not see one model and one state; or no order of ids can be right (a module that torch FSDP took in
+            part, with `ignored_states`; stages that no rank has together), and `key_by` is "id".
+        RankError: a rank failed, with its reason, or made another call; or nothing in the model tells that the recipient
+            shares it (pipeline stages without a wrapper), and `process_group` is not given.
         RankTimeoutError: a rank did not come; it is named.
     """
     options = Options(
@@ -101,9 +106,10 @@ def iter_full_optim_state(
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """As `gather_full_optim_state_dict`, one parameter at a time, so that no rank ever holds the whole state.
 
-    Yields (FQN, state) in the unwrapped model's order on every rank: the state on recipients ({} for a parameter without
-    state), None elsewhere. Every rank of the model has to exhaust the iterator. A recipient holds at most
-    `bucket_nbytes` of parameters (or one that is larger), and as much again while they move.
+    Yields (FQN, state) on every rank: the state on recipients ({} for a parameter without state), None elsewhere. The order
+    is that of gather's ids: with one group the unwrapped model's, unless the optimizer lists its parameters in another; where
+    no order of ids is known, one that is the same on all ranks. Every rank of the model has to exhaust the iterator. A
+    recipient holds at most `bucket_nbytes` of parameters (or one that is larger), and as much again while they move.
     """
     options = Options(
         collect,
@@ -257,12 +263,22 @@ def transfer_optim_state(
     transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
 
 
-def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
+def rekey_optim_state_dict(
+    full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, *, optim: Optimizers | None = None
+) -> FullDict:
     """The same full dict, keyed by "id" or by "name". Shares its tensors with `full`, which is left unchanged.
 
-    `model`: wrapped or not; for fairscale's own dict, wrapped as it was when saved.
+    Args:
+        model: wrapped or not; for fairscale's own dict, wrapped as it was when saved.
+        optim: an optimizer of `model` with the same parameters in the same groups. It is needed where the dict has ids
+            without names and several groups, or lists its parameters in an order of its own; ids then count as it does.
+            Without it, the ids of a dict without names count the model's parameters.
+
+    Raises:
+        StateError: the dict is not one of this model; or ids are asked for, or given, and neither the dict nor the model
+            tells their order.
     """
-    return rekey.rekey(full, model, key_by)
+    return rekey.rekey(full, model, key_by, optim)
 
 
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:

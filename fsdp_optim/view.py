@@ -39,6 +39,7 @@ class Handle:
         num_padded: padding elements at the end of each group rank's chunk; empty when the wrapper pads nothing.
         collected: False where the wrapper says that its state must not be collected (`no_broadcast_optim_state`).
         synchronized: True where the wrapper itself keeps replicas equal; False: equality has to be checked.
+        loose: True where no wrapper tells which ranks have it, so that its placement names all that share the model.
         aliases: other (module, attribute) places of the originals, by position in `originals`.
         kept: gives this rank's elements where the wrapper keeps them elsewhere than in `param` at times.
         skipped: True where the wrapper gives this rank no element and no gradient, so that an optimizer never has state for it.
@@ -50,6 +51,7 @@ class Handle:
     num_padded: tuple[int, ...] = ()
     collected: bool = True
     synchronized: bool = True
+    loose: bool = False
     aliases: tuple[tuple[int, nn.Module, str], ...] = ()
     kept: Callable[[], torch.Tensor] | None = None
     skipped: bool = False
@@ -145,8 +147,8 @@ class ModelView:
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
         wrapper_parts: what wrappers put into names, which is no part of an FQN.
-        unsure: FQNs of parameters of modules of which the wrapper took some and left some, so that their order among each
-            other is lost; those that it took are put first.
+        mixed: for each module of which the wrapper took some parameters and left some, the FQNs of those that it took and of
+            those that it left. Their order among each other is lost; those that it took are put first.
         unit_order: FQNs as the wrapper's own full dict counts them, unit after unit; None where there is no such count.
     """
 
@@ -156,7 +158,7 @@ class ModelView:
     rank: int
     aliases: Mapping[str, str] = field(default_factory=dict)
     unit_order: tuple[str, ...] | None = None
-    unsure: tuple[str, ...] = ()
+    mixed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     wrapper_parts: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -166,6 +168,19 @@ class ModelView:
     def handle_of(self, param: torch.Tensor) -> NamedHandle | None:
         return self._by_param.get(id(param))
 
+    def position_of(self, named: NamedHandle) -> int:
+        """The place of a live parameter in the wrapped model's `parameters()`."""
+        return self._positions[id(named.handle.param)]
+
+    @cached_property
+    def place_of(self) -> Mapping[str, int]:
+        """The place of each original parameter in the unwrapped model's `parameters()`."""
+        return {fqn: place for place, fqn in enumerate(self.order)}
+
     @cached_property
     def _by_param(self) -> dict[int, NamedHandle]:
         return {id(named.handle.param): named for named in self.handles}
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {id(named.handle.param): position for position, named in enumerate(self.handles)}

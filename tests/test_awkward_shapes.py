@@ -226,7 +226,8 @@ def scalars_outside(kind: str) -> None:
             return fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(scalars))
         return in_fsdp1(model, ignored_states=scalars, use_orig_params=kind == "FSDP1 orig")
 
-    check_trip(wrap, model=Scalars)
+    # torch FSDP1 takes some parameters of a module and leaves others, so that nobody knows their order any more.
+    check_trip(wrap, model=Scalars, key_by="id" if kind == "FSDP2" else "name")
 
 
 def frozen_then_wrapped(wrapper: str) -> list[tuple[str, str]]:

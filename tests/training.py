@@ -99,7 +99,7 @@ class Setup:
 
     Attributes:
         idle: prefixes of parameters, and the steps in which those get no gradient.
-        reverse: the wrapped model's optimizer gets its parameters in the opposite order inside each group.
+        reverse: the optimizer gets the live parameters in the opposite order inside each group, the originals of each in place.
         fairscale: with fairscale's own wrapper class.
         schedule: every step makes each group's lr smaller, and notes it in the group.
         named: the wrapped model's optimizer is built from `named_parameters()`, and keeps the wrapped names.
@@ -144,10 +144,12 @@ class Plain:
         self.shapes = {fqn: param.shape for fqn, param in self.model.named_parameters()}
         in_groups: list[list[Tensor]] = [[] for _ in setup.groups]
         self.fqns: list[list[str]] = [[] for _ in setup.groups]
-        for fqn, param in self.model.named_parameters():
+        params = dict(self.model.named_parameters())
+        lives = models.live_parameters(self.model, setup.wrapping) if setup.reverse else ()
+        for fqn in [fqn for live in reversed(lives) for fqn in live.fqns] or params:
             index = setup.group_of(fqn)
             if index is not None:
-                in_groups[index].append(param)
+                in_groups[index].append(params[fqn])
                 self.fqns[index].append(fqn)
         self.optim = make_optimizer(setup, in_groups)
         self.ids = {fqn: i for i, fqn in enumerate(fqn for group in self.fqns for fqn in group)}

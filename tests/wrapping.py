@@ -431,13 +431,15 @@ def check_trip(
     ranks: Sequence[int] | None = None,
     unused: Collection[str] = (),
     oracle_make: Any = None,
+    key_by: Any = "id",
     **kwargs: Any,
 ) -> dict[str, Any] | None:
     """On all `ranks` of a model (None: the world): every verb on one wrapping, compared with the oracle.
 
     `before_calls` gets every trained wrapping before anything is asked of the library (a forward pass, say).
     `unused`: parameters that never get a gradient. `oracle_make`: the optimizer whose full dict is wanted, where it is not
-    what `make` makes. `kwargs` go to the collective verbs. Returns the first rank's full dict.
+    what `make` makes. `key_by`: "name" where no order of ids is known. `kwargs` go to the collective verbs. Returns the first
+    rank's full dict.
     """
     ranks = range(dist.get_world_size()) if ranks is None else ranks
     rank, first, last = dist.get_rank(), ranks[0], ranks[-1]
@@ -449,7 +451,7 @@ def check_trip(
     for one in (trained, target) if before_calls is not None else ():
         before_calls(one)
     before = snapshot(trained)
-    fulls = {recipient: trained.gather(recipient, **kwargs) for recipient in (last, None)}
+    fulls = {recipient: trained.gather(recipient, key_by, **kwargs) for recipient in (last, None)}
     named = trained.gather(None, "name", **kwargs)
     listed = dict(fsdp_optim.iter_full_optim_state(trained.model, trained.optim, last, **kwargs))
     check_same("the model and the optimizer, after gathering", snapshot(trained), before)
@@ -468,19 +470,27 @@ def check_trip(
         for param, source in zip(target.params, trained.params, strict=True):
             local_of(param).copy_(local_of(source))
     target.step(range(STEPS, STEPS + 2), unused)
-    again = target.gather(last, **kwargs)
+    again = target.gather(last, key_by, **kwargs)
+
+    def check(what: str, full: Any, wanted: Oracle) -> None:
+        if key_by == "id":
+            check_full(what, full, wanted.full())
+        else:
+            check_named(what, {"state": dict(sorted(full["state"].items()))}, dict(sorted(wanted.by_name().items())))
 
     for recipient, full in fulls.items():
         if recipient in (rank, None):
-            check_full(f"rank {rank}, gathered to {recipient}", full, oracle.full())
+            check(f"rank {rank}, gathered to {recipient}", full, oracle)
         elif full is not None:
             raise Differs(f"rank {rank} got a {type(full).__name__}, but recipient_rank was {recipient}")
-    check_named("gathered by name", named, oracle.by_name())
-    if list(listed) != oracle.names:
-        raise Differs(f"iter_full_optim_state names {list(listed)}, not {oracle.names}")
+    order = oracle.names if key_by == "id" else list(named["param_groups"][0]["params"])
+    wanted = oracle.by_name()
+    check_named("gathered by name", named, {name: wanted[name] for name in order if name in wanted})
+    if list(listed) != order:
+        raise Differs(f"iter_full_optim_state names {list(listed)}, not {order}")
     if rank == last:
-        check_same("iterated", {name: s for name, s in listed.items() if s}, oracle.by_name())
-        check_full("loaded, trained on, gathered again", again, further.full())
+        check_same("iterated", {name: s for name, s in listed.items() if s}, named["state"])
+        check("loaded, trained on, gathered again", again, further)
     return fulls[None] if rank == first else None
 
 

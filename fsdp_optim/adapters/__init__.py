@@ -74,7 +74,7 @@ class ModelReader:
             rank=_me(),
             aliases=naming.aliases,
             unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
-            unsure=naming.unsure,
+            mixed=naming.mixed,
             wrapper_parts=_WRAPPER_PARTS,
         )
 
@@ -151,12 +151,13 @@ class _Naming:
         return tuple(sorted(self._keys, key=self._keys.__getitem__))
 
     @property
-    def unsure(self) -> tuple[str, ...]:
-        """Parameters of modules that have both taken and registered ones."""
-        kinds: dict[int, set[int]] = {}
-        for module, kind, _ in self._keys.values():
-            kinds.setdefault(module, set()).add(kind)
-        return tuple(fqn for fqn in self.order if len(kinds[self._keys[fqn][0]]) > 1)
+    def mixed(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """Of each module that has both, the parameters that were taken and those that stayed registered."""
+        kinds: dict[int, tuple[list[str], list[str]]] = {}
+        for fqn in self.order:
+            module, kind, _ = self._keys[fqn]
+            kinds.setdefault(module, ([], []))[kind].append(fqn)
+        return tuple((tuple(taken), tuple(left)) for taken, left in kinds.values() if taken and left)
 
     def name(self, handle: Handle) -> NamedHandle:
         fqns = []

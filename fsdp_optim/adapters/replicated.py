@@ -56,6 +56,7 @@ def _handle(
         originals=(Original(*sites[0], Whole(shape, ranks)),),
         local_shape=shape,
         synchronized=synchronized,
+        loose=not synchronized,
         aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
     )
 

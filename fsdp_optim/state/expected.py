@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.fits import group_of_unit
 from fsdp_optim.state.local import LocalOptim, LocalParam
+from fsdp_optim.state.order import as_ids_count
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.view import ModelView, NamedHandle
 
@@ -15,10 +16,11 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
     """An optimizer with the full state's groups over the model's live parameters.
 
     Ids count as torch.optim counts: group after group. Inside a group they follow the saved local ids where the model has
-    the same units as when it was saved, else the order of the wrapped model's parameters(). `others`: the full state may
-    also have parameters that only other ranks hold.
+    the same units as when it was saved; else the wrapped model's parameters(), or the saved optimizer's own order where it had
+    one. `others`: the full state may also have parameters that only other ranks hold.
 
-    Raises StateError for a flat parameter whose originals sit in two groups, or are only partly in the full state.
+    Raises StateError for a flat parameter whose originals sit in two groups, or are only partly in the full state, and
+    where the order of the live parameters cannot be told.
     """
     group_of = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     known = {fqn for named in view.handles for fqn in named.fqns}
@@ -33,10 +35,14 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
         index = group_of_unit(named.fqns, group_of)
         if index is not None:
             by_group[index].append(named)
-    ids = full.local_ids
+    ids = {fqn: i for fqn, i in full.local_ids.items() if isinstance(i, int)}  # names have no order
     if _same_units([named for handles in by_group for named in handles], ids):
         for handles in by_group:
-            handles.sort(key=lambda named: ids[named.fqns[0]] or 0)
+            handles.sort(key=lambda named: ids[named.fqns[0]])
+    else:
+        by_group = [
+            _as_saved(handles, fqns, full, view) for handles, (_, fqns) in zip(by_group, full.groups, strict=True)
+        ]
     params: list[LocalParam] = []
     group_ids = []
     for index, handles in enumerate(by_group):
@@ -52,7 +58,27 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
     )
 
 
-def _same_units(handles: list[NamedHandle], saved: Mapping[str, int | None]) -> bool:
+def _as_saved(handles: list[NamedHandle], saved: Sequence[str], full: FullState, view: ModelView) -> list[NamedHandle]:
+    """The live parameters of one group as its optimizer lists them, judged by how the saved one counted them."""
+    place, known = view.place_of, {fqn for named in handles for fqn in named.fqns}
+    listed = [fqn for fqn in saved if fqn in known]
+    wrapped = [fqn for named in view.handles for fqn in named.fqns]
+    if full.listing == "units" or listed == sorted(listed, key=place.__getitem__):
+        return handles
+    if full.listing == "other" and as_ids_count(listed, wrapped, place) is not None:
+        return handles
+    at = {fqn: index for index, fqn in enumerate(listed)}
+    for named in handles:
+        places = [at[fqn] for fqn in sorted(named.fqns, key=place.__getitem__)]
+        if full.unknown_order or full.listing == "other" or places != list(range(places[0], places[0] + len(places))):
+            raise StateError(
+                f"the full dict lists the parameters of {named.fqns[0]}'s group in an order of its own, so that the order in "
+                "which this model's optimizer lists them is not known: give optim=, the optimizer that the shard is for"
+            )
+    return sorted(handles, key=lambda named: at[named.fqns[0]])
+
+
+def _same_units(handles: list[NamedHandle], saved: Mapping[str, int]) -> bool:
     """Whether the saved local ids stand for just these live parameters."""
     units: dict[int, set[str]] = {}
     for fqn in (fqn for named in handles for fqn in named.fqns):

@@ -26,8 +26,8 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
         fqn, _, name = rest.rpartition(".")
         {"state": state, "param_groups": hyper}.get(kind, {}).setdefault(fqn, {})[name] = value
     made: list[dict[str, Any]] = []
-    for fqns in groups:
-        known = [fqn for fqn in fqns if fqn in hyper]
+    for fqns in map(frozenset, groups):
+        known = [fqn for fqn in hyper if fqn in fqns]  # as the optimizer listed them
         for fqn in known[1:]:
             if not same(hyper[fqn], hyper[known[0]]):
                 raise StateError(

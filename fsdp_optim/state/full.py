@@ -24,10 +24,8 @@ def assemble(
     ids, params = seen.ids(), seen.params
     key = {fqn: fqn if key_by == "name" else ids[fqn] for fqn in ids}
     local_ids = {fqn: p.local_id for p in local.params for fqn in p.named.fqns}
-    live_first = sorted(ids, key=lambda fqn: (local_ids.get(fqn, len(ids)), ids[fqn]))
-    in_group: list[list[str]] = [[] for _ in local.groups]
-    for fqn in ids:
-        in_group[params[fqn].group_index].append(fqn)
+    live = {fqn: place for place, p in enumerate(local.params) for fqn in p.named.fqns}
+    live_first = sorted(ids, key=lambda fqn: (live.get(fqn, len(live)), ids[fqn]))
     return {
         **{name: own(value) for name, value in local.extra.items()},
         "state": {key[f]: values_of(params[f], tensors) for f in ids if params[f].summary is not None},
@@ -37,12 +35,13 @@ def assemble(
                 "params": [key[fqn] for fqn in fqns],
                 **({"param_names": list(fqns)} if key_by == "id" else {}),  # torch's readers by name refuse it
             }
-            for group, fqns in zip(local.groups, in_group, strict=True)
+            for group, fqns in zip(local.groups, (one.fqns for one in seen.counted), strict=True)
         ],
         # fairscale's reader counts runs of equal values, so the ids are listed by the flat parameter they come from
         "param_id_map": {key[f]: local_ids.get(f) if params[f].summary is not None else None for f in live_first},
         "local_ids": {key[f]: local_ids.get(f) for f in live_first},
         **({"fqns": {key[f]: f for f in live_first}} if key_by == "id" else {}),
+        **({"unknown_order": seen.unknown_order} if seen.unknown_order else {}),
         "num_padded": _num_padded(picture, local),
         "uncollected_local_ids": [
             p.local_id

@@ -10,13 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
 from fsdp_optim.state.supported import check_supported, check_values
 from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, kind_of
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 RESERVED_KEYS = frozenset(
-    {"state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"}
+    {
+        *("state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"),
+        "unknown_order",  # only where ids cannot count the parameters: why
+    }
 )
 """Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
 
@@ -41,11 +45,11 @@ class LocalParam:
     `owner`: where several optimizers are read as one, which of them has it, and its id there.
     """
 
-    local_id: int
+    local_id: LocalId
     group_index: int
     named: NamedHandle
     state: Mapping[str, Any] | None
-    owner: tuple[int, int] = (0, 0)
+    owner: tuple[int, LocalId] = (0, 0)
 
     @property
     def handle(self) -> Handle:
@@ -71,7 +75,7 @@ class LocalOptim:
     """An optimizer on this rank, read without changing it.
 
     Attributes:
-        params: its parameters in the order of their local ids.
+        params: its parameters in the order of their local ids; where these are names, as its groups list them.
         groups: each group's hyperparameters, without `params` and `param_names`.
         group_ids, group_param_names: each group's local ids, and its `param_names` where the optimizer has them.
         extra: the other top-level keys of its dict (`loss_scale`).
@@ -80,7 +84,7 @@ class LocalOptim:
 
     params: tuple[LocalParam, ...]
     groups: tuple[Mapping[str, Any], ...]
-    group_ids: tuple[tuple[int, ...], ...]
+    group_ids: tuple[tuple[LocalId, ...], ...]
     group_param_names: tuple[Sequence[str] | None, ...]
     extra: Mapping[str, Any]
     parts: tuple[LocalOptim, ...] = ()
@@ -164,18 +168,15 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
                 f"group {index} of {type(optim).__name__} has {len(live_group['params'])} parameters, "
                 f"in its state_dict() {len(packed_group['params'])}"
             )
-        for place, (param, local_id) in enumerate(zip(live_group["params"], packed_group["params"], strict=True)):
-            named = view.handle_of(param)
-            if named is None:
-                raise WrapperError(
-                    f"parameter {place} of group {index} (shape {list(param.shape)}) is not in the model: build the "
-                    "optimizer from the wrapped model's parameters(), and pass that same model"
-                )
+        handles = [_handle_of(param, index, place, view) for place, param in enumerate(live_group["params"])]
+        ids = packed_ids(optim, handles, packed_group["params"], index, view)
+        for place, (named, local_id) in enumerate(zip(handles, ids, strict=True)):
             state = _state_of(saved["state"], local_id)
             if state is not None:
                 check_values(named.fqns[0] if named.fqns else f"parameter {place} of group {index}", state)
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
-    params.sort(key=lambda p: p.local_id)
+    if all(isinstance(param.local_id, int) for param in params):
+        params.sort(key=lambda p: p.local_id)
     unknown = set(saved["state"]) - {p.local_id for p in params}
     if unknown:
         raise WrapperError(f"the optimizer's state has ids {sorted(map(str, unknown))} that are in none of its groups")
@@ -188,6 +189,16 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
     )
 
 
-def _state_of(state: Mapping[int, Mapping[str, Any]], local_id: int) -> Mapping[str, Any] | None:
+def _handle_of(param: torch.Tensor, group_index: int, place: int, view: ModelView) -> NamedHandle:
+    named = view.handle_of(param)
+    if named is None:
+        raise WrapperError(
+            f"parameter {place} of group {group_index} (shape {list(param.shape)}) is not in the model: build the "
+            "optimizer from the wrapped model's parameters(), and pass that same model"
+        )
+    return named
+
+
+def _state_of(state: Mapping[LocalId, Mapping[str, Any]], local_id: LocalId) -> Mapping[str, Any] | None:
     values = state.get(local_id)
     return values if values else None

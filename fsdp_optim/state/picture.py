@@ -6,15 +6,13 @@ the letter, so that usually nothing but a digest travels.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.layout import Layout, Placement
+from fsdp_optim.layout import Layout, Placement, Whole
+from fsdp_optim.state.order import Counted, merge, merge_lists
 from fsdp_optim.state.values import Odd, Summary
 
 _MOST_SHOWN = 200  # letters of a value in an error
@@ -26,6 +24,8 @@ class LiveParam:
 
     `fingerprint` stands for the elements of the state on this rank, given where the wrapper does not keep replicas
     equal, so that replicas can be told from different parameters of the same name.
+
+    `loose`: no wrapper tells which ranks have it, and its placement names all that make the call.
     """
 
     fqns: tuple[str, ...]
@@ -35,19 +35,29 @@ class LiveParam:
     collected: bool
     summary: Summary | None
     fingerprint: str = ""
+    loose: bool = False
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """All that a rank tells: `call` (what it was asked to do), its parameters in order, its groups' hyperparameters.
+    """All that a rank tells of its model and optimizer.
 
-    `extra`: the other keys of the optimizer's own dict.
+    Attributes:
+        call: what it was asked to do.
+        order: its original parameters, in the unwrapped model's order.
+        params: its live parameters.
+        groups: each group's hyperparameters.
+        counted: each group's original parameters, as ids count them.
+        not_held: the model's other original parameters, which the optimizer does not have.
+        extra: the other keys of the optimizer's own dict.
     """
 
     call: str
     order: tuple[str, ...] = ()
     params: tuple[LiveParam, ...] = ()
     groups: tuple[tuple[tuple[str, str], ...], ...] = ()
+    counted: tuple[Counted, ...] = ()
+    not_held: tuple[str, ...] = ()
     extra: tuple[tuple[str, str], ...] = ()
 
 
@@ -77,19 +87,41 @@ class Param:
 
 @dataclass(frozen=True)
 class Picture:
-    """The model and the optimizer state of all ranks together, the same value on all of them."""
+    """The model and the optimizer state of all ranks together, the same value on all of them.
 
-    params: Mapping[str, Param] = field(default_factory=dict)  # in the unwrapped model's order
+    Attributes:
+        params: every original parameter, in the unwrapped model's order.
+        live: every live parameter.
+        num_groups: the number of param groups.
+        counts: what each distinct report says of the order of ids, group by group.
+    """
+
+    params: Mapping[str, Param] = field(default_factory=dict)
     live: tuple[LiveParam, ...] = ()
     num_groups: int = 0
+    counts: tuple[tuple[Counted, ...], ...] = ()
     mismatched: tuple[str, ...] = ()  # of which replicas differ, so that only those of the lowest rank count
 
     @property
     def layout(self) -> Layout:
         return Layout({fqn: param.placement for fqn, param in self.params.items()})
 
+    @cached_property
+    def counted(self) -> tuple[Counted, ...]:
+        """Each group's parameters, as ids count them on all ranks together."""
+        order = tuple(self.params)
+        return tuple(
+            merge([counts[index].only(self.params) for counts in self.counts], order)
+            for index in range(self.num_groups)
+        )
+
+    @property
+    def unknown_order(self) -> str:
+        """Why ids cannot count these parameters; empty where they can."""
+        return next((one.unknown for one in self.counted if one.unknown), "")
+
     def group_fqns(self, group_index: int) -> tuple[str, ...]:
-        return tuple(param.fqn for param in self.params.values() if param.group_index == group_index)
+        return self.counted[group_index].fqns
 
     def as_seen_by(self, rank: int) -> Picture:
         """What one recipient gets."""
@@ -97,9 +129,8 @@ class Picture:
         return replace(self, params={fqn: param for fqn, param in seen.items() if param is not None})
 
     def ids(self) -> dict[str, int]:
-        """FQN -> id, as torch.optim counts on the unwrapped model: group after group, inside a group in model order."""
-        by_group = sorted(self.params.values(), key=lambda param: param.group_index)  # stable: keeps the model's order
-        return {param.fqn: index for index, param in enumerate(by_group)}
+        """FQN -> id, as torch.optim counts: group after group, inside a group as the optimizer lists it."""
+        return {fqn: index for index, fqn in enumerate(fqn for group in self.counted for fqn in group.fqns)}
 
 
 Told = Sequence[tuple[RankReport, tuple[int, ...]]]
@@ -122,7 +153,11 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
             live.append(param)
             for position, fqn in enumerate(param.fqns):
                 seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks))
-    order = _merge_orders([report.order for report, _ in told])
+    not_held = {fqn for report, _ in told for fqn in report.not_held}
+    for fqn, items in seen.items():
+        if fqn not in not_held and all(item.live.loose for item in items):
+            seen[fqn] = _where_it_is(items)
+    order, _ = merge_lists([report.order for report, _ in told])
     mismatched = tuple(fqn for fqn in order if fqn in seen and _replicas_differ(seen[fqn])) if take_lowest_rank else ()
     lowest = frozenset(mismatched)
     return Picture(
@@ -130,6 +165,7 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
         live=tuple(live),
         num_groups=len(told[0][0].groups),
         mismatched=mismatched,
+        counts=tuple(report.counted for report, _ in told),
     )
 
 
@@ -141,6 +177,12 @@ class _Seen:
     live: LiveParam
     placement: Placement
     ranks: tuple[int, ...]
+
+
+def _where_it_is(seen: list[_Seen]) -> list[_Seen]:
+    """A parameter without a wrapper is on the ranks whose models have it, as those of pipeline stages are."""
+    ranks = tuple(sorted(rank for item in seen for rank in item.ranks))
+    return [replace(item, placement=Whole(item.placement.shape, ranks)) for item in seen]
 
 
 def _check_calls(told: Told) -> None:
@@ -174,36 +216,6 @@ def _check_groups(told: Told) -> None:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _merge_orders(orders: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """All names, each rank's order kept. Names that no rank has together come as people count: experts.2, experts.10."""
-    if len(set(orders)) == 1:
-        return orders[0]
-    followers: dict[str, set[str]] = {fqn: set() for order in orders for fqn in order}
-    for order in orders:
-        for fqn, following in itertools.pairwise(order):
-            followers[fqn].add(following)
-    num_before = Counter(following for names in followers.values() for following in names)
-    free = [(_as_people_count(fqn), fqn) for fqn in followers if not num_before[fqn]]
-    heapq.heapify(free)
-    merged = []
-    while free:
-        _, fqn = heapq.heappop(free)
-        merged.append(fqn)
-        for following in followers[fqn]:
-            num_before[following] -= 1
-            if not num_before[following]:
-                heapq.heappush(free, (_as_people_count(following), following))
-    if len(merged) < len(followers):
-        stuck = next(fqn for fqn in followers if num_before[fqn])
-        raise StateError(f"{stuck}: the ranks have their parameters in orders that contradict each other")
-    return tuple(merged)
-
-
-def _as_people_count(fqn: str) -> tuple[tuple[int, str], ...]:
-    """A key that sorts numbers inside a name as numbers."""
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", fqn))
 
 
 def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:

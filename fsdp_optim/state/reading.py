@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,22 +14,36 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.flattened import is_flattened, unflatten
 from fsdp_optim.state.local import RESERVED_KEYS
+from fsdp_optim.state.order import Counted
+from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.values import NO_EVIDENCE, Evidence, kind_of
+from fsdp_optim.view import ModelView
+
+Listing = Literal["ids", "units", "other"]
 
 
 @dataclass(frozen=True)
 class FullState:
     """A full dict of any accepted kind, by FQN. Its values are those of the dict, not copies.
 
-    `state` has no entry for a parameter without state; `groups` has each group's hyperparameters and its FQNs; `local_ids`
-    the ids that the live parameters had on the rank that saved it, None where that is not known.
+    Attributes:
+        state: by FQN; no entry for a parameter without state.
+        groups: each group's hyperparameters and its FQNs.
+        local_ids: the ids that the live parameters had on the rank that saved it, None where that is not known.
+        listing: what the order of the FQNs in a group is. "ids": that of the ids. "units": fairscale's, unit after unit. "other":
+            that of another tool, which can be any.
+        unknown_order: why ids cannot count its parameters, where the dict says so.
+        fqn_of: the FQN of each of the dict's own keys.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
     extra: Mapping[str, Any]
     uncollected: frozenset[str] = frozenset()
-    local_ids: Mapping[str, int | None] = field(default_factory=dict)
+    local_ids: Mapping[str, LocalId | None] = field(default_factory=dict)
+    listing: Listing = "ids"
+    unknown_order: str = ""
+    fqn_of: Mapping[LocalId, str] = field(default_factory=dict)
 
     def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
         """What kinds of values the parameters that have dimensions have."""
@@ -46,11 +60,13 @@ class Names:
     """How to read ids and names of a full dict for a given model and optimizer.
 
     Attributes:
-        groups: the FQNs of each of the optimizer's groups, in the unwrapped model's order.
+        groups: the FQNs of each of the optimizer's groups, in the order in which ids count them.
         aliases: other names of tied parameters.
         units: the FQNs of each live parameter, which can be in one group only.
         wrapper_parts: what wrappers put into names, which is no part of an FQN.
         unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
+        model_order: all FQNs of the groups, in the unwrapped model's order.
+        unknown_order: why ids without names cannot count these parameters; empty where they can.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -58,6 +74,26 @@ class Names:
     unit_order: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] = ()
     wrapper_parts: frozenset[str] = frozenset()
+    model_order: tuple[str, ...] = ()
+    unknown_order: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        counted: Sequence[Counted],
+        view: ModelView,
+        units: tuple[tuple[str, ...], ...],
+        model_order: tuple[str, ...],
+    ) -> Names:
+        return cls(
+            groups=tuple(group.fqns for group in counted),
+            aliases=view.aliases,
+            unit_order=view.unit_order,
+            units=units,
+            wrapper_parts=view.wrapper_parts,
+            model_order=model_order,
+            unknown_order=next((group.unknown for group in counted if group.unknown), ""),
+        )
 
     @cached_property
     def known(self) -> frozenset[str]:
@@ -123,7 +159,23 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
             to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name
         ),
         local_ids={to_name[key]: local_id for key, local_id in local_of.items() if key in to_name},
+        listing=_listing(full),
+        unknown_order=str(full.get("unknown_order", "")),
+        fqn_of=to_name,
     )
+
+
+def _listing(full: Mapping[str, Any]) -> Listing:
+    if "local_ids" in full:
+        return "ids"
+    if any(isinstance(key, str) for group in full["param_groups"] for key in group["params"]):
+        return "other"
+    return "units" if _is_fairscales(full) else "ids"
+
+
+def _is_fairscales(full: Mapping[str, Any]) -> bool:
+    named = all(group.get("param_names") is not None for group in full["param_groups"] if group["params"])
+    return "param_id_map" in full and "fqns" not in full and not named
 
 
 def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
@@ -138,6 +190,11 @@ def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names:
     elif "param_id_map" in full:
         fqns = [_fairscale_names(full["param_id_map"], keys, names)]
     else:
+        if names.unknown_order:
+            raise StateError(
+                f"{names.unknown_order}: the ids of a dict without names cannot be told; gather it with key_by='name', or make a "
+                "plain optimizer's dict one by name with rekey_optim_state_dict(full, model, key_by='name', optim=optim)"
+            )
         fqns = [list(group) for group in names.groups]
     if [len(group) for group in fqns] != [len(group) for group in keys]:
         raise StateError(
@@ -160,7 +217,7 @@ def _fairscale_names(id_map: Mapping[int, Any], keys: list[list[int]], names: Na
                 "this full dict is fairscale's own and counts its ids by FSDP unit, which only a model wrapped in the same "
                 "way can tell: read it there once, with rekey_optim_state_dict(full, wrapped_model, key_by='name')"
             )
-        order = tuple(fqn for group in names.groups for fqn in group)
+        order = names.model_order
     if len(keys) != 1:
         raise StateError(f"fairscale's own full dict has one param group, not {len(keys)}")
     return list(order)

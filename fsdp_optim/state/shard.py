@@ -14,6 +14,7 @@ from fsdp_optim.plan import plan_into
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards
+from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Evidence, Odd, Summary, kind_of, own
 
@@ -173,7 +174,7 @@ def shard_dicts(
     local: LocalOptim,
     groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
     extra: Mapping[str, Any],
-    state: Mapping[int, Mapping[str, Any]],
+    state: Mapping[LocalId, Mapping[str, Any]],
     fit: Fit,
 ) -> Shard | list[Shard]:
     """The optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state.
@@ -216,7 +217,7 @@ def _shard_dict(
     local: LocalOptim,
     groups: Sequence[Mapping[str, Any]],
     extra: Mapping[str, Any],
-    state: Mapping[int, Mapping[str, Any]],
+    state: Mapping[LocalId, Mapping[str, Any]],
     fit: Fit,
 ) -> Shard:
     param_groups = []

@@ -18,6 +18,7 @@ from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
+from fsdp_optim.state.order import Counted, Listed, count
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
 from fsdp_optim.state.reading import Names
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
@@ -81,15 +82,19 @@ class Local:
         """The optimizer's original parameters in the unwrapped model's order."""
         return tuple(fqn for fqn in self.view.order if fqn in self.by_fqn)
 
+    @cached_property
+    def counted(self) -> tuple[Counted, ...]:
+        """Each group's original parameters, as ids count them."""
+        in_groups: list[list[Listed]] = [[] for _ in self.optim.groups]
+        for param in self.optim.params:
+            in_groups[param.group_index].append(Listed(self.view.position_of(param.named), param.named.fqns))
+        return tuple(count(listed, self.view.place_of, self.view.mixed) for listed in in_groups)
+
     @property
     def names(self) -> Names:
         """How full dicts count this model's and optimizer's parameters."""
-        groups = tuple(
-            tuple(fqn for fqn in self.order if self.by_fqn[fqn].group_index == index)
-            for index in range(len(self.optim.groups))
-        )
         units = tuple(param.named.fqns for param in self.optim.params)
-        return Names(groups, self.view.aliases, self.view.unit_order, units, self.view.wrapper_parts)
+        return Names.of(self.counted, self.view, units, self.order)
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
@@ -116,6 +121,12 @@ def log_summary(done: str, summaries: Mapping[str, Summary | None], values: Mapp
     )
 
 
+def names_of_picture(picture: Picture, view: ModelView) -> Names:
+    """How full dicts count the parameters of all ranks together."""
+    units = tuple(live.fqns for live in picture.live)
+    return Names.of(picture.counted, view, units, tuple(picture.params))
+
+
 def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     """How to read a full dict with a model but no optimizer: its ids count the model's parameters, or it has names."""
     groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
@@ -123,9 +134,10 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     if len(groups) > 1 and not named:
         raise StateError(
             f"this full dict has {len(groups)} param groups and no names, and a model does not tell which parameter is in "
-            "which group: use the function get_shard_from_optim_state_dict(model, optim, full), whose optimizer does"
+            "which group: give optim=, an optimizer of this model with the same groups"
         )
-    return Names((view.order,), view.aliases, view.unit_order, wrapper_parts=view.wrapper_parts)
+    everything = count([Listed(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
+    return Names.of((everything,), view, (), view.order)
 
 
 def read_callers(
@@ -212,6 +224,8 @@ def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> R
             for index, group in enumerate(optim.groups)
         ),
         extra=_told("the optimizer", optim.extra, callers) if with_state else (),
+        counted=local.counted,
+        not_held=tuple(fqn for fqn in local.view.order if fqn not in local.by_fqn),
     )
 
 
@@ -243,6 +257,7 @@ def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_
         collected=handle.collected,
         summary=summary,
         fingerprint=_fingerprint(param) if check and not sure else "",
+        loose=handle.loose,
     )
 
 

@@ -19,6 +19,7 @@ from fsdp_optim.memory import dtype_named, empty
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.full import FullDict, KeyBy, assemble, values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
@@ -52,23 +53,40 @@ def begin(
     recipient_rank: int | None,
     call: str,
     options: Options,
+    key_by: KeyBy = "name",
 ) -> Gathering:
     """Meet the other ranks and find out what there is to gather."""
-    # Every rank has all of a model without wrapper: the recipient keeps its own, and the others have nothing to do.
-    elsewhere = not reader.is_wrapped and len(callers.ranks) == 1 and _is_rank(recipient_rank)
+    alone = not reader.is_wrapped and len(callers.ranks) == 1
 
     def read() -> Local:
-        if recipient_rank is not None and recipient_rank not in callers.ranks and not elsewhere:
+        if recipient_rank is not None and recipient_rank not in callers.ranks:
+            if alone and _is_rank(recipient_rank):
+                raise RankError(
+                    f"recipient_rank is {recipient_rank}, and nothing in this model tells that rank {recipient_rank} shares "
+                    f"it, so the state of rank {callers.rank} would be dropped: give process_group=, the ranks that share the "
+                    "model, or recipient_rank=None, which gives each rank its own state"
+                )
             raise RankError(
                 f"recipient_rank {recipient_rank} is not one of the ranks {list(callers.ranks)} that share this model; give "
                 "one of these, or None for all of them"
             )
         return read_local(reader, optim, options, callers.ranks)
 
-    said = f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r})"
+    said = f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r}, key_by={key_by!r})"
     local, picture = meet(callers, read, said, with_state=True, on_replica_mismatch=options.on_replica_mismatch)
     recipients = callers.ranks if recipient_rank is None else (recipient_rank,)
-    return Gathering(callers, local, picture, tuple(rank for rank in recipients if rank in callers.ranks))
+    if key_by == "id":
+        _check_ids(picture, recipients)
+    return Gathering(callers, local, picture, recipients)
+
+
+def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
+    """Refuse ids where no order can be right; the same on all ranks."""
+    each = recipients if any(param.variants for param in picture.params.values()) else recipients[:1]
+    for rank in each:
+        reason = picture.as_seen_by(rank).unknown_order
+        if reason:
+            raise StateError(f"{reason}, and ids would name other parameters' state: give key_by='name'")
 
 
 def _is_rank(rank: int | None) -> bool:
@@ -87,7 +105,7 @@ def gather(
         raise StateError(f"key_by has to be 'id' or 'name', not {key_by!r}")
     (reader,), callers = read_callers([model], options)
     with all_hear(callers):
-        gathering = begin(reader, callers, optim, recipient_rank, "gather_full_optim_state_dict", options)
+        gathering = begin(reader, callers, optim, recipient_rank, "gather_full_optim_state_dict", options, key_by)
         failure = Failure()
         values = move(gathering, tuple(gathering.picture.params.values()), failure)
         full = None
@@ -96,13 +114,6 @@ def gather(
         if failure.error is None:
             log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
         agree(callers, b"gathered", failure.error, fatal=failure.fatal)
-    unsure = gathering.local.view.unsure
-    if full is not None and key_by == "id" and unsure:
-        log.warning(
-            "the order of %s in the unwrapped model is lost, because the wrapper took some parameters of their modules and left "
-            "others: gather with key_by='name' to load them into a plain optimizer by name",
-            ", ".join(unsure[:8]),
-        )
     return full
 
 
@@ -151,10 +162,10 @@ def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gath
 
 
 def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
-    """Parameters in order, as many at a time as fit into `nbytes`, at least one."""
+    """Parameters in the order of ids, as many at a time as fit into `nbytes`, at least one."""
     batch: list[Param] = []
     total = 0
-    for param in picture.params.values():
+    for param in (picture.params[fqn] for fqn in picture.ids()):
         dtypes = param.summary.dtypes.values() if param.summary is not None else ()
         size = sum(dtype.itemsize for dtype in dtypes) * param.placement.numel
         if batch and total + size > nbytes:
@@ -255,7 +266,7 @@ class Sources:
 
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._flat: dict[tuple[int, str], torch.Tensor] = {}
+        self._flat: dict[tuple[LocalId, str], torch.Tensor] = {}
 
     def flat(self, fqn: str, name: str) -> torch.Tensor:
         param: LocalParam = self._local.by_fqn[fqn]

@@ -13,6 +13,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.classes import is_of_torch
 from fsdp_optim.state.local import RESERVED_KEYS, OptimizerLike
+from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.shard import INCOMPATIBLE
 from fsdp_optim.state.values import NO_EVIDENCE
 
@@ -122,8 +123,10 @@ _FULL_KEYS = RESERVED_KEYS - {"state", "param_groups"}
 def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
     """A full dict has keys that no shard has. Where the parts of a parameter are in its optimizer, it would go in unnoticed."""
     keys = sorted(_FULL_KEYS & set(shard))
-    names = [param for group in shard["param_groups"] for param in group["params"] if isinstance(param, str)]
-    if keys or names:
+    names = _names_in(shard)
+    if keys or (
+        names and not _names_in(optim.state_dict())
+    ):  # some optimizers call their parameters by names themselves
         why = f"it has {keys[0]!r}" if keys else f"its groups list names such as {names[0]!r}"
         there, here = (
             sum(len(group["params"]) for group in one) for one in (shard["param_groups"], optim.param_groups)
@@ -132,6 +135,10 @@ def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
             f"this is a full dict of {there} parameters ({why}), not this rank's part of one for an optimizer with {here}: "
             f"{_WAYS_OUT}"
         )
+
+
+def _names_in(own: Mapping[str, Any]) -> list[str]:
+    return [param for group in own["param_groups"] for param in group["params"] if isinstance(param, str)]
 
 
 _WAYS_OUT = (
@@ -230,8 +237,15 @@ def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[An
             f"this shard has {[len(g['params']) for g in groups]} parameters in its groups, the optimizer has "
             f"{[len(g['params']) for g in live]}: a full dict has to go through get_shard_from_optim_state_dict first"
         )
+    by_name = given_names(optim)
+    unknown = [name for name in _names_in(shard) if name not in by_name]
+    if unknown:
+        raise StateError(
+            f"{type(optim).__name__} does not tell which parameter it calls {unknown[0]!r}, so that its dtype cannot be kept: "
+            "load the shard with the optimizer's own load_state_dict"
+        )
     return {
-        local_id: param
+        local_id: by_name[local_id] if isinstance(local_id, str) else param
         for group, live_group in zip(groups, live, strict=True)
         for local_id, param in zip(group["params"], live_group["params"], strict=True)
     }

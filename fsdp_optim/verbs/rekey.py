@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,26 +13,70 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.full import FullDict, KeyBy
-from fsdp_optim.state.reading import Names, normalize
-from fsdp_optim.verbs.call import names_of_model
+from fsdp_optim.state.local import RESERVED_KEYS, Optimizers, read_optimizer
+from fsdp_optim.state.order import Listed, as_ids_count, count
+from fsdp_optim.state.reading import FullState, Names, normalize
+from fsdp_optim.verbs.call import Local, names_of_model
+from fsdp_optim.view import ModelView
+
+_BY_PARAM = frozenset({"param_id_map", "local_ids", "fqns"})
+"""Keys of a full dict that are made anew, because they have a parameter's id or name on both sides or in their order."""
 
 
-def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
-    """The same state under the other keys."""
+def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
+    """The same state under the other keys. `optim`: tells groups and the order of ids, where the dict or the model does not."""
     view = ModelReader(model).read()
-    state = normalize(full, names_of_model(full, view))
-    place = {fqn: index for index, fqn in enumerate(view.order)}
-    unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in place]
+    local = Local(view, read_optimizer(optim, view)) if optim is not None else None
+    state = normalize(full, local.names if local is not None else names_of_model(full, view))
+    unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in view.place_of]
     if unknown:
         raise StateError(
-            f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters): give the "
+            f"{unknown[0]}: the full dict has it, the model does not ({len(unknown)} such parameters): give the "
             "model that it was gathered from"
         )
-    # Ids count in the unwrapped model's order, whatever order the dict lists its parameters in.
-    groups = tuple((hyper, tuple(sorted(fqns, key=place.__getitem__))) for hyper, fqns in state.groups)
-    saved = [fqn for _, fqns in groups for fqn in fqns]
     shapes = {fqn: placement.shape for named in view.handles for fqn, placement in named.placements.items()}
-    check_fits(state, Names(tuple(fqns for _, fqns in groups), {}), shapes)
+    check_fits(state, local.names if local is not None else _as_saved(state), shapes)
+    if local is not None:
+        groups, reason = local.names.groups, local.names.unknown_order
+    else:
+        groups, reason = _in_order(state, view)
+    if reason and key_by == "id":
+        raise StateError(
+            f"{reason}, and ids would name other parameters' state: keep key_by='name', or give optim=, the optimizer that the "
+            "ids are for, with its model"
+        )
+    return _keyed(full, state, groups, key_by, reason)
+
+
+def _as_saved(state: FullState) -> Names:
+    return Names(tuple(fqns for _, fqns in state.groups), {})
+
+
+def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """Each group of a full dict in the order of ids, and why that cannot be told, if so."""
+    saved = tuple(fqns for _, fqns in state.groups)
+    if state.listing == "ids":
+        return saved, state.unknown_order
+    place = view.place_of
+    everything = count([Listed(i, named.fqns) for i, named in enumerate(view.handles)], place, view.mixed)
+    if state.listing == "units":
+        return tuple(tuple(sorted(fqns, key=place.__getitem__)) for fqns in saved), everything.unknown
+    wrapped = [fqn for named in view.handles for fqn in named.fqns]
+    counted = [as_ids_count(fqns, wrapped, place) for fqns in saved]
+    reason = everything.unknown
+    if None in counted:
+        fqns = saved[counted.index(None)]
+        reason = (
+            f"the full dict lists the {len(fqns)} parameters of group {counted.index(None)} neither as the unwrapped model does "
+            "nor as this one, so that the order in which its optimizer counted them is not known"
+        )
+    return tuple(tuple(a) if a is not None else b for a, b in zip(counted, saved, strict=True)), reason
+
+
+def _keyed(
+    full: Mapping[str, Any], state: FullState, groups: Sequence[tuple[str, ...]], key_by: KeyBy, unknown_order: str
+) -> FullDict:
+    saved = [fqn for fqns in groups for fqn in fqns]
     key = {fqn: fqn if key_by == "name" else index for index, fqn in enumerate(saved)}
     ours = {
         "local_ids": {key[fqn]: local_id for fqn, local_id in state.local_ids.items()},
@@ -48,11 +92,25 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy) -> FullDict:
                 "params": [key[fqn] for fqn in fqns],
                 **({"param_names": list(fqns)} if key_by == "id" else {}),
             }
-            for hyper, fqns in groups
+            for (hyper, _), fqns in zip(state.groups, groups, strict=True)
         ],
-        **{name: full[name] for name in ("num_padded", "uncollected_local_ids") if name in full},
+        **_other_reserved(full, state, key),
+        **({"unknown_order": unknown_order} if unknown_order and state.local_ids else {}),
         **(ours if state.local_ids else {}),
     }
+
+
+def _other_reserved(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> dict[str, Any]:
+    """The other reserved keys: under new keys where all that one has are keys of parameters, else as they are."""
+    made_anew = _BY_PARAM | {"state", "param_groups", "unknown_order"}
+    found = {}
+    for name in full:
+        if name in RESERVED_KEYS and name not in made_anew:
+            value = full[name]
+            if isinstance(value, Mapping) and value and all(one in state.fqn_of for one in value):
+                value = {key[state.fqn_of[one]]: its for one, its in value.items()}
+            found[name] = value
+    return found
 
 
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:

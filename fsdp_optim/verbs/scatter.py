@@ -17,14 +17,15 @@ from fsdp_optim.memory import Slabs, flatten
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.reading import FullState, Names, normalize
+from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, names_of_picture, read_callers, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
 
 
@@ -106,9 +107,7 @@ def _tell_contents(
     """The source checks its dict against everyone's model and tells what is in it; the same contents on all ranks."""
     state, content = None, b""
     if callers.rank == source_rank and full is not None:
-        groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
-        units = tuple(live.fqns for live in picture.live)
-        names = Names(groups, local.view.aliases, local.view.unit_order, units, local.view.wrapper_parts)
+        names = names_of_picture(picture, local.view)
         state = normalize(full, names)
         _check_whole(state, local.order, source_rank)
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
@@ -168,9 +167,9 @@ def _move(
     source: Layout,
     source_of: Callable[[str, str], torch.Tensor | None],
     failure: Failure,
-) -> dict[int, dict[str, torch.Tensor]]:
+) -> dict[LocalId, dict[str, torch.Tensor]]:
     """Local tensors by local id and value name, filled."""
-    tensors: dict[int, dict[str, torch.Tensor]] = {}
+    tensors: dict[LocalId, dict[str, torch.Tensor]] = {}
     slabs = Slabs()
     copies = _copies(picture, source.only([fqn for fqn in source.fqns if fqn in contents.summaries]), callers.rank)
     try:

@@ -16,12 +16,13 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import Slabs, dtype_name, dtype_named
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.verbs.call import Local, Options, meet, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, names_of_picture, read_local
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
@@ -39,7 +40,7 @@ class Weights:
     local: Local
     picture: Picture
     stored: Mapping[str, Stored]
-    flats: Mapping[int, torch.Tensor]
+    flats: Mapping[LocalId, torch.Tensor]
     missing: tuple[str, ...]
     extra: tuple[str, ...]
 
@@ -138,7 +139,7 @@ class State:
     optim: Mapping[str, Stored]
     fit: Fit
     plan: Wanted
-    flats: Mapping[int, Mapping[str, torch.Tensor]]
+    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
 
     @classmethod
     def meet(
@@ -151,9 +152,7 @@ class State:
             f"load: the optimizer, strict={options.call.strict}",
             with_state=False,
         )
-        groups = tuple(picture.group_fqns(index) for index in range(picture.num_groups))
-        units = tuple(live.fqns for live in picture.live)
-        names = Names(groups, local.view.aliases, local.view.unit_order, units, local.view.wrapper_parts)
+        names = names_of_picture(picture, local.view)
         keys: dict[tuple[str, str], str] = {}
         with distrusted(f"{checkpoint.folder}: the optimizer"):
             full = normalize(_full_dict(checkpoint, _optim_said(checkpoint, options), names, keys), names)

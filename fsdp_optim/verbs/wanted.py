@@ -11,6 +11,7 @@ import torch
 
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalParam
+from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.shard import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, log_summary
@@ -24,8 +25,8 @@ class Wanted:
 
     local: Local
     fit: Fit
-    summaries: Mapping[int, Summary | None]
-    opaque: Mapping[int, Mapping[str, Any]]
+    summaries: Mapping[LocalId, Summary | None]
+    opaque: Mapping[LocalId, Mapping[str, Any]]
 
     @property
     def missing(self) -> frozenset[str]:
@@ -39,12 +40,12 @@ class Wanted:
 
     def dict_of(
         self,
-        tensors: Mapping[int, Mapping[str, torch.Tensor]],
+        tensors: Mapping[LocalId, Mapping[str, torch.Tensor]],
         groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
         extra: Mapping[str, Any],
     ) -> Shard | list[Shard]:
         """The optimizer's own dict; `tensors`: filled local tensors by local id and value name."""
-        state: dict[int, Mapping[str, Any]] = {
+        state: dict[LocalId, Mapping[str, Any]] = {
             param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id])
             for param, summary in self.given
         }
@@ -54,14 +55,15 @@ class Wanted:
         given = (param for param in self.local.optim.params if not param.handle.skipped)
         told = {fqn: self.summaries.get(param.local_id) for param in given for fqn in param.named.fqns}
         log_summary("cut", told, {(i, name): flat for i, its in tensors.items() for name, flat in its.items()})
-        return shard_dicts(self.local.optim, groups, extra, dict(sorted(state.items())), self.fit)
+        in_order = {p.local_id: state[p.local_id] for p in self.local.optim.params if p.local_id in state}
+        return shard_dicts(self.local.optim, groups, extra, in_order, self.fit)
 
 
 def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any]) -> Wanted:
     """Check everything that can be refused. `saved(fqn, name)` gives an opaque value of the full state."""
     missing = frozenset(fit.missing)
-    wanted: dict[int, Summary | None] = {}
-    opaque: dict[int, Mapping[str, Any]] = {}
+    wanted: dict[LocalId, Summary | None] = {}
+    opaque: dict[LocalId, Mapping[str, Any]] = {}
     for param in local.optim.params:
         if missing.issuperset(param.named.fqns) or param.handle.skipped:
             continue  # keeps its live state as it is; or is one that optimizers leave out on this rank

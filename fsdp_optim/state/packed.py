@@ -1,0 +1,63 @@
+"""What an optimizer's own dict calls each of its parameters: a number, or a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.view import ModelView, NamedHandle
+
+LocalId = int | str
+
+
+def packed_ids(
+    optim: object, handles: Sequence[NamedHandle], packed: Sequence[LocalId], group_index: int, view: ModelView
+) -> list[LocalId]:
+    """The id of each live parameter of one group, in the order of `handles`. `packed`: the group's ids in the dict.
+
+    Numbers are in the order of the live group. Names can be in any order (torch's `_NamedOptimizer` sorts them), so each
+    stands for the parameter that it names.
+
+    Raises WrapperError where a name is not that of a parameter of the group.
+    """
+    if not any(isinstance(local_id, str) for local_id in packed):
+        return list(packed)
+    known = _names_of(optim, view)
+    by_param: dict[int, LocalId] = {}
+    for name in packed:
+        param = known.get(_clean(name, view)) if isinstance(name, str) else None
+        if param is None or param in by_param or param not in {id(named.handle.param) for named in handles}:
+            raise WrapperError(
+                f"group {group_index} of {type(optim).__name__} lists {name!r} in its state_dict(), which is not the name of one "
+                "of this group's parameters in the model: give the optimizer the names of named_parameters() of the model"
+            )
+        by_param[param] = name
+    return [by_param[id(named.handle.param)] for named in handles]
+
+
+def _names_of(optim: object, view: ModelView) -> dict[str, int]:
+    """Names of live parameters: those that the model knows, then those that the optimizer itself was given."""
+    found: dict[str, int] = {}
+    for named in view.handles:
+        if len(named.fqns) == 1:
+            found[named.fqns[0]] = id(named.handle.param)
+    found.update({alias: found[fqn] for alias, fqn in view.aliases.items() if fqn in found})
+    found.update({_clean(name, view): id(param) for name, param in given_names(optim).items()})
+    return found
+
+
+def given_names(optim: object) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer that was given names, by these."""
+    found: dict[str, torch.Tensor] = {}
+    for attribute in ("params", "named_parameters"):  # torchrec's KeyedOptimizer, torch's _NamedOptimizer
+        given = getattr(optim, attribute, None)
+        for name, param in given.items() if isinstance(given, Mapping) else ():
+            if isinstance(name, str) and isinstance(param, torch.Tensor):
+                found[name] = param
+    return found
+
+
+def _clean(name: str, view: ModelView) -> str:
+    return ".".join(part for part in name.split(".") if part not in view.wrapper_parts)
