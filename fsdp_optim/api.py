@@ -15,6 +15,7 @@ from torch import nn
 from fsdp_optim.adapters import NameOf
 from fsdp_optim.formats.files import absolute
 from fsdp_optim.formats.folder import complete_in
+from fsdp_optim.state.fitting import GroupsFrom
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
@@ -69,9 +70,10 @@ def gather_full_optim_state_dict(
     Returns:
         On recipients a dict whose tensors are on the CPU, each with its own storage, in the dtype of the state; elsewhere
         None. `plain_optim.load_state_dict(full)` accepts it. Besides `state` and `param_groups` (with `param_names`) it
-        has `param_id_map` (id -> this rank's local id, None without state), `num_padded` (per flat parameter, the
-        padding of each group rank), `uncollected_local_ids`, and the other keys of the optimizer's own dict. By name it also
-        has `unknown_order`, the reason, where ids could not count the parameters.
+        has `optimizer_class` (the name of its class, without what wraps it), `param_id_map` (id -> this rank's local id, None
+        without state), `num_padded` (per flat parameter, the padding of each group rank), `uncollected_local_ids`, and the
+        other keys of the optimizer's own dict. By name it also has `unknown_order`, the reason, where ids could not count the
+        parameters.
 
     Raises (the same on all ranks):
         WrapperError: the model or the optimizer cannot be read, or do not belong together.
@@ -129,6 +131,7 @@ def get_shard_from_optim_state_dict(
     full: Mapping[str, Any],
     *,
     strict: bool = True,
+    groups: GroupsFrom = "saved",
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
@@ -142,6 +145,7 @@ def get_shard_from_optim_state_dict(
     full: Mapping[str, Any],
     *,
     strict: bool = True,
+    groups: GroupsFrom = "saved",
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
@@ -154,6 +158,7 @@ def get_shard_from_optim_state_dict(
     full: Mapping[str, Any],
     *,
     strict: bool = True,
+    groups: GroupsFrom = "saved",
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
@@ -165,6 +170,10 @@ def get_shard_from_optim_state_dict(
         full: needed on this rank, left unchanged, shares no memory with the result. Accepted: what
             `gather_full_optim_state_dict` returns, by id or name; fairscale's own; a plain optimizer's on the unwrapped
             model.
+        strict: refuse parameters that one side lacks, and state of another optimizer's class. False: take the parameters, the
+            hyperparameters and the state values that both have; the rest is listed.
+        groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": its groups and
+            hyperparameters stay, and every parameter's state is found by name.
         name_of: as it was given to gather.
         process_group, timeout: as for gather, for a sharded dict (DTensor, ShardedTensor), of which every rank has its part:
             then, and only then, all ranks have to call, and data moves between them.
@@ -175,10 +184,10 @@ def get_shard_from_optim_state_dict(
         which `load_optim_state_dict` takes out and returns.
 
     Raises:
-        StateError: the dict is not one of this model and optimizer: names the parameter and both numbers. Nothing was
-            changed.
+        StateError: the dict is not one of this model and optimizer: names the parameter and both numbers, or the two classes
+            and what only one of them has. Nothing was changed.
     """
-    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict)
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, groups=groups)
     return shard.shard(model, optim, full, options)
 
 
@@ -195,6 +204,7 @@ def scatter_full_optim_state_dict(
     source_rank: int = 0,
     *,
     strict: bool = True,
+    groups: GroupsFrom = "saved",
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
@@ -207,7 +217,12 @@ def scatter_full_optim_state_dict(
     Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
     """
     options = Options(
-        name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, bucket_nbytes=bucket_nbytes
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        strict=strict,
+        bucket_nbytes=bucket_nbytes,
+        groups=groups,
     )
     return scatter.scatter(model, optim, full, source_rank, options)
 
@@ -221,14 +236,15 @@ def load_optim_state_dict(
     """As `optim.load_state_dict(shard)`, but every value keeps the dtype that it was saved in. No communication.
 
     As with torch, the optimizer may keep the shard's tensors themselves. torch's own method casts floating state to the
-    parameter's dtype, which loses fp32 moments of a bf16 parameter.
+    parameter's dtype, which loses fp32 moments of a bf16 parameter. Hyperparameters that change are logged (INFO).
 
     Args:
         optim, shard: an optimizer and what `get_shard_from_optim_state_dict` made for it, or a list of each.
         keep: hyperparameters whose current values stay (`keep=("lr",)`).
 
     Returns:
-        `missing` and `extra`, as `strict=False` found them; both empty otherwise.
+        `missing` and `extra` (parameters), `hyperparameters` and `values` (names that only one of two optimizers' classes has),
+        as `strict=False` found them; all empty otherwise.
 
     Raises:
         StateError: the shard is a full dict, or does not fit this optimizer. Nothing was changed.
@@ -242,25 +258,30 @@ def transfer_optim_state(
     dst_model: nn.Module,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     *,
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
     name_of: NameOf | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
-) -> None:
+) -> Incompatible:
     """Load one live optimizer's state into another, in one job, whatever wraps their models.
 
     Called by all ranks of both models. Each byte moves once, straight to the rank that needs it: no rank holds more than
-    its own shards and `bucket_nbytes`. The source is left unchanged. Raises as gather and scatter do.
+    its own shards and `bucket_nbytes`. The source is left unchanged. `strict`, `groups`: as for
+    `get_shard_from_optim_state_dict`. Returns what `load_optim_state_dict` does, and raises as gather and scatter do.
     """
     options = Options(
         name_of=name_of,
         process_group=process_group,
         timeout=timeout,
+        strict=strict,
         bucket_nbytes=bucket_nbytes,
+        groups=groups,
         on_replica_mismatch=on_replica_mismatch,
     )
-    transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
+    return transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
 
 
 def rekey_optim_state_dict(
@@ -389,6 +410,7 @@ def load(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
     *,
     strict: bool = True,
+    groups: GroupsFrom = "saved",
     keep: Sequence[str] = (),
     verify: bool = True,
     check: Check | None = None,
@@ -409,7 +431,9 @@ def load(
         path: as for save. Where another save replaces it meanwhile, all that is loaded is of one checkpoint.
         model, optim: as for save; `optim` None: weights and buffers only; both None: the extras only, on this process alone
             (`process_group` then says which rank's `per_rank_extra`: that of this process's place in it).
-        strict: refuse parameters that one side lacks. False: they stay as they are, and are listed in the result.
+        strict: refuse parameters that one side lacks, and state of another optimizer's class. False: they stay as they are, and
+            are listed in the result.
+        groups: as for `get_shard_from_optim_state_dict`.
         keep: hyperparameters whose current values stay (`keep=("lr",)`).
         verify: compare checksums.
         check: "bitwise": at the end read all once more and compare it with what the model and the optimizer hold.
@@ -418,14 +442,20 @@ def load(
 
     Returns:
         The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,
-        with a warning, where this rank had none), `all_ranks` (that of every rank that saved), `missing`, `left_out`, `summary`.
+        with a warning, where this rank had none), `all_ranks` (that of every rank that saved), `missing`, `left_out`,
+        `left_out_hyperparameters`, `left_out_values`, `summary`.
 
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.
         StateError: the model or the optimizer differs; lists the differences.
     """
     call = Options(
-        name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, bucket_nbytes=bucket_nbytes
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        strict=strict,
+        bucket_nbytes=bucket_nbytes,
+        groups=groups,
     )
     return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress))
 

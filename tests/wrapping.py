@@ -212,6 +212,10 @@ class Trained:
         self.model: Any = model
         self.params: list[nn.Parameter] = list(model.parameters())
         self.index = [self.numbers.read(local_of(param)) for param in self.params]
+        empty = {name for name, param in self.numbers.model.named_parameters() if not param.numel()}
+        names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+        # torch FSDP1 gives a rank no gradient for an original of which other ranks have the elements
+        self.gets_gradient = [bool(p.numel()) or name in empty for p, name in zip(self.params, names, strict=True)]
         self._make = make
         self.optim: Any = _make(make, model)
         self.process_group: dist.ProcessGroup | None = None
@@ -222,7 +226,7 @@ class Trained:
         for number in steps:
             table = self.numbers.gradients(number)
             for position, (param, index) in enumerate(zip(self.params, self.index, strict=True)):
-                if param.requires_grad and position not in without:
+                if param.requires_grad and position not in without and self.gets_gradient[position]:
                     param.grad = like(table[index].reshape(local_of(param).shape).to(param.dtype), param)
                 else:
                     param.grad = None

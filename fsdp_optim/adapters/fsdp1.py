@@ -191,7 +191,7 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
         if handle.uses_sharded_strategy:
             placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
             local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
-            skipped = not local_shape[0]
+            skipped = placement.numel > 0 == local_shape[0]
             kept: Callable[[], torch.Tensor] | None = _part_of_chunk(handle, placement)
         else:
             kept, skipped = None, False

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 _INNER = ("optimizer", "_optimizer", "optim")
 """Where wrappers of optimizers keep the one that steps: Accelerate, DeepSpeed, fairseq, torch, fairscale."""
@@ -23,3 +27,36 @@ def innermost(optim: Any) -> Any:
 def is_of_torch(optim: Any) -> bool:
     """Whether the optimizer that steps is one of torch.optim's own, of which the values are known."""
     return type(innermost(optim)).__module__.startswith("torch.optim")
+
+
+@dataclass(frozen=True)
+class OptimizerClass:
+    """The class of a live optimizer: its name and those of its parents, and the hyperparameters that it has by itself.
+
+    `torch_name`: the name of the class of torch.optim that it is, or that it comes from; "" for others.
+    """
+
+    names: tuple[str, ...]
+    hyperparameters: tuple[str, ...] = ()
+    torch_name: str = ""
+
+    @classmethod
+    def of(cls, optim: Any) -> OptimizerClass:
+        inner = innermost(optim)
+        kinds = [kind for kind in type(inner).__mro__ if kind not in (object, torch.optim.Optimizer)]
+        defaults = getattr(inner, "defaults", None)
+        return cls(
+            tuple(kind.__name__ for kind in kinds) or (type(inner).__name__,),
+            tuple(sorted(map(str, defaults))) if isinstance(defaults, Mapping) else (),
+            next((kind.__name__ for kind in kinds if kind.__module__.startswith("torch.optim")), ""),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def class_said(classes: Sequence[OptimizerClass]) -> str | list[str] | None:
+    """The class as it is recorded: one name, or one for each group where several optimizers of different classes were given."""
+    names = [one.name for one in classes]
+    return names[0] if len(set(names)) == 1 else names or None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,14 +18,27 @@ from fsdp_optim.state.values import Evidence, Kind, kind_of
 
 @dataclass(frozen=True)
 class Fit:
-    """What a model's optimizer has and a full state has not (`missing`), and the reverse (`extra`)."""
+    """What does not fit: FQNs that a model's optimizer has and a full state has not (`missing`), and the reverse (`extra`).
+
+    And where the optimizers' classes differ, the names of the hyperparameters and state values that only one side has. `kept`:
+    by FQN, the names of values of the live optimizer that stay beside those that are loaded.
+    """
 
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    hyperparameters: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def said(self) -> dict[str, list[str]]:
         """The same as plain values, without what is empty."""
-        return {name: list(names) for name, names in vars(self).items() if names}
+        return {name: list(names) for name, names in vars(self).items() if names and name != "kept"}
+
+
+LIVE_GROUPS = (
+    "build the optimizer with the groups that it was saved with, or give groups='live', which finds every parameter by its name "
+    "and leaves the optimizer's groups and hyperparameters as they are"
+)
 
 
 def check_fits(
@@ -35,7 +48,7 @@ def check_fits(
     *,
     live: frozenset[str] = frozenset(),
     strict: bool = True,
-    others: bool = False,
+    others: Collection[str] = (),
     regroup: bool = False,
 ) -> Fit:
     """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
@@ -45,13 +58,13 @@ def check_fits(
             has for others, was frozen or unused when it was saved: its live state is not thrown away without a word, it is
             missing.
         strict: refuse parameters that are missing or extra, too.
-        others: the full state may also have parameters that only other ranks hold; they are not counted as extra.
+        others: parameters of the full state that only other ranks hold; they are not counted as extra.
         regroup: several optimizers share the groups of the full state, so their own groups do not have to be the same.
 
     Raises StateError that names the parameter, both numbers and the way out.
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
-    extra = [] if others else [fqn for fqn in saved if fqn not in names.known]
+    extra = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
     # Of a flat parameter all originals are left out, or they disagree, which is another error.
     units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
     left_out = live.intersection(fqn for fqns in units for fqn in fqns)
@@ -84,7 +97,8 @@ def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | Non
             first, other = (f"group {g}" if g is not None else "no group" for g in (groups[0], group))
             raise StateError(
                 f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and they lie in one flat parameter of this "
-                "model, which can be in one group only: wrap them in different units, or without flattening"
+                "model, which can be in one group only: wrap them in different units, or without flattening, or call "
+                "get_shard_from_optim_state_dict(model, optim, full, groups='live')"
             )
     return groups[0] if groups else None
 
@@ -92,15 +106,13 @@ def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | Non
 def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> None:
     if len(full.groups) != len(names.groups):
         raise StateError(
-            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: build the "
-            "optimizer with the groups that it was saved with"
+            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: {LIVE_GROUPS}"
         )
     for index, group in enumerate(names.groups):
         for fqn in group:
             if saved.get(fqn, index) != index:
                 raise StateError(
-                    f"{fqn}: in param group {saved[fqn]} of the full dict, in group {index} of the optimizer: build the "
-                    "optimizer with the groups that it was saved with"
+                    f"{fqn}: in param group {saved[fqn]} of the full dict, in group {index} of the optimizer: {LIVE_GROUPS}"
                 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import LocalOptim
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.values import own
@@ -28,6 +29,7 @@ def assemble(
     live_first = sorted(ids, key=lambda fqn: (live.get(fqn, len(live)), ids[fqn]))
     return {
         **{name: own(value) for name, value in local.extra.items()},
+        **({"optimizer_class": class_said(local.classes)} if local.classes else {}),
         "state": {key[f]: values_of(params[f], tensors) for f in ids if params[f].summary is not None},
         "param_groups": [
             {

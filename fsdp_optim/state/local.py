@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
 from fsdp_optim.state.supported import check_supported, check_values
@@ -20,6 +21,7 @@ RESERVED_KEYS = frozenset(
     {
         *("state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"),
         "unknown_order",  # only where ids cannot count the parameters: why
+        "optimizer_class",
     }
 )
 """Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
@@ -80,6 +82,7 @@ class LocalOptim:
         group_ids, group_param_names: each group's local ids, and its `param_names` where the optimizer has them.
         extra: the other top-level keys of its dict (`loss_scale`).
         parts: the optimizers that were read as one, where several were given.
+        classes: the class of each group's optimizer; empty where nobody has shown one.
     """
 
     params: tuple[LocalParam, ...]
@@ -88,6 +91,16 @@ class LocalOptim:
     group_param_names: tuple[Sequence[str] | None, ...]
     extra: Mapping[str, Any]
     parts: tuple[LocalOptim, ...] = ()
+    classes: tuple[OptimizerClass, ...] = ()
+
+    @property
+    def values_by_class(self) -> dict[str, frozenset[str]]:
+        """The names of the state values that the parameters have here, by the class of their optimizer."""
+        names: dict[str, set[str]] = {}
+        for param in self.params:
+            if self.classes and param.state is not None:
+                names.setdefault(self.classes[param.group_index].name, set()).update(map(str, param.state))
+        return {name: frozenset(its) for name, its in names.items()}
 
     @cached_property
     def evidence(self) -> Evidence:
@@ -114,11 +127,12 @@ def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
 
 
 def _as_one(parts: list[LocalOptim]) -> LocalOptim:
-    groups: dict[str, tuple[Mapping[str, Any], list[LocalParam]]] = {}
+    groups: dict[tuple[str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
     seen: set[str] = set()
     for index, part in enumerate(parts):
         for group_index, hyper in enumerate(part.groups):
-            _, members = groups.setdefault(_key_of_group(hyper, len(groups)), (hyper, []))
+            of = part.classes[group_index]
+            *_, members = groups.setdefault((of.name, _key_of_group(hyper, len(groups))), (of, hyper, []))
             for param in part.params:
                 if param.group_index == group_index:
                     if param.named.fqns[0] in seen:
@@ -127,7 +141,7 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
                     members.append(replace(param, owner=(index, param.local_id)))
     params: list[LocalParam] = []
     ids = []
-    for group_index, (_, members) in enumerate(groups.values()):
+    for group_index, (*_, members) in enumerate(groups.values()):
         first = len(params)
         params += [replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
         ids.append(tuple(range(first, len(params))))
@@ -140,8 +154,8 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
                     "one for all; gather them one by one"
                 )
             extra[key] = value
-    hypers = tuple(hyper for hyper, _ in groups.values())
-    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), extra, tuple(parts))
+    hypers, classes = tuple(hyper for _, hyper, _ in groups.values()), tuple(of for of, *_ in groups.values())
+    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), extra, tuple(parts), classes)
 
 
 def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:
@@ -186,6 +200,7 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
         extra={key: value for key, value in saved.items() if key not in RESERVED_KEYS},
+        classes=(OptimizerClass.of(optim),) * len(packed),
     )
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement, Whole
+from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.order import Counted, merge, merge_lists
 from fsdp_optim.state.values import Odd, Summary
 
@@ -50,6 +51,8 @@ class RankReport:
         counted: each group's original parameters, as ids count them.
         not_held: the model's other original parameters, which the optimizer does not have.
         extra: the other keys of the optimizer's own dict.
+        classes: the class of each group's optimizer.
+        values: the names of the state values of each class, where they are needed.
     """
 
     call: str
@@ -59,6 +62,8 @@ class RankReport:
     counted: tuple[Counted, ...] = ()
     not_held: tuple[str, ...] = ()
     extra: tuple[tuple[str, str], ...] = ()
+    classes: tuple[OptimizerClass, ...] = ()
+    values: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Picture:
         live: every live parameter.
         num_groups: the number of param groups.
         counts: what each distinct report says of the order of ids, group by group.
+        values: the names of the state values that any rank's optimizer has, by its class.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -101,6 +107,7 @@ class Picture:
     num_groups: int = 0
     counts: tuple[tuple[Counted, ...], ...] = ()
     mismatched: tuple[str, ...] = ()  # of which replicas differ, so that only those of the lowest rank count
+    values: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
@@ -146,6 +153,11 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     """
     _check_calls(told)
     _check_groups(told)
+    _check_classes(told)
+    values: dict[str, frozenset[str]] = {}
+    for report, _ in told:
+        for name, its in report.values:
+            values[name] = values.get(name, frozenset()).union(its)
     seen: dict[str, list[_Seen]] = {}
     live: list[LiveParam] = []
     for report, ranks in told:
@@ -166,6 +178,7 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
         num_groups=len(told[0][0].groups),
         mismatched=mismatched,
         counts=tuple(report.counted for report, _ in told),
+        values=values,
     )
 
 
@@ -216,6 +229,17 @@ def _check_groups(told: Told) -> None:
 
 def _short(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _check_classes(told: Told) -> None:
+    (first, first_ranks), *others = told
+    for report, ranks in others:
+        for index, (mine, theirs) in enumerate(zip(first.classes, report.classes, strict=True)):
+            if mine.name != theirs.name:
+                raise StateError(
+                    f"param group {index}: its optimizer is {mine.name} on {_ranks(first_ranks)} and {theirs.name} on "
+                    f"{_ranks(ranks)}; build the same one on all ranks"
+                )
 
 
 def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:

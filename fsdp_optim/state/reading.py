@@ -34,6 +34,7 @@ class FullState:
             that of another tool, which can be any.
         unknown_order: why ids cannot count its parameters, where the dict says so.
         fqn_of: the FQN of each of the dict's own keys.
+        classes: the name of the class of each group's optimizer, empty where that is not known.
     """
 
     state: Mapping[str, Mapping[str, Any]]
@@ -44,6 +45,11 @@ class FullState:
     listing: Listing = "ids"
     unknown_order: str = ""
     fqn_of: Mapping[LocalId, str] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+
+    def class_of(self, group_index: int) -> str:
+        """The name of the class of a group's optimizer; "" where that is not known."""
+        return self.classes[group_index] if self.classes else ""
 
     def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
         """What kinds of values the parameters that have dimensions have."""
@@ -162,6 +168,7 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
         listing=_listing(full),
         unknown_order=str(full.get("unknown_order", "")),
         fqn_of=to_name,
+        classes=_classes(full.get("optimizer_class"), len(groups)),
     )
 
 
@@ -176,6 +183,15 @@ def _listing(full: Mapping[str, Any]) -> Listing:
 def _is_fairscales(full: Mapping[str, Any]) -> bool:
     named = all(group.get("param_names") is not None for group in full["param_groups"] if group["params"])
     return "param_id_map" in full and "fqns" not in full and not named
+
+
+def _classes(said: object, num_groups: int) -> tuple[str, ...]:
+    """The class of each group, as `class_said` wrote it."""
+    if isinstance(said, str):
+        return (said,) * num_groups
+    if isinstance(said, (list, tuple)) and len(said) == num_groups:
+        return tuple(map(str, said))
+    return ()
 
 
 def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:

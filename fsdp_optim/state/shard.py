@@ -207,7 +207,8 @@ def _groups_of(
         for fqn in fqns[1:]:
             if saved[fqn] is not saved[fqns[0]]:
                 raise StateError(
-                    f"{fqns[0]} and {fqn} are in one param group here, and were in two when they were saved"
+                    f"{fqns[0]} and {fqn} are in one param group here, and were in two when they were saved: build the "
+                    "optimizers with the groups that were saved, or give groups='live', which leaves their groups as they are"
                 )
         found.append(saved[fqns[0]] if fqns else live)
     return found

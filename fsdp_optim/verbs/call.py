@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
+from fsdp_optim.state.fitting import GroupsFrom, LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.order import Counted, Listed, count
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
@@ -45,6 +46,7 @@ class Options:
     strict: bool = True
     bucket_nbytes: int = BUCKET_NBYTES
     on_replica_mismatch: OnReplicaMismatch = "error"
+    groups: GroupsFrom = "saved"
 
     def __post_init__(self) -> None:
         if self.collect not in ("wrapper", "all"):
@@ -95,6 +97,14 @@ class Local:
         """How full dicts count this model's and optimizer's parameters."""
         units = tuple(param.named.fqns for param in self.optim.params)
         return Names.of(self.counted, self.view, units, self.order)
+
+    def live_optimizer(self, picture: Picture | None = None) -> LiveOptimizer:
+        """What a full state has to fit: this optimizer as this rank sees it, or as all ranks of a picture do."""
+        if picture is None:
+            return LiveOptimizer(self.optim, self.names, self.shapes, self.with_state, self.optim.values_by_class)
+        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
+        names = names_of_picture(picture, self.view)
+        return LiveOptimizer(self.optim, names, shapes, self.with_state, picture.values)
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
@@ -226,6 +236,10 @@ def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> R
         extra=_told("the optimizer", optim.extra, callers) if with_state else (),
         counted=local.counted,
         not_held=tuple(fqn for fqn in local.view.order if fqn not in local.by_fqn),
+        classes=optim.classes,
+        values=()
+        if with_state
+        else tuple((name, tuple(sorted(its))) for name, its in sorted(optim.values_by_class.items())),
     )
 
 

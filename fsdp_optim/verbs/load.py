@@ -14,6 +14,7 @@ from fsdp_optim.memory import is_plain
 from fsdp_optim.state.classes import is_of_torch
 from fsdp_optim.state.local import RESERVED_KEYS, OptimizerLike
 from fsdp_optim.state.packed import given_names
+from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import INCOMPATIBLE
 from fsdp_optim.state.values import NO_EVIDENCE
 
@@ -27,10 +28,19 @@ class LoadableOptimizer(OptimizerLike, Protocol):
 
 
 class Incompatible(NamedTuple):
-    """What `strict=False` found out: FQNs that kept the state they had, and FQNs of the full dict that were left out."""
+    """What `strict=False` found out.
+
+    Attributes:
+        missing: FQNs that kept the state they had.
+        extra: FQNs of the full dict that were left out.
+        hyperparameters, values: where the optimizers' classes differ, the names that only one of them has: the saved ones were
+            left out, the live ones stay as they are.
+    """
 
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    hyperparameters: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
 
 class Before:
@@ -84,10 +94,12 @@ def load(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     keep: Sequence[str] = (),
+    *,
+    logs: bool = True,
 ) -> Incompatible:
     """As `optim.load_state_dict(shard)`, but nothing is cast; several optimizers take a list of shards.
 
-    Where one of them fails, those that were loaded get back what they had.
+    Where one of them fails, those that were loaded get back what they had. `logs`: say which hyperparameters change.
     """
     if shard is None:
         raise StateError(
@@ -105,6 +117,7 @@ def load(
     loads = [
         _Load.of(one, {**its, "param_groups": groups}) for one, its, groups in zip(optims, shards, kept, strict=True)
     ]
+    changes = _changes(optims, kept) if logs else ""
     before = Before(optims)
     begun = 0
     try:
@@ -114,7 +127,30 @@ def load(
     except BaseException:
         before.put_back(begun)
         raise
+    if changes:
+        log.info("hyperparameters that this load changed (old -> new): %s", changes)
     return Incompatible(**{name: tuple(names) for name, names in found.items()})
+
+
+def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """The hyperparameters that are about to change, of each group; those of many optimizers that are alike, once."""
+    where: dict[str, list[str]] = {}
+    for number, (optim, groups) in enumerate(zip(optims, loaded, strict=True)):
+        for index, (old, new) in enumerate(zip(optim.param_groups, groups, strict=True)):
+            names = [key for key in {**old, **new} if key not in ("params", "param_names")]
+            told = ", ".join(
+                f"{key} {old.get(key, 'absent')!s} -> {new.get(key, 'absent')!s}"
+                for key in names
+                if key not in old or key not in new or not same(old[key], new[key])
+            )
+            if told:
+                where.setdefault(told, []).append(
+                    f"group {index}" + (f" of optimizer {number}" if len(optims) > 1 else "")
+                )
+    return "; ".join(
+        f"{', '.join(places[:4])}{f' and {len(places) - 4} more' if len(places) > 4 else ''}: {told}"
+        for told, places in where.items()
+    )
 
 
 _FULL_KEYS = RESERVED_KEYS - {"state", "param_groups"}

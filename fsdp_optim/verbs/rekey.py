@@ -132,5 +132,5 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
         {key: copy.deepcopy(value) for key, value in group.items() if key != "param_names"}
         for group in full["param_groups"]
     ]
-    kept = {key: value for key, value in full.items() if key not in ("num_padded", "local_ids")}
+    kept = {key: value for key, value in full.items() if key not in ("num_padded", "local_ids", "optimizer_class")}
     return {**kept, "state": state, "param_groups": groups, "param_id_map": dict(full["param_id_map"])}

@@ -12,7 +12,6 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.same import key_of
 from fsdp_optim.state.shard import Shard, summarize
@@ -35,17 +34,10 @@ def reshard(reader: ModelReader, local: Local, full: FullState, options: Options
         placements: dict[str, Placement] = {}
         parts: dict[tuple[str, str], torch.Tensor] = {}
         described = replace(full, state=_described(full, placements, parts))
-        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-        fit = check_fits(
-            described,
-            local.names,
-            shapes,
-            live=local.with_state,
-            strict=options.strict,
-            regroup=bool(local.optim.parts),
-        )
+        live = replace(local.live_optimizer(picture), names=local.names)
+        described, fit = live.fit(described, strict=options.strict, groups=options.groups)
         _check_same_dict(callers, described, placements)
-        contents = Contents(summarize(described, shapes), full.groups, full.extra, {}, fit)
+        contents = Contents(summarize(described, live.shapes), described.groups, described.extra, {}, fit)
         source = Layout({fqn: placements[fqn] for fqn in picture.params if fqn in placements})
         return deliver(callers, local, picture, contents, source, lambda fqn, name: parts[fqn, name])
 

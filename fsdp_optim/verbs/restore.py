@@ -139,7 +139,7 @@ def _load_on_all(
     before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure = Failure()
     try:
-        load_shard(optim, made, keep)
+        load_shard(optim, made, keep, logs=callers.rank == callers.ranks[0])
     except Exception as error:  # this rank has put back what it had
         failure.note(error)
     try:
@@ -160,6 +160,8 @@ def _summarized(
     num_tensors: int,
 ) -> Restored:
     absent = state.absent if state is not None else ()
+    if state is not None:
+        restored.left_out_hyperparameters, restored.left_out_values = state.fit.hyperparameters, state.fit.values
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.left_out = _each_once(weights.extra, state.fit.extra if state is not None else ())
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.marker.said.get("world_size", 0))

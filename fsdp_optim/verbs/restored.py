@@ -77,11 +77,15 @@ class Restored(Guarded):
     Attributes:
         missing, left_out: FQNs that the model or the optimizer has and the checkpoint has not, and the other way round
             (`strict=False`).
+        left_out_hyperparameters, left_out_values: names that only one side has, where the optimizers' classes differ
+            (`strict=False`).
         summary: what was loaded.
     """
 
     missing: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    left_out_hyperparameters: tuple[str, ...] = ()
+    left_out_values: tuple[str, ...] = ()
     summary: LoadSummary = LoadSummary()
     _per_rank: Any = None
     _of_all: OfAllRanks | None = None

@@ -24,6 +24,7 @@ from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, ki
 from fsdp_optim.formats.folder import Staging, keep_newest
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.memory import flatten, pieces
+from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import Told, agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
@@ -387,7 +388,8 @@ def _optim_said(state: Half) -> dict[str, Any]:
         {"hyperparameters": [list(pair) for pair in hyper.items()], "params": list(state.picture.group_fqns(index))}
         for index, hyper in enumerate(state.local.optim.groups)
     ]
-    return {"groups": groups, "extra": dict(state.local.optim.extra), "params": params}
+    of = class_said(state.local.optim.classes)
+    return {"optimizer_class": of, "groups": groups, "extra": dict(state.local.optim.extra), "params": params}
 
 
 def encode_note(job: Job, writer: Writer) -> bytes:

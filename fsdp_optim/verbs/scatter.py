@@ -15,7 +15,7 @@ from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout
 from fsdp_optim.memory import Slabs, flatten
 from fsdp_optim.plan import Copy, plan
-from fsdp_optim.state.fits import Fit, check_fits
+from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
@@ -25,7 +25,7 @@ from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree, all_hear, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.verbs.call import Local, Options, meet, names_of_picture, read_callers, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
 
 
@@ -60,7 +60,9 @@ def scatter(
             raise StateError(f"rank {source_rank} is the source rank and has no full dict to give: full is None")
         return read_local(reader, optim, options, callers.ranks)
 
-    call = f"scatter_full_optim_state_dict(source_rank={source_rank}, strict={options.strict})"
+    call = (
+        f"scatter_full_optim_state_dict(source_rank={source_rank}, strict={options.strict}, groups={options.groups!r})"
+    )
     with all_hear(callers):
         local, picture = meet(callers, read, call, with_state=False)
         state, contents = _tell_contents(callers, local, picture, full, source_rank, options)
@@ -107,19 +109,11 @@ def _tell_contents(
     """The source checks its dict against everyone's model and tells what is in it; the same contents on all ranks."""
     state, content = None, b""
     if callers.rank == source_rank and full is not None:
-        names = names_of_picture(picture, local.view)
-        state = normalize(full, names)
+        live = local.live_optimizer(picture)
+        state = normalize(full, live.names)
         _check_whole(state, local.order, source_rank)
-        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-        fit = check_fits(
-            state,
-            names,
-            shapes,
-            live=local.with_state,
-            strict=options.strict,
-            regroup=bool(local.optim.parts),
-        )
-        content = pickle.dumps(_contents(state, summarize(state, shapes), fit))
+        state, fit = live.fit(state, strict=options.strict, groups=options.groups)
+        content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
     contents: Contents = pickle.loads(tell(callers, content).by(source_rank))
     return state, contents
 

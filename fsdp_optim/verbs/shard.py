@@ -14,7 +14,6 @@ from fsdp_optim.layout import Layout
 from fsdp_optim.memory import Slabs, copy_in_memory, flatten
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
-from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
@@ -36,15 +35,8 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
         if is_sharded(state):
             return reshard(reader, local, state, options)
     shapes = local.shapes
-    fit = check_fits(
-        state,
-        local.names,
-        shapes,
-        live=local.with_state,
-        strict=options.strict,
-        others=_may_be_elsewhere(local.view, state, options),
-        regroup=bool(local.optim.parts),
-    )
+    others = _of_other_ranks(local.view, state, options)
+    state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.groups, others=others)
     warn_of_uncollected(local, state.uncollected)
     wanted = decide(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
     slabs, rank = Slabs(), local.view.rank
@@ -56,22 +48,23 @@ def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Optio
     view = ModelReader(model).read(name_of=options.name_of)
     check_materialized(view.handles, view.rank)
     state = normalize(full, names_of_model(full, view))
-    others = _may_be_elsewhere(view, state, options)
-    return Local(view, expected_optimizer(view, state, others=others)), state
+    others = _of_other_ranks(view, state, options)
+    return Local(view, expected_optimizer(view, state, others=bool(others))), state
 
 
-def _may_be_elsewhere(view: ModelView, full: FullState, options: Options) -> bool:
-    """Whether the parameters of the full state that this rank's model has not can be those of other ranks.
+def _of_other_ranks(view: ModelView, full: FullState, options: Options) -> frozenset[str]:
+    """The parameters of the full state that are not in this rank's model and can be those of other ranks.
 
     So with `name_of`, which is for just that. And where ranks name their experts apart themselves: then what is missing
     here differs only in its numbers from something that this rank does not share with all the others.
     """
-    if options.name_of is not None:
-        return True
     known = set(view.order)
-    missing = {fqn for _, fqns in full.groups for fqn in fqns if fqn not in known}
+    missing = frozenset(fqn for _, fqns in full.groups for fqn in fqns if fqn not in known)
+    if options.name_of is not None:
+        return missing
     own = (n for n in view.handles if set(n.handle.originals[0].placement.ranks) != set(view.ranks))
-    return {_without_numbers(fqn) for fqn in missing} <= {_without_numbers(fqn) for n in own for fqn in n.fqns}
+    alike = {_without_numbers(fqn) for fqn in missing} <= {_without_numbers(fqn) for n in own for fqn in n.fqns}
+    return missing if alike else frozenset()
 
 
 def _without_numbers(fqn: str) -> str:

@@ -14,7 +14,7 @@ from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import Slabs, dtype_name, dtype_named
-from fsdp_optim.state.fits import Fit, check_fits
+from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
@@ -22,7 +22,7 @@ from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.verbs.call import Local, Options, meet, names_of_picture, read_local
+from fsdp_optim.verbs.call import Local, Options, meet, read_local
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
@@ -149,18 +149,16 @@ class State:
         local, picture = meet(
             callers,
             lambda: read_local(reader, optim, everything, callers.ranks),
-            f"load: the optimizer, strict={options.call.strict}",
+            f"load: the optimizer, strict={options.call.strict}, groups={options.call.groups!r}",
             with_state=False,
         )
-        names = names_of_picture(picture, local.view)
+        live = local.live_optimizer(picture)
+        names = live.names
         keys: dict[tuple[str, str], str] = {}
         with distrusted(f"{checkpoint.folder}: the optimizer"):
             full = normalize(_full_dict(checkpoint, _optim_said(checkpoint, options), names, keys), names)
-        shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
-        fit = check_fits(
-            full, names, shapes, live=local.with_state, strict=options.call.strict, regroup=bool(local.optim.parts)
-        )
-        summaries = summarize(full, shapes)
+        full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
+        summaries = summarize(full, live.shapes)
         plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         slabs = Slabs()
         flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
@@ -231,7 +229,8 @@ def _full_dict(
         ):
             raise ValueError("hyperparameters are not pairs of name and value")
     groups = [{**dict(group["hyperparameters"]), "params": group["params"]} for group in said["groups"]]
-    return {**said["extra"], "state": state, "param_groups": groups}
+    of = {"optimizer_class": said["optimizer_class"]} if said.get("optimizer_class") is not None else {}
+    return {**said["extra"], **of, "state": state, "param_groups": groups}
 
 
 def _stored(checkpoint: Checkpoint, key: str) -> Stored:

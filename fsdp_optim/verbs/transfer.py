@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.fits import Fit
+from fsdp_optim.state.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree, all_hear
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
 from fsdp_optim.verbs.gather import Gathering, Sources, move_odd
-from fsdp_optim.verbs.load import LoadableOptimizer, load
+from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer, load
 from fsdp_optim.verbs.scatter import Contents, deliver
 
 
@@ -28,11 +29,11 @@ def transfer(
     dst_model: nn.Module,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     options: Options,
-) -> None:
+) -> Incompatible:
     """Load the state of one live optimizer into another, whatever wraps their models."""
     (src, dst), callers = read_callers([src_model, dst_model], options)
     with all_hear(callers):
-        _transfer(src, src_optim, dst, dst_optim, callers, options)
+        return _transfer(src, src_optim, dst, dst_optim, callers, options)
 
 
 def _transfer(
@@ -42,37 +43,60 @@ def _transfer(
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     callers: Callers,
     options: Options,
-) -> None:
+) -> Incompatible:
     everything = replace(options, collect="all")
+    said = f"strict={options.strict}, groups={options.groups!r}"
     local, picture = meet(
         callers,
         lambda: read_local(src, src_optim, everything, callers.ranks),
-        "transfer_optim_state from",
+        f"transfer_optim_state({said}) from",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
     dst_local, dst_picture = meet(
         callers,
         lambda: read_local(dst, dst_optim, everything, callers.ranks),
-        "transfer_optim_state to",
+        f"transfer_optim_state({said}) to",
         with_state=False,
     )
-    _check_same(picture, dst_picture, regroup=bool(dst_local.optim.parts))
-    contents = _contents(callers, local, picture)
-    shard = deliver(callers, dst_local, dst_picture, contents, picture.layout, Sources(local).flat)
-    load(dst_optim, shard)
+    regroup = bool(dst_local.optim.parts) or options.groups == "live"
+    _check_same(picture, dst_picture, strict=options.strict, regroup=regroup)
+    live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
+    full, fit = live.fit(_described(local, picture), strict=options.strict, groups=options.groups)
+    contents = _contents(callers, local, picture, full, fit)
+    source = picture.layout.only([fqn for fqn in picture.params if fqn in dst_picture.params])
+    shard = deliver(callers, dst_local, dst_picture, contents, source, Sources(local).flat)
+    found = load(dst_optim, shard)
     agree(callers, b"loaded")
+    return found
 
 
-def _check_same(src: Picture, dst: Picture, *, regroup: bool) -> None:
+def _described(local: Local, picture: Picture) -> FullState:
+    """The source's state without its values: their names, the groups and the classes of their optimizers."""
+    return FullState(
+        state={fqn: dict.fromkeys(p.summary.names) for fqn, p in picture.params.items() if p.summary is not None},
+        groups=tuple((group, picture.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
+        extra=local.optim.extra,
+        classes=tuple(one.name for one in local.optim.classes),
+    )
+
+
+def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> None:
     """Both models have the same parameters, of the same shapes, in the same groups; the same error on all ranks."""
+    if src.num_groups != dst.num_groups and not regroup:
+        raise StateError(
+            f"the source optimizer has {src.num_groups} param groups, the target {dst.num_groups}: {LIVE_GROUPS}"
+        )
     for fqn in (*src.params, *dst.params):
         a, b = src.params.get(fqn), dst.params.get(fqn)
         if a is None or b is None:
+            if not strict:
+                continue
             has, lacks = ("source", "target") if b is None else ("target", "source")
             raise StateError(
-                f"{fqn}: the {has} model's optimizer has it, the {lacks} model's has not ({len(src.params)} parameters in "
-                f"the source, {len(dst.params)} in the target)"
+                f"{fqn}: the {has} model's optimizer has it, the {lacks} model's does not ({len(src.params)} parameters in "
+                f"the source, {len(dst.params)} in the target): build both for the same parameters, or give strict=False, which "
+                "transfers what both have"
             )
         if a.placement.shape != b.placement.shape:
             raise StateError(
@@ -80,25 +104,35 @@ def _check_same(src: Picture, dst: Picture, *, regroup: bool) -> None:
             )
         if a.group_index != b.group_index and not regroup:
             raise StateError(
-                f"{fqn}: in param group {a.group_index} of the source, in group {b.group_index} of the target"
+                f"{fqn}: in param group {a.group_index} of the source, in group {b.group_index} of the target: {LIVE_GROUPS}"
             )
-    if src.num_groups != dst.num_groups and not regroup:
-        raise StateError(f"the source optimizer has {src.num_groups} param groups, the target {dst.num_groups}")
 
 
-def _contents(callers: Callers, local: Local, picture: Picture) -> Contents:
+def _contents(callers: Callers, local: Local, picture: Picture, full: FullState, fit: Fit) -> Contents:
     """What every rank knows of the source already; values that are not cut like their parameter come to all of them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
     odd = move_odd(everywhere, failure)
     agree(callers, b"odd", failure.error, fatal=failure.fatal)
     return Contents(
-        summaries={f: _placed_as_opaque(p.summary) for f, p in picture.params.items() if p.summary is not None},
-        groups=tuple((group, picture.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
-        extra=local.optim.extra,
+        summaries={
+            fqn: _placed_as_opaque(_only(picture.params[fqn].summary or Summary(), values))
+            for fqn, values in full.state.items()
+        },
+        groups=full.groups,
+        extra=full.extra,
         opaque=odd,
-        fit=Fit(),
+        fit=fit,
     )
+
+
+def _only(summary: Summary, names: Collection[str]) -> Summary:
+    """The same of some values."""
+    kept = {
+        field: tuple(one for one in getattr(summary, field) if one[0] in names)
+        for field in ("sharded", "scalars", "placed", "opaque")
+    }
+    return replace(summary, **kept, names=tuple(name for name in summary.names if name in names))
 
 
 def _placed_as_opaque(summary: Summary) -> Summary:

@@ -52,11 +52,22 @@ class Wanted:
         for param in self.local.optim.params:
             if param.state is not None and self.missing.issuperset(param.named.fqns):
                 state[param.local_id] = dict(param.state)
+        self._keep_values(state)
         given = (param for param in self.local.optim.params if not param.handle.skipped)
         told = {fqn: self.summaries.get(param.local_id) for param in given for fqn in param.named.fqns}
         log_summary("cut", told, {(i, name): flat for i, its in tensors.items() for name, flat in its.items()})
         in_order = {p.local_id: state[p.local_id] for p in self.local.optim.params if p.local_id in state}
         return shard_dicts(self.local.optim, groups, extra, in_order, self.fit)
+
+    def _keep_values(self, state: dict[LocalId, Mapping[str, Any]]) -> None:
+        """Beside values of another class, the live optimizer's own stay; a parameter that has none of them begins anew."""
+        for param in self.local.optim.params:
+            names = self.fit.kept.get(param.named.fqns[0])
+            if names and param.state is not None:
+                own = {name: value for name, value in param.state.items() if name in names}
+                state[param.local_id] = {**state.get(param.local_id, {}), **own}
+            elif names:
+                state.pop(param.local_id, None)
 
 
 def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any]) -> Wanted:

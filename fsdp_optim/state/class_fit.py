@@ -1,0 +1,226 @@
+"""Whether a saved state is one of the live optimizer's class, and what of it another class can go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.state.classes import OptimizerClass
+from fsdp_optim.state.local import LocalOptim
+from fsdp_optim.state.reading import FullState
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """One param group of a live optimizer: its class, hyperparameters and FQNs, and the names of the values it has state of."""
+
+    of: OptimizerClass
+    hyperparameters: Mapping[str, Any]
+    fqns: tuple[str, ...]
+    values: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Left:
+    """What `strict=False` did not take, because only one side has it: names of hyperparameters and of state values.
+
+    `kept`: the names of values of the live optimizer, by FQN, that stay beside those that are loaded.
+    """
+
+    hyperparameters: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    text: str = ""
+
+
+def live_groups(
+    optim: LocalOptim, fqns: Sequence[Sequence[str]], values: Mapping[str, frozenset[str]]
+) -> tuple[LiveGroup, ...]:
+    """The groups of a live optimizer. `fqns`: those of each group; `values`: as `LocalOptim.values_by_class`, of all ranks."""
+    return tuple(
+        LiveGroup(of, hyper, tuple(names), values.get(of.name, frozenset()))
+        for of, hyper, names in zip(optim.classes, optim.groups, fqns, strict=False)
+    )
+
+
+def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tuple[FullState, Left]:
+    """The part of a full state that optimizers of these classes can go on with: all of it where the classes are the same.
+
+    Raises StateError (strict) where they are not, and says what differs.
+    """
+    state, groups = dict(full.state), list(full.groups)
+    kept: dict[str, frozenset[str]] = {}
+    hyperparameters: set[str] = set()
+    values: set[str] = set()
+    texts = []
+    for index, (hyper, fqns) in enumerate(full.groups):
+        for place, group in enumerate(live):
+            shared = set(fqns) & set(group.fqns)
+            if not shared and (len(live) != len(full.groups) or place != index):
+                continue
+            saved = _Saved(full.class_of(index), hyper, frozenset(n for f in shared for n in full.state.get(f, {})))
+            if not saved.is_of_another_class(group):
+                continue
+            text = saved.difference(group)
+            if strict:
+                raise StateError(f"{text}. {_WAYS_OUT}")
+            taken = saved.common_values(group)
+            groups[index] = (saved.common_hyperparameters(group), fqns)
+            for fqn in shared & state.keys():
+                state[fqn] = {name: value for name, value in state[fqn].items() if name in taken}
+                kept[fqn] = group.values - taken
+                if not state[fqn]:
+                    del state[fqn]
+            hyperparameters |= saved.own_hyperparameters ^ _own(group.hyperparameters)
+            values |= (saved.values ^ group.values) | (saved.values - taken)
+            texts.append(text)
+    if not texts:
+        return full, Left()
+    left = Left(tuple(sorted(hyperparameters)), tuple(sorted(values)), kept, texts[0])
+    return replace(full, state=state, groups=tuple(groups)), left
+
+
+_WAYS_OUT = (
+    "Build the optimizer that it was saved with, or give strict=False, which takes the hyperparameters and the state values that "
+    "both have and lists the rest"
+)
+
+# What every version of torch.optim may add to the groups, and what its schedulers put there: no sign of another class.
+_OPTIONS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+
+# Hyperparameters that optimizers have had from their first version on: one more or less is another class.
+_TELLING = frozenset(
+    {
+        *("betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho"),
+        *("lr_decay", "lambd", "t0", "momentum_decay", "etas", "step_sizes"),
+    }
+)
+
+# The state values that classes of torch.optim cannot step without, and those that they may have.
+_VALUES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    name: (frozenset(needed.split()), frozenset(others.split()))
+    for name, needed, others in (
+        ("SGD", "", "momentum_buffer"),
+        ("Muon", "", "momentum_buffer"),
+        ("Adam", "step exp_avg exp_avg_sq", "max_exp_avg_sq"),
+        ("AdamW", "step exp_avg exp_avg_sq", "max_exp_avg_sq"),
+        ("NAdam", "step mu_product exp_avg exp_avg_sq", ""),
+        ("RAdam", "step exp_avg exp_avg_sq", ""),
+        ("SparseAdam", "step exp_avg exp_avg_sq", ""),
+        ("Adamax", "step exp_avg exp_inf", ""),
+        ("Adadelta", "step square_avg acc_delta", ""),
+        ("Adagrad", "step sum", ""),
+        ("RMSprop", "step square_avg", "momentum_buffer grad_avg"),
+        ("ASGD", "step eta mu ax", ""),
+        ("Rprop", "step prev step_size", ""),
+    )
+}
+
+
+def _values_of(live: LiveGroup) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The values that a group cannot step without, and all that it may have; None for a class that is not known."""
+    if live.of.torch_name not in _VALUES:
+        return None
+    needed, others = _VALUES[live.of.torch_name]
+    switched_on = {_SWITCHES[key] for key, on in live.hyperparameters.items() if key in _SWITCHES and on}
+    if not needed:  # SGD makes its only value when it steps
+        return needed, others
+    return needed | others & switched_on, needed | others
+
+
+# Hyperparameters that switch a state value on.
+_SWITCHES = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+
+
+def _own(hyperparameters: Iterable[str]) -> frozenset[str]:
+    return frozenset(hyperparameters) - _OF_SCHEDULERS
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A group of a saved state: its class ("" where it was not recorded), its hyperparameters, the names of its values."""
+
+    name: str
+    hyperparameters: Mapping[str, Any]
+    values: frozenset[str]
+
+    @property
+    def own_hyperparameters(self) -> frozenset[str]:
+        return _own(self.hyperparameters)
+
+    def is_of_another_class(self, live: LiveGroup) -> bool:
+        """By the recorded class; where it is the same or none, by names that only one side has."""
+        if self.name and self.name != live.of.name:
+            return True
+        return self._has_other_hyperparameters(live) or self._has_other_values(live)
+
+    def _has_other_values(self, live: LiveGroup) -> bool:
+        """Both have values that the other does not have. Those of an optimizer without state are known of torch's own only."""
+        needed = may_have = live.values
+        if not live.values and live.of.torch_name == live.of.name:
+            needed, may_have = _values_of(live) or (live.values, live.values)
+        return bool(self.values - may_have and needed - self.values)
+
+    def _has_other_hyperparameters(self, live: LiveGroup) -> bool:
+        if not self.hyperparameters:  # as of torch's flattened dicts of models without state
+            return False
+        known = {*live.hyperparameters, *live.of.hyperparameters}
+        foreign = self.own_hyperparameters - known - _OPTIONS
+        lacking = frozenset(live.of.hyperparameters) - self.own_hyperparameters - _OPTIONS
+        flag = "decoupled_weight_decay"
+        both = flag in self.hyperparameters and flag in live.hyperparameters
+        decoupled = both and not self.name and bool(self.hyperparameters[flag]) != bool(live.hyperparameters[flag])
+        return decoupled or bool((foreign | lacking) & _TELLING) or bool(foreign and lacking)
+
+    def difference(self, live: LiveGroup) -> str:
+        if self.name and self.name != live.of.name:
+            text = f"this state is one of {self.name}, the optimizer is {live.of.name}"
+        else:
+            text = f"this state is one of another optimizer than {live.of.name}"
+        mine, theirs = self.own_hyperparameters, _own(live.hyperparameters)
+        text += _only("hyperparameters", mine - theirs, theirs - mine)
+        flag = "decoupled_weight_decay"
+        if flag in mine & theirs and self.hyperparameters[flag] != live.hyperparameters[flag]:
+            text += (
+                f"; {flag} is {self.hyperparameters[flag]} in the state, {live.hyperparameters[flag]} in the optimizer"
+            )
+        if live.values:
+            text += _only("state values", self.values - live.values, live.values - self.values)
+        return text
+
+    def common_hyperparameters(self, live: LiveGroup) -> dict[str, Any]:
+        """Those of the live group, with the saved values of what both have.
+
+        What makes the class what it is stays, and what decides which state values there have to be.
+        """
+        stays = {"decoupled_weight_decay", *_SWITCHES}
+        saved = self.hyperparameters
+        return {
+            key: saved[key] if key in saved and key not in stays else value
+            for key, value in live.hyperparameters.items()
+        }
+
+    def common_values(self, live: LiveGroup) -> frozenset[str]:
+        """The values that both have; none where the live optimizer could not step with these alone."""
+        if live.values:
+            return self.values & live.values
+        is_related = self.name in live.of.names or set(self.hyperparameters) == set(live.hyperparameters)
+        if is_related and live.of.torch_name != live.of.name:
+            return self.values
+        known = _values_of(live)
+        if known is None:
+            return frozenset()
+        needed, may_have = known
+        return self.values & may_have if needed <= self.values else frozenset()
+
+
+def _only(what: str, saved: frozenset[str], live: frozenset[str]) -> str:
+    sides = [
+        f"{what} that only {where} has: {', '.join(sorted(names))}"
+        for where, names in (("the state", saved), ("the optimizer", live))
+        if names
+    ]
+    return "".join(f"; {side}" for side in sides)
