@@ -1,0 +1,212 @@
+"""Power cuts in the middle of saves: whatever the disk has forgotten, `latest` is a complete checkpoint.
+
+Each way of saving is recorded once; then each prefix of what it did is played back, with what was not flushed there, not there,
+or torn. The old checkpoint or the new one is there, bit for bit; the new one when `save` has returned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from wrapping import Differs, Trained, adam
+
+import fsdp_optim
+from soak.ranks import LEFTOVER, MODES, check_values, fill, leftovers
+from soak.recording import Disk, Event, Recorder, Tree, at_random_choice, choices, put
+from soak.torture import Torture, temporary
+
+NEXT_EVERY = 10  # of the states that differ: the next save there works
+
+
+class Small(nn.Module):
+    """Some sectors, of which the last is not full."""
+
+    units = ("",)
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(31, 9)
+        self.last = nn.Linear(9, 1)
+
+
+@functools.cache
+def model() -> Trained:
+    return Trained("plain", adam, 1, Small)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way of saving. `before`: saves that are on the disk when the recording begins; `inside`: where checkpoints go."""
+
+    mode: str
+    before: int
+    saves: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+    inside: str = ""
+
+    def path(self, root: Path, number: int) -> Path:
+        name = "current" if self.mode.endswith("overwrite") else f"step-{number:06}"
+        return root / self.inside / name
+
+    def save(self, root: Path, number: int) -> None:
+        one = model()
+        fill(one, number)
+        options = {**MODES[self.mode], **dict(self.options)}
+        save: Any = fsdp_optim.async_save if self.mode.startswith("async") else fsdp_optim.save
+        done = save(self.path(root, number), one.model, one.optim, extra={"number": number}, **options)
+        if self.mode.startswith("async"):
+            done.wait(60.0)
+
+
+SPLIT = (("max_file_size", 1500),)
+WAYS = {
+    "first save": Way("steps", 0),
+    "overwrite": Way("overwrite", 1),
+    "overwrite twice": Way("overwrite", 1, saves=2),
+    "overwrite, split": Way("overwrite", 1, options=SPLIT),
+    "overwrite, files of a rank": Way("overwrite", 1, options=(("strategy", "per_rank_files"),)),
+    "keep_last": Way("steps", 2),
+    "keep_last, twice": Way("steps", 1, saves=3),
+    "async first save": Way("async steps", 0),
+    "async overwrite": Way("async overwrite", 1),
+    "async keep_last": Way("async steps", 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A way of saving, and what it did. `disk`: makes what was there before."""
+
+    way: Way
+    events: list[Event]
+    disk: Callable[[], Disk]
+
+    @classmethod
+    def of(cls, way: Way, folder: Path) -> Recorded:
+        root, before = folder / "recorded", folder / "before"
+        root.mkdir(parents=True)
+        for number in range(1, way.before + 1):
+            way.save(root, number)
+        shutil.copytree(root, before)
+        first = Disk(root)
+        recorder = Recorder(root)
+        with recorder.recording():
+            for number in range(way.before + 1, way.before + way.saves + 1):
+                recorder.mark("begin", number)
+                way.save(root, number)
+                recorder.mark("end", number)
+        events = recorder.events
+
+        def again() -> Disk:
+            return first.copy()
+
+        _check_end(first.copy(), events, root)
+        return cls(way, events, again)
+
+    def bounds(self, number_of_events: int) -> tuple[int, int]:
+        """The last save that had ended by then, and the last that had begun."""
+        marks = [event[1:] for event in self.events[:number_of_events] if event[0] == "mark"]
+        ended = max((n for what, n in marks if what == "end"), default=self.way.before)
+        return ended, max((n for what, n in marks if what == "begin"), default=self.way.before)
+
+
+def _check_end(disk: Disk, events: list[Event], root: Path) -> None:
+    """Raise unless playing back everything gives what is there: else the recorder does not see all that is done."""
+    for event in events:
+        disk.apply(event)
+    played = next(disk.left(choice) for n, choice in enumerate(choices(disk, random.Random(0), 0)) if n == 1)
+    there = {str(p.relative_to(root)): None if p.is_dir() else p.read_bytes() for p in sorted(root.rglob("*"))}
+    if played != there:
+        wrong = sorted(name for name in {*played, *there} if played.get(name, b"-") != there.get(name, b"-"))
+        raise Differs(f"the recorder does not see all that is done: {wrong}")
+
+
+def fingerprint(tree: Tree, ended: int, begun: int) -> bytes:
+    found = hashlib.sha256(f"{ended} {begun}".encode())
+    for path, data in sorted(tree.items()):
+        found.update(f"\0{path}\0{'folder' if data is None else len(data)}\0".encode() + (data or b""))
+    return found.digest()
+
+
+def judge(way: Way, tree: Tree, ended: int, begun: int, root: Path, save_next: bool) -> None:
+    """Raise unless a program that starts there finds what it should."""
+    root.mkdir()
+    try:
+        put(tree, root)
+        inside = root / way.inside
+        with mock.patch("time.sleep", return_value=None):  # nobody else is at work here
+            newest = fsdp_optim.latest(inside)
+            if newest is None and ended:
+                raise Differs(f"no checkpoint, but save {ended} had ended")
+            if newest is not None:
+                _check_number(newest, ended, begun)
+            if way.mode.endswith("overwrite") and ended:
+                _check_number(way.path(root, begun), ended, begun)
+            if save_next:
+                way.save(root, begun + 1)
+                _check_number(way.path(root, begun + 1), begun + 1, begun + 1)
+                left = [name for name in leftovers(inside) if any(mark in name for mark in LEFTOVER)]
+                if left:
+                    raise Differs(f"the next save leaves {sorted(left)}")
+    except Exception as error:
+        there = {path: "folder" if data is None else len(data) for path, data in tree.items()}
+        raise Differs(f"saves {ended} to {begun}: {there}: {type(error).__name__}: {error}") from error
+    finally:
+        shutil.rmtree(root)
+
+
+def _check_number(path: Path, at_least: int, at_most: int) -> None:
+    one = model()
+    fill(one, 12345)
+    number = fsdp_optim.load(path, one.model, one.optim)["number"]
+    check_values(path.name, one, number)
+    if not at_least <= number <= at_most:
+        raise Differs(f"{path.name} is save {number}, not {at_least} to {at_most}")
+
+
+def states(recorded: Recorded, rng: random.Random, at_random: int) -> Iterator[tuple[int, Tree]]:
+    """(number of events before, what is left), each that differs once."""
+    disk, seen = recorded.disk(), set()
+    for position in range(len(recorded.events) + 1):
+        if position:
+            disk.apply(recorded.events[position - 1])
+        for choice in choices(disk, rng, at_random):
+            tree = disk.left(choice)
+            mark = fingerprint(tree, *recorded.bounds(position))
+            if mark not in seen:
+                seen.add(mark)
+                yield position, tree
+
+
+def run(torture: Torture) -> None:
+    """A random way, a random moment, a random memory of the disk, again and again."""
+    torch.set_num_threads(1)
+    with temporary() as folder:
+        recorded: dict[str, Recorded] = {}
+        for number in torture.numbers():
+            rng = torture.rng(number)
+            name = rng.choice(list(WAYS))
+            with torture.case(number, name):
+                if name not in recorded:
+                    recorded[name] = Recorded.of(WAYS[name], folder / name)
+                one = recorded[name]
+                position = rng.randint(0, len(one.events))
+                disk = one.disk()
+                for event in one.events[:position]:
+                    disk.apply(event)
+                tree = disk.left(at_random_choice(rng))
+                torture.figures["power cuts"] += 1
+                after = str(one.events[position - 1])[:100] if position else "nothing"
+                with torture.case(number, f"{name}, after event {position} of {len(one.events)}, {after}"):
+                    judge(one.way, tree, *one.bounds(position), folder / "left", rng.random() < 1 / NEXT_EVERY)
