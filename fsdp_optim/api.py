@@ -20,7 +20,7 @@ from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.callers import BUCKET_NBYTES
-from fsdp_optim.verbs import background, gather, rekey, restore, scatter, shard, transfer
+from fsdp_optim.verbs import background, gather, iterate, rekey, restore, scatter, shard, transfer
 from fsdp_optim.verbs import load as loading
 from fsdp_optim.verbs import save as saving
 from fsdp_optim.verbs.call import Collect, OnReplicaMismatch, Options
@@ -91,7 +91,7 @@ def gather_full_optim_state_dict(
         bucket_nbytes=bucket_nbytes,
         on_replica_mismatch=on_replica_mismatch,
     )
-    return gather.gather(model, optim, recipient_rank, key_by, options)
+    return gather.gather(model, optim, gather.GatherOptions(options, recipient_rank, key_by))
 
 
 def iter_full_optim_state(
@@ -121,7 +121,7 @@ def iter_full_optim_state(
         bucket_nbytes=bucket_nbytes,
         on_replica_mismatch=on_replica_mismatch,
     )
-    return gather.iterate(model, optim, recipient_rank, options)
+    return iterate.iterate(model, optim, gather.GatherOptions(options, recipient_rank, "name"))
 
 
 @overload
@@ -224,7 +224,7 @@ def scatter_full_optim_state_dict(
         bucket_nbytes=bucket_nbytes,
         groups=groups,
     )
-    return scatter.scatter(model, optim, full, source_rank, options)
+    return scatter.scatter(model, optim, full, scatter.ScatterOptions(options, source_rank))
 
 
 def load_optim_state_dict(

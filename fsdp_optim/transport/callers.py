@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.transport.turns import Turn, turns
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,7 +27,7 @@ class Callers:
     """The global ranks that make a call together, sorted, and the process group that carries their messages.
 
     `group` None: the default group carries them, also between some of its ranks only. `timeout`: seconds. `bucket_nbytes`:
-    what a rank may hold beyond what it keeps, the same on all of them.
+    what a rank may hold beyond what it keeps, the same on all of them. `turn`: this call among those of the process.
     """
 
     ranks: tuple[int, ...]
@@ -35,6 +35,7 @@ class Callers:
     group: dist.ProcessGroup | None = None
     timeout: float = DEFAULT_TIMEOUT
     bucket_nbytes: int = BUCKET_NBYTES
+    turn: Turn = field(default_factory=lambda: Turn("a call", ()), compare=False)
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:
@@ -43,14 +44,16 @@ class Callers:
     @classmethod
     def of(
         cls,
+        call: str,
         ranks: Sequence[int],
         rank: int,
-        group: dist.ProcessGroup | None,
-        timeout: float | timedelta | None,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
         bucket_nbytes: int = BUCKET_NBYTES,
     ) -> Callers:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        return cls(tuple(sorted(ranks)), rank, group, DEFAULT_TIMEOUT if seconds is None else seconds, bucket_nbytes)
+        """`call`: the name of the public function that they make."""
+        inside = tuple(sorted(ranks))
+        return cls(inside, rank, group, timeout, bucket_nbytes, Turn(call, inside, group))
 
     @property
     def position(self) -> int:
@@ -64,11 +67,20 @@ class Callers:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only call in flight on this process."""
+        return len(turns.of(dist.group.WORLD)) <= 1
+
     def store(self) -> Store:
-        """The rendezvous store of the group: where its ranks can meet without a collective call."""
-        group = self.group if self.group is not None else dist.group.WORLD
-        if group is None:
+        """The rendezvous store of the job: where any of its ranks can meet without a collective call.
+
+        Not that of `group`: ranks that are given different groups, or only some of them one, have to find each other to be
+        told so.
+        """
+        world = dist.group.WORLD
+        if world is None:
             raise WrapperError("torch.distributed is not initialized, and this model lives on several ranks")
-        if hasattr(group, "get_group_store"):
-            return group.get_group_store()
-        return dist.distributed_c10d._get_process_group_store(group)  # torch < 2.8 has no public way
+        if hasattr(world, "get_group_store"):
+            return world.get_group_store()
+        return dist.distributed_c10d._get_process_group_store(world)  # torch < 2.8 has no public way

@@ -124,7 +124,7 @@ def exchange(callers: Callers, items: Iterable[Item], failure: Failure) -> None:
             post.free = _buffers(rounds, callers.wire, 2 * _ROUNDS_IN_FLIGHT * width)
     except Exception as error:
         failure.note(error)
-    agree(callers, b"ready", failure.error)
+    agree(callers, "ready to move", failure.error)
     in_flight: list[list[_InFlight]] = []
     for this in rounds:
         if len(in_flight) == _ROUNDS_IN_FLIGHT:

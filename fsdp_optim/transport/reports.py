@@ -13,14 +13,14 @@ def exchange_reports(callers: Callers, content: bytes, error: Exception | None =
 
     The lowest rank joins them, so that what is read grows with the number of ranks, not with its square.
     """
-    told = tell(callers, content, error=error)
+    told = tell(callers, "report", content, error=error)
     joined, error = b"", None
     if callers.rank == callers.ranks[0]:
         try:
             joined = _join([told.by(rank) for rank in callers.ranks])
         except Exception as reason:
             error = reason
-    return _split(tell(callers, joined, error=error).by(callers.ranks[0]))
+    return _split(tell(callers, "all reports", joined, error=error).by(callers.ranks[0]))
 
 
 def _join(reports: list[bytes]) -> bytes:

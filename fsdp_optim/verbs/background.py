@@ -19,8 +19,9 @@ from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.marker import read_marker
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.contents import Tensor
 from fsdp_optim.verbs.filing import staged
 from fsdp_optim.verbs.pending import SaveHandle, pending
@@ -53,23 +54,24 @@ def async_save(
     path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions
 ) -> SaveHandle:
     """Copy the state, start writing, return."""
-    job = begin(path, model, optim, options)
-    with all_hear(job.callers), abandoned_on_failure(job):
-        failure = Failure()
-        writer = job.writer()
-        snapshot: Snapshot = []
-        try:
-            _reserve_notes(job)
-            for parts in job.direct():
-                snapshot.append(copied(writer.runs_of(parts)))
-        except Exception as error:
-            failure.note(error)
-        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.held, failure):
+    with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
+        job = begin(path, reader, callers, optim, options)
+        with abandoned_on_failure(job):
+            failure = Failure()
+            writer = job.writer()
+            snapshot: Snapshot = []
             try:
-                snapshot.append(writer.runs_of(batch))  # in memory of its own already
+                _reserve_notes(job)
+                for parts in job.direct():
+                    snapshot.append(copied(writer.runs_of(parts)))
             except Exception as error:
                 failure.note(error)
-        agree(job.callers, b"copied", failure.error, fatal=failure.fatal)
+            for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.held, failure):
+                try:
+                    snapshot.append(writer.runs_of(batch))  # in memory of its own already
+                except Exception as error:
+                    failure.note(error)
+            agree(job.callers, "copied", failure.error, fatal=failure.fatal)
     later = replace(job, held=_not_any_more)  # nothing of the training is kept alive, or read later
     handle = SaveHandle(job.path, lambda: _write(later, writer, snapshot))
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader, NameOf
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.fitting import GroupsFrom, LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -24,9 +25,19 @@ from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
 from fsdp_optim.state.reading import Names
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
-from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import BUCKET_NBYTES, Callers
+from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
+from fsdp_optim.transport.callers import BUCKET_NBYTES, DEFAULT_TIMEOUT, Callers
 from fsdp_optim.transport.reports import exchange_reports
+from fsdp_optim.verbs.asked import (
+    MAY_DIFFER,
+    Asked,
+    check_at_least,
+    check_callable,
+    check_one_of,
+    name_of_group,
+    said_as,
+    seconds_of,
+)
 from fsdp_optim.view import ModelView, check_materialized
 
 Collect = Literal["wrapper", "all"]
@@ -36,27 +47,38 @@ log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Asked):
     """What all collective calls accept besides the model and the optimizer."""
 
     collect: Collect = "wrapper"
-    name_of: NameOf | None = None
-    process_group: dist.ProcessGroup | None = None
-    timeout: float | timedelta | None = None
+    name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
+    process_group: dist.ProcessGroup | None = field(default=None, metadata=said_as(name_of_group))
+    timeout: float | timedelta | None = field(default=None, metadata=MAY_DIFFER)
     strict: bool = True
-    bucket_nbytes: int = BUCKET_NBYTES
+    bucket_nbytes: int = BUCKET_NBYTES  # it cuts the messages, on both ends
     on_replica_mismatch: OnReplicaMismatch = "error"
     groups: GroupsFrom = "saved"
 
-    def __post_init__(self) -> None:
-        if self.collect not in ("wrapper", "all"):
-            raise StateError(f"collect has to be 'wrapper' or 'all', not {self.collect!r}")
-        if self.on_replica_mismatch not in ("error", "lowest_rank"):
-            raise StateError(
-                f"on_replica_mismatch has to be 'error' or 'lowest_rank', not {self.on_replica_mismatch!r}"
-            )
-        if self.bucket_nbytes < 1:
-            raise StateError(f"bucket_nbytes has to be at least 1, not {self.bucket_nbytes}")
+    def validate(self) -> None:
+        check_one_of("collect", self.collect, ("wrapper", "all"))
+        check_one_of("groups", self.groups, ("saved", "live"))
+        check_one_of("on_replica_mismatch", self.on_replica_mismatch, ("error", "lowest_rank"))
+        check_callable("name_of", self.name_of)
+        check_at_least("bucket_nbytes", self.bucket_nbytes, 1)
+        seconds_of(self.timeout)
+
+    @property
+    def seconds(self) -> float:
+        """How long to wait for ranks that do not come; as usual where `timeout` is wrong, until all have heard of it."""
+        try:
+            return seconds_of(self.timeout) or DEFAULT_TIMEOUT
+        except StateError:
+            return DEFAULT_TIMEOUT
+
+    def callers(self, call: str, ranks: Sequence[int]) -> Callers:
+        """This rank and the others that make the call `call`."""
+        me = dist.get_rank() if dist.is_initialized() else 0
+        return Callers.of(call, ranks, me, self.process_group, self.seconds, self.bucket_nbytes)
 
 
 @dataclass(frozen=True)
@@ -150,32 +172,53 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     return Names.of((everything,), view, (), view.order)
 
 
-def read_callers(
-    models: Sequence[nn.Module], options: Options, *, all_of_plain: bool = False
-) -> tuple[list[ModelReader], Callers]:
-    """Readers of some models, and the ranks that have to make a call about them: those of any of them.
+@contextmanager
+def calling(
+    call: str, models: Sequence[nn.Module], asked: Asked, options: Options, *, all_of_plain: bool = False
+) -> Iterator[tuple[list[ModelReader], Callers]]:
+    """A call about some models, from its first word to its last: readers of them, and the ranks that make the call.
 
-    `all_of_plain`: for a model without any wrapper, all ranks of the job; else this rank alone, which has all it needs.
+    What is wrong with `asked`, and whatever is raised inside, all ranks hear in the next meeting.
+
+    Args:
+        call: the name of the public function.
+        options: those of `asked` that say who makes the call.
+        all_of_plain: a model without any wrapper is a matter of all ranks of the job; else of this rank alone, which has all
+            it needs.
     """
+    readers, callers = _read_callers(call, models, options, all_of_plain=all_of_plain)
+    with in_turn(callers), all_hear(callers):
+        asked.validate()
+        yield readers, callers
+
+
+def _read_callers(
+    call: str, models: Sequence[nn.Module], options: Options, *, all_of_plain: bool
+) -> tuple[list[ModelReader], Callers]:
     try:
         readers = [ModelReader(model) for model in models]
-        return readers, callers_of_readers(readers, options, all_of_plain=all_of_plain)
+        me = dist.get_rank() if dist.is_initialized() else 0
+        if options.process_group is not None:
+            ranks: Iterable[int] = _ranks_of(options.process_group, me)
+        elif all_of_plain and dist.is_initialized() and not any(reader.is_wrapped for reader in readers):
+            ranks = _job_ranks()
+        else:
+            ranks = {rank for reader in readers for rank in reader.ranks}
+        return readers, options.callers(call, tuple(ranks))
     except Exception as error:
         if dist.is_initialized():  # which ranks would have to hear it is not known: most models live on all of them
-            agree(Callers.of(_job_ranks(), dist.get_rank(), options.process_group, options.timeout), b"", error)
+            agree(replace(options, process_group=None).callers(call, _job_ranks()), "failed", error)
         raise
 
 
-def callers_of_readers(readers: Sequence[ModelReader], options: Options, *, all_of_plain: bool = False) -> Callers:
-    """As `read_callers`, for models that are read already."""
-    me = dist.get_rank() if dist.is_initialized() else 0
-    if options.process_group is not None:
-        ranks: Iterable[int] = dist.get_process_group_ranks(options.process_group)
-    elif all_of_plain and dist.is_initialized() and not any(reader.is_wrapped for reader in readers):
-        ranks = _job_ranks()
-    else:
-        ranks = {rank for reader in readers for rank in reader.ranks}
-    return Callers.of(tuple(ranks), me, options.process_group, options.timeout, options.bucket_nbytes)
+def _ranks_of(group: object, me: int) -> Sequence[int]:
+    if not isinstance(group, dist.ProcessGroup):
+        name = "GroupMember.NON_GROUP_MEMBER" if isinstance(group, int) else repr(group)
+        raise WrapperError(
+            f"process_group has to be a process group that rank {me} is in, or None, not {name} (new_group() gives "
+            "GroupMember.NON_GROUP_MEMBER to ranks that are not in the new group: these do not make the call)"
+        )
+    return dist.get_process_group_ranks(group)
 
 
 def _job_ranks() -> Sequence[int]:
@@ -185,22 +228,25 @@ def _job_ranks() -> Sequence[int]:
 def meet(
     callers: Callers,
     read: Callable[[], Local],
-    call: str,
+    asked: Asked,
+    more: str = "",
     *,
     with_state: bool,
     on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> tuple[Local, Picture]:
-    """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all."""
-    call = f"{call} with bucket_nbytes={callers.bucket_nbytes}"  # it cuts the messages, on both ends
-    call += f", on_replica_mismatch={on_replica_mismatch!r}" if on_replica_mismatch != "error" else ""
-    local, error, report = None, None, RankReport(call)
+    """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all.
+
+    `more`: what the call is about besides what it was asked for.
+    """
+    local, error, report = None, None, RankReport("")
     try:
         local = read()
-        report = _report(local, call, callers, with_state=with_state)
+        call = ", ".join(part for part in (more, asked.said()) if part)
+        report = _report(local, f"{callers.turn.call}({call})", callers, with_state=with_state)
     except Exception as reason:
         error = reason
-    alike = agree(callers, repr(report).encode(), error)
-    if local is None:  # agree() has raised
+    alike = compare(callers, "read", repr(report).encode(), error)
+    if local is None:  # compare() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if alike:
         return local, draw([(report, callers.ranks)])

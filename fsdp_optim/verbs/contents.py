@@ -18,6 +18,7 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs.asked import Asked
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
 from fsdp_optim.verbs.gather import Part
 from fsdp_optim.verbs.opaque import gather_opaque
@@ -92,12 +93,13 @@ def _as_optimizer(view: ModelView) -> LocalOptim:
     return LocalOptim(params, ({},), (tuple(p.local_id for p in params),), (None,), {})
 
 
-def read_weights(reader: ModelReader, callers: Callers, options: Options, call: str) -> Half:
+def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: Options, about: str) -> Half:
     """Meet the other ranks about the model's parameters and buffers."""
     local, picture = meet(
         callers,
         lambda: weights_of(reader, callers.ranks, options),
-        f"{call}: the model",
+        asked,
+        f"the model, {about}",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
@@ -130,13 +132,16 @@ def may_be_cast(param: torch.Tensor) -> bool:
     return is_buffer(param) and param.is_floating_point()
 
 
-def read_state(reader: ModelReader, optim: Optimizers, callers: Callers, options: Options, call: str) -> Half:
+def read_state(
+    reader: ModelReader, optim: Optimizers, callers: Callers, asked: Asked, options: Options, about: str
+) -> Half:
     """Meet the other ranks about the optimizer's state."""
     everything = replace(options, collect="all")
     local, picture = meet(
         callers,
         lambda: read_local(reader, optim, everything, callers.ranks),
-        f"{call}: the optimizer",
+        asked,
+        f"the optimizer, {about}",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
@@ -174,7 +179,7 @@ def _opaque(callers: Callers, local: Local, picture: Picture) -> Mapping[tuple[s
         return {}
     failure = Failure()
     found = gather_opaque(callers, local, parts, callers.ranks[:1], failure)
-    agree(callers, b"opaque", failure.error, fatal=failure.fatal)
+    agree(callers, "opaque", failure.error, fatal=failure.fatal)
     return found
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,19 +16,35 @@ from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import dtype_named, empty
 from fsdp_optim.plan import Copy, plan
-from fsdp_optim.state.full import FullDict, KeyBy, assemble, values_of
+from fsdp_optim.state.full import FullDict, KeyBy, assemble
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.verbs.call import Local, Options, log_summary, meet, read_callers, read_local
+from fsdp_optim.verbs.asked import Asked, check_one_of, check_rank
+from fsdp_optim.verbs.call import Local, Options, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.opaque import gather_opaque
 
 _CPU = torch.device("cpu")
 
 log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class GatherOptions(Asked):
+    """What gather and iterate are asked for."""
+
+    call: Options
+    recipient_rank: int | None = 0
+    key_by: KeyBy = "id"
+
+    def validate(self) -> None:
+        super().validate()
+        check_one_of("key_by", self.key_by, ("id", "name"))
+        if self.recipient_rank is not None:
+            check_rank("recipient_rank", self.recipient_rank)
 
 
 @dataclass(frozen=True)
@@ -46,16 +61,9 @@ class Gathering:
         return self.callers.rank in self.recipients
 
 
-def begin(
-    reader: ModelReader,
-    callers: Callers,
-    optim: Optimizers,
-    recipient_rank: int | None,
-    call: str,
-    options: Options,
-    key_by: KeyBy = "name",
-) -> Gathering:
+def begin(reader: ModelReader, callers: Callers, optim: Optimizers, options: GatherOptions) -> Gathering:
     """Meet the other ranks and find out what there is to gather."""
+    recipient_rank = options.recipient_rank
     alone = not reader.is_wrapped and len(callers.ranks) == 1
 
     def read() -> Local:
@@ -70,12 +78,12 @@ def begin(
                 f"recipient_rank {recipient_rank} is not one of the ranks {list(callers.ranks)} that share this model; give "
                 "one of these, or None for all of them"
             )
-        return read_local(reader, optim, options, callers.ranks)
+        return read_local(reader, optim, options.call, callers.ranks)
 
-    said = f"{call}(recipient_rank={recipient_rank}, collect={options.collect!r}, key_by={key_by!r})"
-    local, picture = meet(callers, read, said, with_state=True, on_replica_mismatch=options.on_replica_mismatch)
+    mismatch = options.call.on_replica_mismatch
+    local, picture = meet(callers, read, options, with_state=True, on_replica_mismatch=mismatch)
     recipients = callers.ranks if recipient_rank is None else (recipient_rank,)
-    if key_by == "id":
+    if options.key_by == "id":
         _check_ids(picture, recipients)
     return Gathering(callers, local, picture, recipients)
 
@@ -93,88 +101,19 @@ def _is_rank(rank: int | None) -> bool:
     return rank is not None and dist.is_initialized() and 0 <= rank < dist.get_world_size()
 
 
-def gather(
-    model: nn.Module,
-    optim: Optimizers,
-    recipient_rank: int | None,
-    key_by: KeyBy,
-    options: Options,
-) -> FullDict | None:
+def gather(model: nn.Module, optim: Optimizers, options: GatherOptions) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
-    if key_by not in ("id", "name"):
-        raise StateError(f"key_by has to be 'id' or 'name', not {key_by!r}")
-    (reader,), callers = read_callers([model], options)
-    with all_hear(callers):
-        gathering = begin(reader, callers, optim, recipient_rank, "gather_full_optim_state_dict", options, key_by)
+    with calling("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), callers):
+        gathering = begin(reader, callers, optim, options)
         failure = Failure()
         values = move(gathering, tuple(gathering.picture.params.values()), failure)
         full = None
         if gathering.receives and failure.error is None:
-            full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, key_by)
+            full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, options.key_by)
         if failure.error is None:
             log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
-        agree(callers, b"gathered", failure.error, fatal=failure.fatal)
+        agree(callers, "gathered", failure.error, fatal=failure.fatal)
     return full
-
-
-def iterate(
-    model: nn.Module,
-    optim: Optimizers,
-    recipient_rank: int | None,
-    options: Options,
-) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
-    (reader,), callers = read_callers([model], options)
-    with all_hear(callers):
-        gathering = begin(reader, callers, optim, recipient_rank, "iter_full_optim_state", options)
-        batches = list(_batches(gathering.picture, options.bucket_nbytes))
-        for number, batch in enumerate(batches, start=1):
-            failure = Failure()
-            values = move(gathering, batch, failure)
-            found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
-            agree(callers, b"moved", failure.error, fatal=failure.fatal)
-            while found:
-                with _tells_when_stopped(callers, at_end=number == len(batches) and len(found) == 1):
-                    yield found.pop(0)
-    agree(callers, b"end")  # a rank that stopped early is heard here, not in the next call
-
-
-@contextmanager
-def _tells_when_stopped(callers: Callers, *, at_end: bool) -> Iterator[None]:
-    """A rank that leaves the loop early would let the others wait: tell them. Nothing happens if all leave here."""
-    try:
-        yield
-    except GeneratorExit:
-        stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
-        with suppress(Exception):  # heard by the others; here the caller wanted it so
-            if at_end:  # has seen everything, and only did not ask whether there is more
-                agree(callers, b"end")
-            else:
-                agree(callers, b"", stopped, fatal=True)
-        raise
-
-
-def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gathering) -> dict[str, Any] | None:
-    if not gathering.receives:
-        return None
-    seen = param.as_seen_by(gathering.callers.rank)
-    return values_of(seen, tensors) if seen is not None else {}
-
-
-def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
-    """Parameters in the order of ids, as many at a time as fit into `nbytes`, at least one."""
-    batch: list[Param] = []
-    total = 0
-    for param in (picture.params[fqn] for fqn in picture.ids()):
-        dtypes = param.summary.dtypes.values() if param.summary is not None else ()
-        size = sum(dtype.itemsize for dtype in dtypes) * param.placement.numel
-        if batch and total + size > nbytes:
-            yield tuple(batch)
-            batch, total = [], 0
-        batch.append(param)
-        total += size
-    if batch:
-        yield tuple(batch)
 
 
 def move(gathering: Gathering, params: Sequence[Param], failure: Failure) -> dict[tuple[str, str], Any]:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.verbs.asked import MAY_DIFFER, Asked, check_one_of, said_as
 from fsdp_optim.verbs.call import Options
 
 Check = Literal["bitwise"]
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(Asked):
     """What load accepts besides the model and the optimizer."""
 
     call: Options
-    keep: Sequence[str] = ()
+    keep: Sequence[str] = field(default=(), metadata=said_as(sorted))
     verify: bool = True
     check: Check | None = None
     allow_pickle: bool = False
-    progress: bool | None = None
+    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
 
-    def __post_init__(self) -> None:
-        if self.check not in (None, "bitwise"):
-            raise CheckpointError(f"check has to be None or 'bitwise', not {self.check!r}")
+    def validate(self) -> None:
+        super().validate()
+        check_one_of("check", self.check, (None, "bitwise"), CheckpointError)
+        names = self.keep if isinstance(self.keep, (list, tuple, set, frozenset)) else [None]
+        if not all(isinstance(name, str) for name in names):
+            raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {self.keep!r}")
 
 
 @dataclass(frozen=True)

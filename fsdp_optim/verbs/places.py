@@ -17,5 +17,5 @@ def common_path(callers: Callers, path: str | os.PathLike[str]) -> Path:
     """
     mine = absolute(path)
     content = os.fsencode(mine)
-    told = tell(callers, content if callers.rank == callers.ranks[0] else b"", said=content)
+    told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", said=content)
     return mine if told.alike else Path(os.fsdecode(told.by(callers.ranks[0])))

@@ -7,30 +7,37 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.state.reading import FullState
+from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.same import key_of
 from fsdp_optim.state.shard import Shard, summarize
-from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.agree import compare
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.verbs.call import Local, Options, callers_of_readers, meet
+from fsdp_optim.verbs.call import Options, calling, meet, read_local
 from fsdp_optim.verbs.scatter import Contents, deliver
 
 
-def is_sharded(full: FullState) -> bool:
-    """Whether the values of a state are spread over ranks (DTensor, ShardedTensor)."""
-    return any(is_sharded_value(value) for values in full.state.values() for value in values.values())
+def is_sharded(full: Any) -> bool:
+    """Whether the values of a dict's state are spread over ranks (DTensor, ShardedTensor): then all ranks have to meet."""
+
+    def any_sharded(value: Any) -> bool:
+        return any(map(any_sharded, value.values())) if isinstance(value, Mapping) else is_sharded_value(value)
+
+    return isinstance(full, Mapping) and any_sharded(full.get("state", full))
 
 
-def reshard(reader: ModelReader, local: Local, full: FullState, options: Options) -> Shard | list[Shard]:
+def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
-    callers = callers_of_readers([reader], options)
-    with all_hear(callers):
-        _, picture = meet(callers, lambda: local, "get_shard_from_optim_state_dict(sharded)", with_state=False)
+    with calling("get_shard_from_optim_state_dict", [model], options, options) as ((reader,), callers):
+        local, picture = meet(
+            callers, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
+        )
+        full = normalize(given, local.names)
         placements: dict[str, Placement] = {}
         parts: dict[tuple[str, str], torch.Tensor] = {}
         described = replace(full, state=_described(full, placements, parts))
@@ -49,7 +56,7 @@ def _check_same_dict(callers: Callers, described: FullState, placements: Mapping
         for fqn, values in sorted(described.state.items())
     ]
     groups = [(key_of(hyper), fqns) for hyper, fqns in described.groups]
-    if not agree(callers, repr((told, groups)).encode()):
+    if not compare(callers, "sharded dict", repr((told, groups)).encode()):
         raise StateError(
             "the ranks have different sharded dicts: the parameters, scalars or groups of one differ from those of another; "
             "give every rank its part of the same checkpoint"

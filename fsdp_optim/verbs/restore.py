@@ -16,10 +16,10 @@ from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, Wrappe
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.files import absolute
 from fsdp_optim.state.shard import Shard
-from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
-from fsdp_optim.verbs.call import read_callers
+from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.checking import check_bitwise
 from fsdp_optim.verbs.load import Before, LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
@@ -60,20 +60,20 @@ def _restore(
     if model is None:
         if optim is not None:
             raise StateError("an optimizer is loaded together with the model that it was built from: give model= too")
+        options.validate()
         pending.settle()
         where = absolute(path)
         with Checkpoint.open(where, verify=options.verify) as checkpoint:
             return read_extras(checkpoint, where, _position(options), options)
-    (reader,), callers = read_callers([model], options.call, all_of_plain=True)
-    call = (
-        f"load({str(path)!r}, {'an' if optim is not None else 'no'} optimizer, strict={options.call.strict}, verify="
-        f"{options.verify}, check={options.check!r}, keep={tuple(options.keep)})"
-    )
-    with all_hear(callers), ExitStack() as stack:
+    with (
+        calling("load", [model], options, options.call, all_of_plain=True) as ((reader,), callers),
+        ExitStack() as stack,
+    ):
+        about = f"{str(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
         where = common_path(callers, path)
         checkpoint = stack.enter_context(_open_on_all(callers, where, options))
-        weights = Weights.meet(reader, callers, checkpoint, options.call, call)
+        weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
         restored = read_extras(checkpoint, where, callers.position, options)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
@@ -88,13 +88,13 @@ def _restore(
                     made = state.dict_of() if state is not None else None
                 except Exception as error:
                     failure.note(error)
-            agree(callers, b"read", failure.error, fatal=failure.fatal)
+            agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
         if optim is not None and made is not None:
             _load_on_all(callers, optim, made, options.keep)
         weights.install()
         reader.reshard()
-        agree(callers, b"installed")
+        agree(callers, "installed")
         if options.check == "bitwise":
             check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
     return _summarized(restored, checkpoint, weights, state, nbytes, callers, len(wanted))
@@ -117,7 +117,8 @@ def _open_on_all(callers: Callers, where: Path, options: LoadOptions) -> Checkpo
         checkpoint = Checkpoint.open(where, verify=options.verify)
         alike = False
         try:
-            alike = agree(callers, json.dumps(checkpoint.identity, sort_keys=True).encode())
+            said = json.dumps(checkpoint.identity, sort_keys=True).encode()
+            alike = compare(callers, f"opened with {options.said()}", said)
         finally:
             if not alike:
                 checkpoint.close()
@@ -143,7 +144,7 @@ def _load_on_all(
     except Exception as error:  # this rank has put back what it had
         failure.note(error)
     try:
-        agree(callers, b"the optimizer is loaded", failure.error)
+        agree(callers, "optimizer loaded", failure.error)
     except Exception:
         if failure.error is None:
             before.put_back()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
 from fsdp_optim.formats.codec import Encoder
@@ -26,10 +27,10 @@ from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.memory import flatten, pieces
 from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.transport.agree import Told, agree, all_hear, tell
+from fsdp_optim.transport.agree import Told, agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
-from fsdp_optim.verbs.call import read_callers
+from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
 from fsdp_optim.verbs.filing import File, Held, Move, Part, batches_of, cut_into_files, moves_of, staged
 from fsdp_optim.verbs.pending import pending
@@ -104,19 +105,20 @@ class Job:
 
 def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
     """Write one full checkpoint. Called by all ranks of the model."""
-    job = begin(path, model, optim, options)
-    with all_hear(job.callers), abandoned_on_failure(job):
-        writer = job.writer()
-        with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
-            told = _write(job, writer, progress)
-            error: Exception | None = None
-            if job.leads:
-                try:
-                    finish(job, [told.by(rank) for rank in job.callers.ranks])
-                except Exception as reason:
-                    error = reason
-            agree(job.callers, b"committed", error)
-            progress.done()
+    with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
+        job = begin(path, reader, callers, optim, options)
+        with abandoned_on_failure(job):
+            writer = job.writer()
+            with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
+                told = _write(job, writer, progress)
+                error: Exception | None = None
+                if job.leads:
+                    try:
+                        finish(job, [told.by(rank) for rank in job.callers.ranks])
+                    except Exception as reason:
+                        error = reason
+                agree(job.callers, "committed", error)
+                progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
 
@@ -147,62 +149,62 @@ def _write(job: Job, writer: Writer, progress: Progress) -> Told:
         failure.note(error)
     finally:
         writer.discard()
-    return tell(job.callers, encode_note(job, writer), b"", failure.error, fatal=failure.fatal)
+    return tell(job.callers, "written", encode_note(job, writer), error=failure.error, fatal=failure.fatal)
 
 
-def begin(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Job:
+def begin(
+    path: str | os.PathLike[str],
+    reader: ModelReader,
+    callers: Callers,
+    optim: Optimizers | None,
+    options: SaveOptions,
+) -> Job:
     """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet."""
-    (reader,), callers = read_callers([model], options.call, all_of_plain=True)
-    with all_hear(callers):
-        where = absolute(path)
-        pending.settle()
-        call = (
-            f"save({str(path)!r}, overwrite={options.overwrite}, strategy={options.strategy!r}, max_file_size="
-            f"{options.max_file_size}, checksums={options.checksums}, {'an' if optim is not None else 'no'} optimizer, "
-            f"{'a' if options.per_rank_extra is not None else 'no'} per_rank_extra)"
-        )
-        weights = read_weights(reader, callers, options.call, call)
-        state = read_state(reader, optim, callers, options.call, call) if optim is not None else None
-        extras = _encode_extras(options, callers)
-        said: Mapping[str, Any] = {}
-        staging, content = None, b""
-        try:
-            if callers.rank == callers.ranks[0]:
-                said = _said(options, callers, weights, state, extras)
-                staging = Staging.begin(where, overwrite=options.overwrite)
-                make_extra_folder(staging.folder)
-                strategy, groups = _strategy(staging.folder, options), _plain_groups(state) if state is not None else ""
-                if strategy == "in_place":
+    where = absolute(path)
+    pending.settle()
+    about = f"{str(path)!r}, {'an' if optim is not None else 'no'} optimizer"
+    weights = read_weights(reader, callers, options, options.call, about)
+    state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
+    extras = _encode_extras(options, callers)
+    said: Mapping[str, Any] = {}
+    staging, content = None, b""
+    try:
+        if callers.rank == callers.ranks[0]:
+            said = _said(options, callers, weights, state, extras)
+            staging = Staging.begin(where, overwrite=options.overwrite)
+            make_extra_folder(staging.folder)
+            strategy, groups = _strategy(staging.folder, options), _plain_groups(state) if state is not None else ""
+            if strategy == "in_place":
+                make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
+            content = json.dumps([str(where), str(staging.folder), strategy, groups]).encode()
+        told = tell(callers, "folder", content, said=this_host(where).encode())
+        # A relative path counts from the working directory of the rank that has made the folder.
+        leaders_path, folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
+        if strategy == _BY_MACHINES:
+            strategy = "in_place" if told.alike else "per_rank_files"
+            if strategy == "in_place":
+                if staging is not None:
                     make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
-                content = json.dumps([str(where), str(staging.folder), strategy, groups]).encode()
-            told = tell(callers, content, said=this_host(where).encode())
-            # A relative path counts from the working directory of the rank that has made the folder.
-            leaders_path, folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
-            if strategy == _BY_MACHINES:
-                strategy = "in_place" if told.alike else "per_rank_files"
-                if strategy == "in_place":
-                    if staging is not None:
-                        make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
-                    agree(callers, b"files are made")
-            files, owners = _files(options, weights, state, callers, strategy, groups)
-            return Job(
-                callers,
-                options,
-                Path(leaders_path),
-                Path(folder),
-                tuple(files),
-                tuple(moves_of(files, owners)),
-                _absent(state),
-                lambda tensor: (state if state is not None and tensor.is_state else weights).held(tensor),
-                extras,
-                said,
-                staging,
-                tuple(f for f, owner in zip(files, owners, strict=True) if owner == callers.rank) if owners else (),
-            )
-        except BaseException:
-            if staging is not None:
-                staging.abandon()
-            raise
+                agree(callers, "files are made")
+        files, owners = _files(options, weights, state, callers, strategy, groups)
+        return Job(
+            callers,
+            options,
+            Path(leaders_path),
+            Path(folder),
+            tuple(files),
+            tuple(moves_of(files, owners)),
+            _absent(state),
+            lambda tensor: (state if state is not None and tensor.is_state else weights).held(tensor),
+            extras,
+            said,
+            staging,
+            tuple(f for f, owner in zip(files, owners, strict=True) if owner == callers.rank) if owners else (),
+        )
+    except BaseException:
+        if staging is not None:
+            staging.abandon()
+        raise
 
 
 def _absent(state: Half | None) -> tuple[str, ...]:

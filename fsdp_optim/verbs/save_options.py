@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.verbs.asked import MAY_DIFFER, Asked, check_at_least, check_one_of, said_as
 from fsdp_optim.verbs.call import Options
 
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 
 
 @dataclass(frozen=True)
-class SaveOptions:
+class SaveOptions(Asked):
     """What save accepts besides the model and the optimizer."""
 
     call: Options
-    extra: Any = None
-    per_rank_extra: Any = None
+    extra: Any = field(default=None, metadata=MAY_DIFFER)
+    per_rank_extra: Any = field(default=None, metadata=said_as(lambda value: value is not None))
     overwrite: bool = False
     strategy: Strategy = "auto"
     max_file_size: int = 4_000_000_000
@@ -26,15 +27,14 @@ class SaveOptions:
     durable: bool = True
     keep_last: int | None = None
     allow_pickle: bool = False
-    progress: bool | None = None
+    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
 
-    def __post_init__(self) -> None:
-        if self.strategy not in ("auto", "in_place", "per_rank_files"):
-            raise CheckpointError(f"strategy has to be 'auto', 'in_place' or 'per_rank_files', not {self.strategy!r}")
-        if self.max_file_size < 1:
-            raise CheckpointError(f"max_file_size has to be at least 1 byte, not {self.max_file_size}")
-        if self.keep_last is not None and self.keep_last < 1:
-            raise CheckpointError(f"keep_last has to be at least 1, not {self.keep_last}")
+    def validate(self) -> None:
+        super().validate()
+        check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
+        check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
+        if self.keep_last is not None:
+            check_at_least("keep_last", self.keep_last, 1, error=CheckpointError)
 
 
 @dataclass(frozen=True)

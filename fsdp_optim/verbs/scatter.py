@@ -22,11 +22,24 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, own
-from fsdp_optim.transport.agree import agree, all_hear, tell
+from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
+from fsdp_optim.verbs.asked import Asked, check_rank
+from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
+
+
+@dataclass(frozen=True)
+class ScatterOptions(Asked):
+    """What scatter is asked for."""
+
+    call: Options
+    source_rank: int = 0
+
+    def validate(self) -> None:
+        super().validate()
+        check_rank("source_rank", self.source_rank)
 
 
 @dataclass(frozen=True)
@@ -45,27 +58,24 @@ def scatter(
     model: nn.Module,
     optim: Optimizers,
     full: Mapping[str, Any] | None,
-    source_rank: int,
-    options: Options,
+    options: ScatterOptions,
 ) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank, from a full dict that only `source_rank` has."""
-    (reader,), callers = read_callers([model], options, all_of_plain=True)
+    source_rank = options.source_rank
+    name = "scatter_full_optim_state_dict"
+    with calling(name, [model], options, options.call, all_of_plain=True) as ((reader,), callers):
 
-    def read() -> Local:
-        if source_rank not in callers.ranks:
-            raise RankError(
-                f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model"
-            )
-        if callers.rank == source_rank and full is None:
-            raise StateError(f"rank {source_rank} is the source rank and has no full dict to give: full is None")
-        return read_local(reader, optim, options, callers.ranks)
+        def read() -> Local:
+            if source_rank not in callers.ranks:
+                raise RankError(
+                    f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model"
+                )
+            if callers.rank == source_rank and full is None:
+                raise StateError(f"rank {source_rank} is the source rank and has no full dict to give: full is None")
+            return read_local(reader, optim, options.call, callers.ranks)
 
-    call = (
-        f"scatter_full_optim_state_dict(source_rank={source_rank}, strict={options.strict}, groups={options.groups!r})"
-    )
-    with all_hear(callers):
-        local, picture = meet(callers, read, call, with_state=False)
-        state, contents = _tell_contents(callers, local, picture, full, source_rank, options)
+        local, picture = meet(callers, read, options, with_state=False)
+        state, contents = _tell_contents(callers, local, picture, full, source_rank, options.call)
 
         def whole(fqn: str, name: str) -> torch.Tensor | None:
             return flatten(state.state[fqn][name]) if state is not None else None
@@ -94,7 +104,7 @@ def deliver(
     if failure.error is None:
         made = wanted.dict_of(tensors, contents.groups, contents.extra)
     warn_of_uncollected(local, contents.uncollected)
-    agree(callers, b"delivered", failure.error, fatal=failure.fatal)
+    agree(callers, "delivered", failure.error, fatal=failure.fatal)
     return made
 
 
@@ -114,7 +124,7 @@ def _tell_contents(
         _check_whole(state, local.order, source_rank)
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
         content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
-    contents: Contents = pickle.loads(tell(callers, content).by(source_rank))
+    contents: Contents = pickle.loads(tell(callers, "contents", content).by(source_rank))
     return state, contents
 
 

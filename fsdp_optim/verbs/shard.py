@@ -26,14 +26,14 @@ from fsdp_optim.view import ModelView, check_materialized
 
 def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank; without `optim`, for one built from the model's parameters()."""
+    if optim is not None and is_sharded(full):
+        return reshard(model, optim, full, options)
+    options.validate()
     if optim is None:
         local, state = _without_optimizer(model, full, options)
     else:
-        reader = ModelReader(model)
-        local = read_local(reader, optim, options)
+        local = read_local(ModelReader(model), optim, options)
         state = normalize(full, local.names)
-        if is_sharded(state):
-            return reshard(reader, local, state, options)
     shapes = local.shapes
     others = _of_other_ranks(local.view, state, options)
     state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.groups, others=others)

@@ -22,7 +22,7 @@ from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.verbs.call import Local, Options, meet, read_local
+from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
@@ -46,10 +46,11 @@ class Weights:
 
     @classmethod
     def meet(
-        cls, reader: ModelReader, callers: Callers, checkpoint: Checkpoint, options: Options, call: str
+        cls, reader: ModelReader, callers: Callers, checkpoint: Checkpoint, asked: LoadOptions, about: str
     ) -> Weights:
+        options = asked.call
         local, picture = meet(
-            callers, lambda: weights_of(reader, callers.ranks, options), f"{call}: the model", with_state=False
+            callers, lambda: weights_of(reader, callers.ranks, options), asked, f"the model, {about}", with_state=False
         )
         aliases = checkpoint.marker.said["model"]["aliases"]
         stored = _by_name(picture, local, checkpoint.model, aliases)
@@ -149,7 +150,8 @@ class State:
         local, picture = meet(
             callers,
             lambda: read_local(reader, optim, everything, callers.ranks),
-            f"load: the optimizer, strict={options.call.strict}, groups={options.call.groups!r}",
+            options,
+            "the optimizer",
             with_state=False,
         )
         live = local.live_optimizer(picture)

@@ -14,10 +14,10 @@ from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
-from fsdp_optim.transport.agree import agree, all_hear
+from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
-from fsdp_optim.verbs.call import Local, Options, meet, read_callers, read_local
+from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
 from fsdp_optim.verbs.gather import Gathering, Sources, move_odd
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer, load
 from fsdp_optim.verbs.scatter import Contents, deliver
@@ -31,8 +31,7 @@ def transfer(
     options: Options,
 ) -> Incompatible:
     """Load the state of one live optimizer into another, whatever wraps their models."""
-    (src, dst), callers = read_callers([src_model, dst_model], options)
-    with all_hear(callers):
+    with calling("transfer_optim_state", [src_model, dst_model], options, options) as ((src, dst), callers):
         return _transfer(src, src_optim, dst, dst_optim, callers, options)
 
 
@@ -45,18 +44,19 @@ def _transfer(
     options: Options,
 ) -> Incompatible:
     everything = replace(options, collect="all")
-    said = f"strict={options.strict}, groups={options.groups!r}"
     local, picture = meet(
         callers,
         lambda: read_local(src, src_optim, everything, callers.ranks),
-        f"transfer_optim_state({said}) from",
+        options,
+        "from",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
     dst_local, dst_picture = meet(
         callers,
         lambda: read_local(dst, dst_optim, everything, callers.ranks),
-        f"transfer_optim_state({said}) to",
+        options,
+        "to",
         with_state=False,
     )
     regroup = bool(dst_local.optim.parts) or options.groups == "live"
@@ -67,7 +67,7 @@ def _transfer(
     source = picture.layout.only([fqn for fqn in picture.params if fqn in dst_picture.params])
     shard = deliver(callers, dst_local, dst_picture, contents, source, Sources(local).flat)
     found = load(dst_optim, shard)
-    agree(callers, b"loaded")
+    agree(callers, "loaded")
     return found
 
 
@@ -113,7 +113,7 @@ def _contents(callers: Callers, local: Local, picture: Picture, full: FullState,
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
     odd = move_odd(everywhere, failure)
-    agree(callers, b"odd", failure.error, fatal=failure.fatal)
+    agree(callers, "odd values", failure.error, fatal=failure.fatal)
     return Contents(
         summaries={
             fqn: _placed_as_opaque(_only(picture.params[fqn].summary or Summary(), values))

@@ -1,0 +1,158 @@
+"""Iterate: gather one parameter after the other, so that no rank ever holds the whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.state.full import values_of
+from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.picture import Param, Picture
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs.call import Local, calling
+from fsdp_optim.verbs.gather import Gathering, GatherOptions, begin, move
+
+FullParam = tuple[str, dict[str, Any] | None]
+
+
+def iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
+    """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        options.validate()  # at once: nobody else has to hear of it when the iterator is begun
+    return _iterate(model, optim, options)
+
+
+def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
+    with calling("iter_full_optim_state", [model], options, options.call) as ((reader,), callers):
+        gathering = begin(reader, callers, optim, options)
+        unchanged = _Unchanged(gathering.local)
+        batches = list(_batches(gathering.picture, callers.bucket_nbytes))
+        for number, batch in enumerate(batches, start=1):
+            failure = Failure()
+            try:
+                unchanged.check()
+            except Exception as error:
+                failure.note(error)
+            values = move(gathering, batch, failure)
+            found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
+            agree(callers, "moved", failure.error, fatal=failure.fatal)
+            while found:
+                unchanged.check(found[0][0])
+                at_end = number == len(batches) and len(found) == 1
+                with _tells_when_stopped(callers, at_end=at_end), callers.turn.suspended():
+                    yield found.pop(0)
+        agree(callers, "end")  # a rank that stopped early is heard here, not in the next call
+
+
+@contextmanager
+def _tells_when_stopped(callers: Callers, *, at_end: bool) -> Iterator[None]:
+    """A rank that leaves the loop early would let the others wait: tell them. Nothing happens if all leave here."""
+    try:
+        yield
+    except GeneratorExit:
+        stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
+        with suppress(Exception):  # heard by the others; here the caller wanted it so
+            if callers.turn.over is not None:
+                pass  # they have heard that it is over
+            elif at_end:  # has seen everything, and only did not ask whether there is more
+                agree(callers, "end")
+            else:
+                agree(callers, "stopped", stopped, fatal=True)
+        raise
+
+
+def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gathering) -> dict[str, Any] | None:
+    if not gathering.receives:
+        return None
+    seen = param.as_seen_by(gathering.callers.rank)
+    return values_of(seen, tensors) if seen is not None else {}
+
+
+def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
+    """Parameters in the order of ids, as many at a time as fit into `nbytes`, at least one."""
+    batch: list[Param] = []
+    total = 0
+    for param in (picture.params[fqn] for fqn in picture.ids()):
+        size = _nbytes_of(param)
+        if batch and total + size > nbytes:
+            yield tuple(batch)
+            batch, total = [], 0
+        batch.append(param)
+        total += size
+    if batch:
+        yield tuple(batch)
+
+
+def _nbytes_of(param: Param) -> int:
+    """What a recipient holds of it, as far as ranks have told each other: how large an object is they have not."""
+    summary, num_shards = param.summary, max(param.placement.num_shards, 1)
+    if summary is None:
+        return 0
+    sharded = sum(dtype.itemsize for dtype in summary.dtypes.values()) * param.placement.numel
+    placed = sum(dtype_named(dtype).itemsize * place.numel for _, (dtype, place) in summary.placed)
+    opaque = sum(dtype_named(odd.dtype).itemsize * prod(odd.shape) for _, odd in summary.opaque if odd.dtype)
+    return sharded + placed + opaque * num_shards
+
+
+class _Unchanged:
+    """The optimizer's state as it was when the iteration began: a step in between would mix old and new values."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._seen = {param.local_id: _versions(param) for param in local.optim.params}
+
+    def check(self, fqn: str | None = None) -> None:
+        """Raise StateError where a value is another one now, of one parameter or of any."""
+        one = self._local.by_fqn.get(fqn) if fqn is not None else None
+        for param in self._local.optim.params if fqn is None else (one,) if one is not None else ():
+            seen, now = self._seen[param.local_id], _versions(param)
+            names = [name for name in {**seen, **now} if not _is_same(seen.get(name), now.get(name))]
+            if names:
+                raise StateError(
+                    f"{param.named.fqns[0]}: {names[0]} on rank {self._local.view.rank} was changed while "
+                    "iter_full_optim_state was under way, so that what comes would not fit what came: exhaust the iterator "
+                    "before the next optimizer step, or load"
+                )
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A value, and how often it has been written to (None: nobody counts)."""
+
+    value: Any
+    version: Any
+
+
+def _versions(param: LocalParam) -> Mapping[str, _Version]:
+    with torch.no_grad():
+        return {name: _Version(value, _version_of(value)) for name, value in (param.state or {}).items()}
+
+
+def _version_of(value: Any) -> Any:
+    """Of a tensor of a class of its own, and of its parts: some operations count in the one, some in the others."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    parts = [value.to_local()] if hasattr(value, "to_local") else []
+    if hasattr(value, "__tensor_flatten__"):
+        parts += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    own = None if value.is_inference() else value._version
+    return (own, *(_version_of(part) for part in parts if part is not value))
+
+
+def _is_same(seen: _Version | None, now: _Version | None) -> bool:
+    if seen is None or now is None or seen.version != now.version:
+        return False
+    if seen.value is now.value:
+        return True
+    return isinstance(now.value, (bool, int, float, complex, str)) and bool(seen.value == now.value)

@@ -1,0 +1,244 @@
+"""An argument that is wrong, or another one, on one rank only: every rank raises, soon, and the group works afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import unittest
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from wrapping import Trained, adam, check_refused, error_text
+
+import fsdp_optim
+from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport import meeting
+from fsdp_optim.verbs.asked import Asked
+from fsdp_optim.verbs.call import Options
+from fsdp_optim.verbs.gather import GatherOptions
+from fsdp_optim.verbs.load_options import LoadOptions
+from fsdp_optim.verbs.save_options import SaveOptions
+from fsdp_optim.verbs.scatter import ScatterOptions
+
+WORLD = 2
+Errors = list[tuple[str, str]]
+
+EVERY_CALL: dict[str, list[Any]] = {
+    "name_of": ["experts"],
+    "process_group": ["world", -100],
+    "timeout": ["5", 0, -1.0, float("inf"), float("nan"), timedelta(0)],
+}
+MOVES = {"bucket_nbytes": [0, 1.5, "64 MiB"]}
+COLLECTS: dict[str, list[Any]] = {
+    "collect": ["everything", ["all"]],
+    "recipient_rank": [1.5, "0", True, 7],
+    "on_replica_mismatch": ["ignore"],
+}
+WRITES: dict[str, list[Any]] = {
+    "path": [object()],
+    "strategy": ["fast"],
+    "max_file_size": [0, 1.5],
+    "keep_last": [0, 1.5, True],
+}
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "gather": {**EVERY_CALL, **MOVES, **COLLECTS, "key_by": ["names", None]},
+    "iterate": {**EVERY_CALL, **MOVES, **COLLECTS},
+    "scatter": {**EVERY_CALL, **MOVES, "source_rank": [None, "0", 7], "groups": ["mine"]},
+    "transfer": {**EVERY_CALL, **MOVES, "groups": ["mine"]},
+    "get_shard, sharded": {**EVERY_CALL, "groups": ["mine"]},
+    "save": {**EVERY_CALL, **MOVES, **WRITES},
+    "async_save": {**EVERY_CALL, **MOVES, **WRITES},
+    "load": {**EVERY_CALL, **MOVES, "path": [object()], "check": ["bits"], "groups": ["mine"], "keep": ["lr", 3, [3]]},
+}
+OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
+    "gather": {"key_by": ("id", "name"), "collect": ("wrapper", "all"), "recipient_rank": (0, 1)},
+    "iterate": {"bucket_nbytes": (64, 128)},
+    "scatter": {"strict": (True, False)},
+    "transfer": {"bucket_nbytes": (64, 128)},
+    "get_shard, sharded": {"strict": (True, False)},
+    "save": {
+        **dict.fromkeys(("overwrite", "checksums", "durable", "allow_pickle"), (False, True)),
+        "keep_last": (None, 3),
+        "strategy": ("auto", "in_place"),
+        "max_file_size": (1000, 2000),
+        "per_rank_extra": (None, 1),
+    },
+    "async_save": {"durable": (False, True)},
+    "load": {**dict.fromkeys(("strict", "verify", "allow_pickle"), (False, True)), "keep": ((), ("lr",))},
+}
+MAY_DIFFER: dict[str, dict[str, tuple[Any, Any]]] = {
+    "gather": {
+        "timeout": (30, timedelta(seconds=40)),
+        "name_of": (None, lambda fqn, rank: fqn),
+        "bucket_nbytes": (99, 99),
+    },
+    "save": {"extra": (1, 2), "per_rank_extra": (1, 2), "progress": (False, None)},
+    "load": {"progress": (False, None), "keep": (["lr"], ("lr",))},
+}
+
+
+class Calls:
+    """Every collective call, on a trained model and a fresh one."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.trained, self.fresh = (Trained("FSDP2", adam, steps) for steps in (1, 0))
+        self.full = self.trained.gather(None)
+        self.sharded = get_optimizer_state_dict(self.trained.model, self.trained.optim)
+        self.saved = self.folder / "saved"
+        fsdp_optim.save(self.saved, self.trained.model, self.trained.optim)
+        self.number = 0
+
+    def run(self, verb: str, timeout: Any = 60.0, **given: Any) -> Any:
+        """One call, with other arguments than usual."""
+        given["timeout"] = timeout
+        self.number += 1
+        model, optim = self.trained.model, self.trained.optim
+        match verb:
+            case "gather":
+                return fsdp_optim.gather_full_optim_state_dict(model, optim, **given)
+            case "iterate":
+                return dict(fsdp_optim.iter_full_optim_state(model, optim, **given))
+            case "scatter":
+                return fsdp_optim.scatter_full_optim_state_dict(model, optim, self.full, **given)
+            case "transfer":
+                return fsdp_optim.transfer_optim_state(model, optim, self.fresh.model, self.fresh.optim, **given)
+            case "get_shard, sharded":
+                return fsdp_optim.get_shard_from_optim_state_dict(model, optim, self.sharded, **given)
+            case "save" | "async_save":
+                call: Any = getattr(fsdp_optim, verb)
+                done = call(given.pop("path", self.folder / str(self.number)), model, optim, **given)
+                return done.wait() if verb == "async_save" else done
+            case "load":
+                return fsdp_optim.load(given.pop("path", self.saved), self.fresh.model, self.fresh.optim, **given)
+        raise AssertionError(verb)
+
+
+def on_one_rank(table: dict[str, dict[str, list[Any]]], folder: str) -> dict[str, Errors]:
+    """What each wrong value on rank 0 or rank 1 leads to on this rank, by what was tried."""
+    calls, found = Calls(folder), {}
+    for verb, arguments in table.items():
+        for index, (name, values) in enumerate(arguments.items()):
+            for number, value in enumerate(values):
+                odd = (index + number) % WORLD
+                given = {name: value} if dist.get_rank() == odd else {}
+                label = f"{verb}({name}={value if type(value) is not object else 'object()'!r}) on rank {odd}"
+                found[label] = [error_text(lambda: calls.run(verb, **given))]  # noqa: B023
+        calls.run(verb)  # all is well again
+    return found
+
+
+def with_others(table: dict[str, dict[str, tuple[Any, Any]]], folder: str) -> dict[str, Errors]:
+    """What comes of two values on two ranks."""
+    calls, found = Calls(folder), {}
+    for verb, arguments in table.items():
+        for name, values in arguments.items():
+            given = {name: values[dist.get_rank()]}
+            found[f"{verb}({name}={values})"] = [error_text(lambda: calls.run(verb, **given))]  # noqa: B023
+        calls.run(verb)
+    return found
+
+
+def may_differ(folder: str) -> None:
+    calls = Calls(folder)
+    for verb, arguments in MAY_DIFFER.items():
+        calls.run(verb, **{name: values[dist.get_rank()] for name, values in arguments.items()})
+
+
+def groups_on_one_rank() -> list[Errors]:
+    """A process group that only one rank gives: the same ranks, some of them, or others."""
+    trained = Trained("FSDP2", adam, 1)
+    everyone, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 1])
+    found = []
+    with mock.patch.object(meeting, "_QUIET", 0.2):
+        for odd, group in ((0, everyone), (2, everyone), (0, pair), (1, pair)):
+            given = group if dist.get_rank() == odd else None
+            found.append([error_text(lambda: trained.gather(0, process_group=given, timeout=60.0))])  # noqa: B023
+            trained.gather(
+                0, process_group=None if dist.get_rank() else dist.group.WORLD
+            )  # the same group by another name
+            trained.gather(0, process_group=everyone)
+    return found
+
+
+class ArgumentsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+
+    def check(self, function: Callable[..., Any], table: Any, kinds: set[str]) -> None:
+        by_rank = run_on_ranks(function, WORLD, table, self.folder)
+        for label in by_rank[0]:
+            name = label[label.index("(") + 1 : label.index("=")]
+            with self.subTest(label):
+                errors = [mine[label][0] for mine in by_rank]
+                self.assertIn(errors[0][0], kinds)
+                check_refused(label, errors, errors[0][0], "rank", *(() if name == "path" else (name,)))
+
+    def test_wrong_on_one_rank_only(self) -> None:
+        self.check(on_one_rank, WRONG, {"StateError", "CheckpointError", "WrapperError", "RankError"})
+
+    def test_different_on_two_ranks(self) -> None:
+        self.check(with_others, OTHER, {"RankError"})
+
+    def test_what_may_differ(self) -> None:
+        run_on_ranks(may_differ, WORLD, self.folder)
+
+    def test_a_process_group_on_one_rank_only(self) -> None:
+        by_rank = run_on_ranks(groups_on_one_rank, 3)
+        for number in range(len(by_rank[0])):
+            errors = [mine[number][0] for mine in by_rank]
+            check_refused(f"case {number}", errors, "RankError", "process_group=")
+
+
+class AskedTest(unittest.TestCase):
+    """How a call's arguments are compared follows from their fields."""
+
+    options = (
+        GatherOptions(Options()),
+        ScatterOptions(Options()),
+        SaveOptions(Options()),
+        LoadOptions(Options()),
+    )
+
+    def test_every_field_is_compared_or_may_differ_by_name(self) -> None:
+        differs = {"name_of", "timeout", "extra", "progress"}
+        for asked in self.options:
+            names = {f.name for one in (asked, asked.call) for f in dataclasses.fields(one)} - {"call"}
+            said = {part.split("=")[0] for part in asked.said().split(", ") if "=" in part}
+            self.assertEqual(names - said, names & differs, type(asked))
+
+    def test_a_new_field_is_compared_without_another_line(self) -> None:
+        @dataclasses.dataclass(frozen=True)
+        class More(Asked):
+            call: Options
+            groups: str = "saved"
+
+        self.assertIn("groups='live'", More(Options(), "live").said())
+        self.assertNotEqual(More(Options()).said(), More(Options(strict=False)).said())
+
+    def test_no_options_raise_when_they_are_made(self) -> None:
+        """Else a rank would raise before the others can hear of it."""
+        for asked in (Options(), *self.options):
+            self.assertFalse(hasattr(type(asked), "__post_init__"), type(asked))
+
+    def test_a_single_process_raises_at_once(self) -> None:
+        model = torch.nn.Linear(2, 2)
+        optim = torch.optim.Adam(model.parameters())
+        for call in (
+            lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, key_by="names"),  # type: ignore[arg-type]
+            lambda: fsdp_optim.iter_full_optim_state(model, optim, collect="none"),  # type: ignore[arg-type]
+            lambda: fsdp_optim.save("never-made", model, optim, keep_last=0),
+            lambda: fsdp_optim.load("not-there", keep="lr"),
+        ):
+            with self.assertRaises(FsdpOptimError):
+                call()
+        self.assertFalse(Path("never-made").exists())
