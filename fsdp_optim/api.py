@@ -412,6 +412,7 @@ def load(
     strict: bool = True,
     groups: GroupsFrom = "saved",
     keep: Sequence[str] = (),
+    cast: bool = False,
     verify: bool = True,
     check: Check | None = None,
     allow_pickle: bool = False,
@@ -435,6 +436,8 @@ def load(
             are listed in the result.
         groups: as for `get_shard_from_optim_state_dict`.
         keep: hyperparameters whose current values stay (`keep=("lr",)`).
+        cast: weights may be of another floating dtype in the model than in the checkpoint. Their state keeps its dtype, unless
+            the live optimizer has another for it, or is one of torch.optim, which needs the weights' dtype, and the state had it.
         verify: compare checksums.
         check: "bitwise": at the end read all once more and compare it with what the model and the optimizer hold.
         allow_pickle: load pickled values, which can run any code: only from someone you trust. Without it a model loads all the
@@ -457,7 +460,7 @@ def load(
         bucket_nbytes=bucket_nbytes,
         groups=groups,
     )
-    return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress))
+    return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress, cast))
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:

@@ -1339,7 +1339,7 @@ class RefusedTest(InFolder):
 
 
 def load_refused_at(path: Path) -> tuple[str, str]:
-    target = Trained("FSDP2")
+    target = Trained("FSDP2", torch.optim.AdamW)
     before = everything(target)
     error = error_text(lambda: load(path, target))
     check_same("after the refusal", everything(target), before)

@@ -160,7 +160,7 @@ class _Saved:
     def _has_other_values(self, live: LiveGroup) -> bool:
         """Both have values that the other does not have. Those of an optimizer without state are known of torch's own only."""
         needed = may_have = live.values
-        if not live.values and live.of.torch_name == live.of.name:
+        if not live.values and live.of.is_of_torch:
             needed, may_have = _values_of(live) or (live.values, live.values)
         return bool(self.values - may_have and needed - self.values)
 
@@ -208,7 +208,7 @@ class _Saved:
         if live.values:
             return self.values & live.values
         is_related = self.name in live.of.names or set(self.hyperparameters) == set(live.hyperparameters)
-        if is_related and live.of.torch_name != live.of.name:
+        if is_related and not live.of.is_of_torch:
             return self.values
         known = _values_of(live)
         if known is None:

@@ -55,6 +55,11 @@ class OptimizerClass:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is one of torch.optim's own, of which the values are known."""
+        return self.name == self.torch_name
+
 
 def class_said(classes: Sequence[OptimizerClass]) -> str | list[str] | None:
     """The class as it is recorded: one name, or one for each group where several optimizers of different classes were given."""

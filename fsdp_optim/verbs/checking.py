@@ -23,7 +23,8 @@ from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, read_local
-from fsdp_optim.verbs.contents import may_be_cast, weights_of
+from fsdp_optim.verbs.casting import castable
+from fsdp_optim.verbs.contents import weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.runs import in_host_memory
 from fsdp_optim.verbs.targets import State, Weights
@@ -46,21 +47,22 @@ def check_bitwise(
     Called by all ranks. Raises CheckpointError on all of them where something differs, or was held by no rank.
     """
     failure = Failure()
-    cast: list[str] = []
+    cast: list[tuple[str, str]] = []
     try:
         checkpoint = loaded_from.verified()
         model = weights_of(reader, callers.ranks, options.call)
-        cast = [one.fqn for one in weights.wanted() if _is_cast(model, one)]
+        cast = [(one.fqn, one.name) for one in weights.wanted() if _is_cast(model, one)]
+        cast += state.cast if state is not None else []
     except Exception as error:
         failure.note(error)
     not_compared = _on_any(callers, cast, failure)
     live: list[_Live] = []
     compared = 0
     try:
-        live = [_Live.of(model, one) for one in weights.wanted() if one.fqn not in not_compared]
+        live = [_Live.of(model, one) for one in weights.wanted() if (one.fqn, one.name) not in not_compared]
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
-            live += [_Live.of(loaded, one) for one in state.wanted() if one.fqn not in state.fit.missing]
+            live += [_Live.of(loaded, one) for one in state.wanted() if _is_loaded(state, one, not_compared)]
             read_constants(checkpoint, [one for key, one in checkpoint.optim.items() if not one.entry.shape])
             _check_scalars(state, loaded)
             _check_opaque(state, loaded)
@@ -81,10 +83,14 @@ def check_bitwise(
         )
 
 
-def _on_any(callers: Callers, names: Sequence[str], failure: Failure) -> frozenset[str]:
-    """The names that any rank gives."""
+def _on_any(callers: Callers, names: Sequence[tuple[str, str]], failure: Failure) -> frozenset[tuple[str, str]]:
+    """The (FQN, name) that any rank gives."""
     told = exchange_reports(callers, json.dumps(names).encode(), failure.error)
-    return frozenset(name for names in told for name in json.loads(names))
+    return frozenset((fqn, name) for names in told for fqn, name in json.loads(names))
+
+
+def _is_loaded(state: State, one: Wanted, not_compared: frozenset[tuple[str, str]]) -> bool:
+    return one.fqn not in state.fit.missing and (one.fqn, one.name) not in not_compared
 
 
 @dataclass(frozen=True)
@@ -118,11 +124,11 @@ class _Live:
 
 
 def _is_cast(live: Local, wanted: Wanted) -> bool:
-    """Whether it is a buffer that this model has in another dtype than it was saved in."""
+    """Whether the model has it in another dtype than it was saved in: a buffer, or with `cast=True`."""
     param = live.by_fqn.get(wanted.fqn)
     return (
         param is not None
-        and may_be_cast(param.handle.param)
+        and castable(param.handle.param, wanted.stored.entry.dtype, cast=True)
         and dtype_name(param.handle.weights().dtype) != wanted.stored.entry.dtype
     )
 

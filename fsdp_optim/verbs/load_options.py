@@ -23,6 +23,7 @@ class LoadOptions(Asked):
     check: Check | None = None
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    cast: bool = False
 
     def validate(self) -> None:
         super().validate()

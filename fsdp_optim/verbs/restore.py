@@ -74,7 +74,7 @@ def _restore(
         where = common_path(callers, path)
         checkpoint = stack.enter_context(_open_on_all(callers, where, options))
         weights = Weights.meet(reader, callers, checkpoint, options, about)
-        state = State.meet(reader, optim, callers, checkpoint, options) if optim is not None else None
+        state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, where, callers.position, options)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
         total = sum(one.nbytes_on(callers.rank) for one in wanted)

@@ -23,7 +23,8 @@ from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, meet, read_local
-from fsdp_optim.verbs.contents import RECORDS, WEIGHT, may_be_cast, weights_of
+from fsdp_optim.verbs.casting import cast_state, castable, merged, state_dtype
+from fsdp_optim.verbs.contents import RECORDS, WEIGHT, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
 from fsdp_optim.verbs.unfiling import read_constants
@@ -40,7 +41,7 @@ class Weights:
     local: Local
     picture: Picture
     stored: Mapping[str, Stored]
-    flats: Mapping[LocalId, torch.Tensor]
+    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
     extra: tuple[str, ...]
 
@@ -57,26 +58,33 @@ class Weights:
         used = {one.entry.key for one in stored.values()}
         missing = [fqn for fqn in picture.params if fqn not in stored]
         extra = [key for key in checkpoint.model if key not in used]
-        _check_model(checkpoint, local, picture, stored, missing, extra, options.strict)
-        flats, slabs = {}, Slabs()  # their own: the state's stay with the optimizer, these do not
+        _check_model(checkpoint, local, picture, stored, missing, extra, options.strict, cast=asked.cast)
+        flats: dict[LocalId, dict[str, torch.Tensor]] = {}
+        slabs = Slabs()  # their own: the state's stay with the optimizer, these do not
         for param in local.optim.params:
-            first = stored.get(param.named.fqns[0]) if may_be_cast(param.handle.param) else None
-            dtype = first.entry.dtype if first is not None else dtype_name(param.handle.weights().dtype)
-            summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
-            flats[param.local_id] = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
+            flats[param.local_id] = {}
+            for dtype in dict.fromkeys(stored[fqn].entry.dtype for fqn in param.named.fqns if fqn in stored):
+                summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
+                flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
+                flats[param.local_id][dtype] = flat
         return cls(local, picture, stored, flats, tuple(missing), tuple(extra))
 
     def wanted(self) -> Iterator[WantedTensor]:
         for fqn, param in self.picture.params.items():
             if fqn in self.stored:
                 mine = self.local.by_fqn.get(fqn)
-                flat = self.flats[mine.local_id] if mine is not None else None
+                flat = self.flats[mine.local_id][self.stored[fqn].entry.dtype] if mine is not None else None
                 yield WantedTensor(fqn, WEIGHT, self.stored[fqn], param.placement, flat)
 
     def install(self) -> None:
         for param in self.local.optim.params:
-            if not set(param.named.fqns) <= set(self.missing):
-                param.handle.install(self.flats[param.local_id])
+            flats = self.flats[param.local_id]
+            if set(flats) == {dtype_name(param.handle.weights().dtype)} or (
+                len(flats) == 1 and self.stored.keys() >= set(param.named.fqns)
+            ):
+                param.handle.install(next(iter(flats.values())))
+            elif flats:
+                param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
 
 
 def _by_name(
@@ -103,12 +111,17 @@ def _check_model(
     missing: Sequence[str],
     extra: Sequence[str],
     strict: bool,
+    *,
+    cast: bool,
 ) -> None:
     """Refuse a model that differs, with the list of differences."""
+    ways_out = set()
     differences = []
     if strict:
-        differences += [f"{fqn}: the model has it, the checkpoint has not" for fqn in missing]
-        differences += [f"{key}: the checkpoint has it, the model has not" for key in extra]
+        differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
+        differences += [f"{key}: the checkpoint has it, the model does not" for key in extra]
+        if differences:
+            ways_out.add("strict=False allows those where one side lacks a parameter")
     for fqn, one in stored.items():
         shape, entry = picture.params[fqn].placement.shape, one.entry
         mine = local.by_fqn.get(fqn)
@@ -118,14 +131,17 @@ def _check_model(
         if shape != entry.shape:
             differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
         dtype = dtype_name(held.dtype) if held is not None else entry.dtype
-        if dtype != entry.dtype and not (mine is not None and may_be_cast(mine.handle.param)):
+        if dtype != entry.dtype and not (mine is not None and castable(mine.handle.param, entry.dtype, cast=cast)):
+            if mine is not None and castable(mine.handle.param, entry.dtype, cast=True):
+                ways_out.add("cast=True converts floating dtypes")
             differences.append(f"{fqn}: {entry.dtype} in the checkpoint, {dtype} in the model")
     if differences:
         shown = "\n".join(differences[:_MOST_NAMED])
         more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+        ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
+        number = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
         raise StateError(
-            f"{checkpoint.folder} is not of this model; nothing was loaded. {len(differences)} differences (strict=False allows "
-            f"those where one side lacks a parameter):\n{shown}{more}"
+            f"{checkpoint.folder} is not of this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
         )
 
 
@@ -141,10 +157,17 @@ class State:
     fit: Fit
     plan: Wanted
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
+    weights: Mapping[str, Stored]  # whose dtypes state values may follow; empty where they keep their own
 
     @classmethod
     def meet(
-        cls, reader: ModelReader, optim: Optimizers, callers: Callers, checkpoint: Checkpoint, options: LoadOptions
+        cls,
+        reader: ModelReader,
+        optim: Optimizers,
+        callers: Callers,
+        checkpoint: Checkpoint,
+        options: LoadOptions,
+        weights: Weights,
     ) -> State:
         everything = replace(options.call, collect="all")
         local, picture = meet(
@@ -158,13 +181,15 @@ class State:
         names = live.names
         keys: dict[tuple[str, str], str] = {}
         with distrusted(f"{checkpoint.folder}: the optimizer"):
-            full = normalize(_full_dict(checkpoint, _optim_said(checkpoint, options), names, keys), names)
+            given = _full_dict(checkpoint, _optim_said(checkpoint, options), names, keys)
+        full = normalize(given, names)
         full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
         plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         slabs = Slabs()
         flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
-        return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats)
+        stored = weights.stored if options.cast else {}
+        return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats, stored)
 
     def wanted(self) -> Iterator[WantedTensor]:
         for fqn, param in self.picture.params.items():
@@ -179,8 +204,19 @@ class State:
         """The optimizer's parameters that have no state in the checkpoint."""
         return tuple(fqn for fqn in self.picture.params if fqn not in self.full.state)
 
+    @property
+    def cast(self) -> list[tuple[str, str]]:
+        """The values that this rank's optimizer gets in another dtype than they were saved in."""
+        found = []
+        for param, summary in self.plan.given if self.weights else ():
+            for name, dtype in summary.dtypes.items():
+                if state_dtype(self.local.optim, param, name, dtype, self.weights) != dtype:
+                    found += [(fqn, name) for fqn in param.named.fqns]
+        return found
+
     def dict_of(self) -> Shard | list[Shard]:
-        return self.plan.dict_of(self.flats, self.full.groups, self.full.extra)
+        flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats
+        return self.plan.dict_of(flats, self.full.groups, self.full.extra)
 
 
 def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:

@@ -1,0 +1,69 @@
+"""Weights in another floating dtype than they were saved in, and the state values whose dtype follows theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fsdp_optim.formats.checkpoint import Stored
+from fsdp_optim.memory import dtype_named, flatten
+from fsdp_optim.state.local import LocalOptim, LocalParam
+from fsdp_optim.state.packed import LocalId
+from fsdp_optim.verbs.contents import may_be_cast
+
+
+def castable(param: torch.Tensor, dtype: str, *, cast: bool) -> bool:
+    """Whether what was saved in this dtype may go into this parameter or buffer, whatever its own dtype is."""
+    if cast and param.is_floating_point() and dtype_named(dtype).is_floating_point:
+        return True
+    return may_be_cast(param)
+
+
+def merged(
+    param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], rank: int
+) -> torch.Tensor:
+    """This rank's elements of a live parameter whose originals were saved in several dtypes, or in part."""
+    held = flatten(param.handle.weights()).clone()
+    for fqn, placement in param.named.placements.items():
+        shard = placement.shard_of(rank)
+        if fqn not in stored or shard is None:
+            continue
+        flat = flats[stored[fqn].entry.dtype]
+        for block in placement.blocks(shard):
+            held[block.offset : block.offset + block.box.numel] = flat[block.offset : block.offset + block.box.numel]
+    return held
+
+
+def state_dtype(
+    optim: LocalOptim, param: LocalParam, name: str, saved: torch.dtype, weights: Mapping[str, Stored]
+) -> torch.dtype:
+    """The dtype that a sharded state value has after a load with `cast=True`.
+
+    Where the weights keep their dtype, so does their state. Else it is what the live optimizer has for this value; one of
+    torch.optim without state steps in its parameters' dtype only, so a value that was saved in the weights' follows them.
+    Everything else stays what it was: other optimizers may keep fp32 state for bf16 weights.
+    """
+    before = {dtype_named(weights[fqn].entry.dtype) for fqn in param.named.fqns if fqn in weights}
+    now = param.handle.weights().dtype
+    if not saved.is_floating_point or before <= {now}:
+        return saved
+    live = (param.state or {}).get(name)
+    if isinstance(live, torch.Tensor):
+        return live.dtype if live.dtype.is_floating_point else saved
+    is_torchs = bool(optim.classes) and optim.classes[param.group_index].is_of_torch
+    return now if is_torchs and before == {saved} else saved
+
+
+def cast_state(
+    optim: LocalOptim, flats: Mapping[LocalId, Mapping[str, torch.Tensor]], weights: Mapping[str, Stored]
+) -> dict[LocalId, Mapping[str, torch.Tensor]]:
+    """Local tensors of the state, by local id and name, in the dtypes that they are to have."""
+    by_id = {param.local_id: param for param in optim.params}
+    return {
+        local_id: {
+            name: flat.to(state_dtype(optim, by_id[local_id], name, flat.dtype, weights))
+            for name, flat in values.items()
+        }
+        for local_id, values in flats.items()
+    }

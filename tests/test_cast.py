@@ -1,0 +1,171 @@
+"""A checkpoint of one floating dtype for a model of another: refused with the way out, and converted with cast=True."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from parameterized import parameterized
+from torch import nn
+from wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, error_text, local_of, snapshot
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+
+class Small(nn.Module):
+    """Few enough elements that bf16 has a number for each."""
+
+    units = ("inner", "")
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.last = nn.Linear(7, 5, bias=False)
+
+
+class Longer(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.Parameter(torch.empty(7))
+
+
+class MasterAdam(torch.optim.Optimizer):
+    """Not torch's: its state is fp32, whatever the parameter is."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+            state["step"] += 1
+            state["exp_avg"].mul_(0.9).add_(param.grad.to(torch.float32), alpha=0.3)
+
+
+def halves(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def norm_in_fp32(model: Any) -> None:
+    model.to(torch.bfloat16)
+    model.norm.to(torch.float32)
+
+
+def as_they_are(model: nn.Module) -> None:
+    pass
+
+
+def saved(folder: str, make: Any, prepare: Callable[[nn.Module], None]) -> Oracle:
+    """A checkpoint of a plain model, and that model."""
+    oracle = Oracle(make, 2, Small, prepare)
+    with torch.no_grad():
+        for param in oracle.model.parameters():  # something that bf16 has to round where it can
+            param.mul_(1 / 3)
+    fsdp_optim.save(folder, oracle.model, oracle.optim)
+    return oracle
+
+
+def weights(target: Trained, folder: Path) -> dict[str, torch.Tensor]:
+    """What the target holds, whole, read from a checkpoint of its own."""
+    fsdp_optim.save(folder, target.model, process_group=target.process_group, overwrite=True)
+    return dict(sorted(safetensors.torch.load_file(folder / "model.safetensors").items()))
+
+
+def loaded(wrapper: str, folder: str, now: str) -> list[tuple[str, str]]:
+    with cpu():
+        dtype = {"half": torch.bfloat16, "single": torch.float32}[now]
+        prepare = halves if now == "half" else as_they_are
+        errors = []
+        for make, name in ((adam, "adam"), (MasterAdam, "master")):
+            path = f"{folder}/{name}"
+            plain = torch.load(f"{folder}/{name}.pt")
+            for steps in (0, 1):
+                target = Trained(wrapper, make, steps, Small, prepare)
+                before = snapshot(target)
+                load = partial(fsdp_optim.load, path, target.model, target.optim, process_group=target.process_group)
+                errors.append(error_text(load))
+                check_same("nothing is changed", snapshot(target), before)
+                load(cast=True, check="bitwise")
+                check_same("dtypes", {local_of(param).dtype for param in target.params}, {dtype})
+                got = weights(target, Path(folder, "again"))
+                check_same("weights", got, {name: w.to(dtype) for name, w in sorted(plain["model"].items())})
+                state = target.gather(None, "name")["state"]
+                wanted = {
+                    fqn: {
+                        key: value.to(dtype) if name == "adam" and value.dim() else value
+                        for key, value in values.items()
+                    }
+                    for fqn, values in plain["optim"].items()
+                }
+                check_same(f"{name}: state", state, wanted)
+                target.step([5])
+        return errors
+
+
+def mixed(wrapper: str, folder: str) -> None:
+    """Originals that were saved in two dtypes, in one flat parameter."""
+    with cpu():
+        plain = torch.load(f"{folder}/mixed.pt")["model"]
+        for model in (Small, Longer):
+            target = Trained(wrapper, MasterAdam, 1, model)
+            before = weights(target, Path(folder, "again"))
+            restored = fsdp_optim.load(
+                f"{folder}/mixed", target.model, cast=True, strict=model is Small, process_group=target.process_group
+            )
+            got = weights(target, Path(folder, "again"))
+            check_same("missing", restored.missing, () if model is Small else ("added",))
+            kept = {} if model is Small else {"added": before["added"]}
+            wanted = {**{name: w.float() for name, w in plain.items()}, **kept}
+            check_same("weights", got, dict(sorted(wanted.items())))
+
+
+class CastTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+
+    def save(self, name: str, make: Any, prepare: Callable[[nn.Module], None]) -> None:
+        oracle = saved(f"{self.folder.name}/{name}", make, prepare)
+        told = {"model": oracle.model.state_dict(), "optim": oracle.by_name()}
+        torch.save(told, f"{self.folder.name}/{name}.pt")
+
+    @parameterized.expand(
+        [(w, now) for w in ("FSDP1 flat", "FSDP1 orig", "FSDP2", "plain") for now in ("half", "single")]
+    )
+    def test_weights_are_converted_and_training_goes_on(self, wrapper: str, now: str) -> None:
+        before = as_they_are if now == "half" else halves
+        self.save("adam", adam, before)
+        self.save("master", MasterAdam, before)
+        by_rank = run_on_ranks(loaded, 2, wrapper, self.folder.name, now)
+        for errors in zip(*by_rank, strict=True):
+            check_refused(wrapper, errors, "StateError", "cast=True", "inner.weight", "float32", "bfloat16")
+
+    @parameterized.expand(["FSDP1 flat", "FSDP1 orig", "FSDP2"])
+    def test_two_dtypes_into_one(self, wrapper: str) -> None:
+        self.save("mixed", MasterAdam, norm_in_fp32)
+        run_on_ranks(mixed, 2, wrapper, self.folder.name)
+
+    def test_numbers_that_are_not_floating_are_never_converted(self) -> None:
+        model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        model.register_buffer("count", torch.tensor([1, 2], dtype=torch.int64))
+        other.register_buffer("count", torch.tensor([1, 2], dtype=torch.int32))
+        path = f"{self.folder.name}/ints"
+        fsdp_optim.save(path, model)
+        for cast in (False, True):
+            kind, text = error_text(lambda: fsdp_optim.load(path, other, cast=cast))  # noqa: B023
+            self.assertEqual(kind, "StateError", text)
+            self.assertIn("1 difference:\ncount: int64 in the checkpoint, int32 in the model", text)
+            self.assertNotIn("cast=True", text)
