@@ -26,6 +26,8 @@ _ROUNDS_IN_FLIGHT = 2
 _ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
 _WIDEST = 16  # bytes of one element of the widest dtype: no message is smaller
 
+_TRIES = 3  # to post a round, or to wait for one
+
 _Arg = TypeVar("_Arg")
 _Result = TypeVar("_Result")
 
@@ -128,19 +130,23 @@ def exchange(callers: Callers, items: Iterable[Item], failure: Failure) -> None:
     in_flight: list[list[_InFlight]] = []
     for this in rounds:
         if len(in_flight) == _ROUNDS_IN_FLIGHT:
-            _insist(failure, post.finish, in_flight.pop(0))
-        in_flight.append(_insist(failure, post.start, this))
+            _insist(failure, post.finish, lambda posted, error: None, in_flight.pop(0))
+        in_flight.append(_insist(failure, post.start, post.drop, this))
     for posted in in_flight:
-        _insist(failure, post.finish, posted)
+        _insist(failure, post.finish, lambda posted, error: None, posted)
 
 
-def _insist(failure: Failure, step: Callable[[_Arg], _Result], arg: _Arg) -> _Result:
-    """Take a step that peers wait for: what goes wrong in it is noted, and it is taken all the same."""
-    try:
-        return step(arg)
-    except Exception as error:
-        failure.note(error)
-        return step(arg)
+def _insist(
+    failure: Failure, step: Callable[[_Arg], _Result], otherwise: Callable[[_Arg, Exception], _Result], arg: _Arg
+) -> _Result:
+    """Take a step that peers wait for: what goes wrong in it is noted, and it is taken all the same, or done without."""
+    for _ in range(_TRIES):
+        try:
+            return step(arg)
+        except Exception as error:
+            failure.note(error)
+            reason = error
+    return otherwise(arg, reason)
 
 
 @dataclass(frozen=True)
@@ -288,18 +294,23 @@ class _Post:
 
     def start(self, this: _Round) -> list[_InFlight]:
         operations, details = [], []
-        for peer, message in this.receive:
-            if peer not in self._lost:
-                tensor, buffer = self._tensor_for(message)
-                operations.append(dist.P2POp(dist.irecv, tensor, peer, self._callers.group))
-                details.append((peer, message, buffer, True))
-        for peer, message in this.send:
-            if peer not in self._lost:
-                tensor, buffer = self._tensor_for(message)
-                if buffer is not None:
-                    self._pack(message, buffer)
-                operations.append(dist.P2POp(dist.isend, tensor, peer, self._callers.group))
-                details.append((peer, message, buffer, False))
+        free = list(self.free)
+        try:
+            for peer, message in this.receive:
+                if peer not in self._lost:
+                    tensor, buffer = self._tensor_for(message)
+                    operations.append(dist.P2POp(dist.irecv, tensor, peer, self._callers.group))
+                    details.append((peer, message, buffer, True))
+            for peer, message in this.send:
+                if peer not in self._lost:
+                    tensor, buffer = self._tensor_for(message)
+                    if buffer is not None:
+                        self._pack(message, buffer)
+                    operations.append(dist.P2POp(dist.isend, tensor, peer, self._callers.group))
+                    details.append((peer, message, buffer, False))
+        except Exception:
+            self.free = free  # nothing is posted: the next try needs no other memory
+            raise
         if not operations:
             return []
         try:
@@ -310,6 +321,11 @@ class _Post:
         if len(works) != len(details):  # NCCL gives one handle for the whole batch
             works = [works[0]] * len(details)
         return [_InFlight(work, *detail) for work, detail in zip(works, details, strict=True)]
+
+    def drop(self, this: _Round, error: Exception) -> list[_InFlight]:
+        """Do without a round that cannot be posted: its peers are lost, and hear of it as soon as all meet."""
+        self._connection_lost(sorted({peer for peer, _ in (*this.receive, *this.send)} - self._lost), error)
+        return []
 
     def finish(self, posted: list[_InFlight]) -> None:
         while posted:
