@@ -585,6 +585,15 @@ class Boxes(Placement):
     def blocks(self, shard: int) -> tuple[Block, ...]:
         return self._shards[shard][0]
 
+    def join(self, other: Placement) -> Placement | None:
+        if not isinstance(other, Boxes) or other.full_shape != self.full_shape:
+            return None
+        mine, theirs = dict(self.by_rank), dict(other.by_rank)
+        cut_alike = {blocks for blocks in mine.values() if blocks} == {blocks for blocks in theirs.values() if blocks}
+        if not cut_alike or any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
+            return None
+        return replace(self, by_rank=tuple(sorted((mine | theirs).items())))
+
     @cached_property
     def _overlapping(self) -> bool:
         boxes = [block.box for blocks, _ in self._shards for block in blocks]

@@ -146,6 +146,7 @@ class ModelView:
         aliases: other names of tied parameters, to the name in `order`.
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
+        given_names: this rank's own FQNs, to the names that `name_of` gave; empty without `name_of`.
         wrapper_parts: what wrappers put into names, which is no part of an FQN.
         mixed: for each module of which the wrapper took some parameters and left some, the FQNs of those that it took and of
             those that it left. Their order among each other is lost; those that it took are put first.
@@ -160,6 +161,7 @@ class ModelView:
     unit_order: tuple[str, ...] | None = None
     mixed: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = ()
     wrapper_parts: frozenset[str] = frozenset()
+    given_names: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:

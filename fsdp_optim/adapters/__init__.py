@@ -76,6 +76,7 @@ class ModelReader:
             unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
             mixed=naming.mixed,
             wrapper_parts=_WRAPPER_PARTS,
+            given_names=naming.given_names,
         )
 
     def reshard(self) -> None:
@@ -144,6 +145,7 @@ class _Naming:
         self._tree, self._name_of = tree, name_of
         self._keys: dict[str, tuple[int, int, int]] = {}
         self.aliases: dict[str, str] = {}
+        self.given_names: dict[str, str] = {}
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -184,4 +186,6 @@ class _Naming:
     def _rename(self, handle: Handle, fqn: str) -> str:
         if self._name_of is None:
             return fqn
-        return self._name_of(fqn, min(handle.originals[0].placement.ranks))
+        given = self._name_of(fqn, min(handle.originals[0].placement.ranks))
+        self.given_names[fqn] = given
+        return given

@@ -73,6 +73,7 @@ class Names:
         unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
         model_order: all FQNs of the groups, in the unwrapped model's order.
         unknown_order: why ids without names cannot count these parameters; empty where they can.
+        given: names that were given with `name_of`, by the names in a dict that was written without them.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -82,6 +83,7 @@ class Names:
     wrapper_parts: frozenset[str] = frozenset()
     model_order: tuple[str, ...] = ()
     unknown_order: str = ""
+    given: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -107,13 +109,28 @@ class Names:
 
     def canonical(self, fqn: str) -> str:
         """The model's own name for a name in a full dict: without a wrapper's parts, where it is known so."""
+        clean = ".".join(part for part in fqn.split(".") if part not in self.wrapper_parts)
+        if clean in self.given:
+            return self.aliases.get(self.given[clean], self.given[clean])
         if fqn in self.known:
             return fqn
-        clean = ".".join(part for part in fqn.split(".") if part not in self.wrapper_parts)
         for name in (fqn, clean, clean.removeprefix("module.")):
             if name in self.known or name in self.aliases:
                 return self.aliases.get(name, name)
-        return fqn
+        alike = self._without_module.get(_without_module(clean), ())
+        return self.aliases.get(alike[0], alike[0]) if len(alike) == 1 else fqn
+
+    @cached_property
+    def _without_module(self) -> dict[str, list[str]]:
+        """The names by what is left of them without `module`, which DistributedDataParallel inside another wrapper leaves."""
+        found: dict[str, list[str]] = {}
+        for name in sorted({*self.known, *self.aliases}):
+            found.setdefault(_without_module(name), []).append(name)
+        return found
+
+
+def _without_module(fqn: str) -> str:
+    return ".".join(part for part in fqn.split(".") if part != "module")
 
 
 def normalize(full: Mapping[str, Any], names: Names) -> FullState:

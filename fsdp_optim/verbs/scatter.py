@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.layout import Layout
+from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import Slabs, flatten
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.fits import Fit
@@ -28,6 +28,8 @@ from fsdp_optim.transport.collective import Failure, Item, exchange
 from fsdp_optim.verbs.asked import Asked, check_rank
 from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
+
+_NONE_APART: Mapping[tuple[str, str], Placement] = {}
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,16 @@ def deliver(
     contents: Contents,
     source: Layout,
     source_of: Callable[[str, str], torch.Tensor | None],
+    apart: Mapping[tuple[str, str], Placement] = _NONE_APART,
 ) -> Shard | list[Shard]:
     """Move a state that lies as `source` says to where the model and optimizer of `picture` need it.
 
     Called by all ranks, inside `all_hear`. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where
-    it has none.
+    it has none. `apart`: values that lie in another way than `source` says of their parameter.
     """
     wanted = decide(local, contents.summaries, contents.fit, lambda fqn, name: contents.opaque[fqn, name])
     failure = Failure()
-    tensors = _move(callers, picture, contents, wanted, source, source_of, failure)
+    tensors = _move(callers, picture, contents, wanted, source, source_of, apart, failure)
     made: Shard | list[Shard] = []
     if failure.error is None:
         made = wanted.dict_of(tensors, contents.groups, contents.extra)
@@ -170,24 +173,33 @@ def _move(
     wanted: Wanted,
     source: Layout,
     source_of: Callable[[str, str], torch.Tensor | None],
+    apart: Mapping[tuple[str, str], Placement],
     failure: Failure,
 ) -> dict[LocalId, dict[str, torch.Tensor]]:
     """Local tensors by local id and value name, filled."""
     tensors: dict[LocalId, dict[str, torch.Tensor]] = {}
     slabs = Slabs()
     copies = _copies(picture, source.only([fqn for fqn in source.fqns if fqn in contents.summaries]), callers.rank)
+    copies_apart = {
+        (fqn, name): _copies(picture, Layout({fqn: placement}), callers.rank).get(fqn, [])
+        for (fqn, name), placement in apart.items()
+        if fqn in picture.params
+    }
     try:
         for param, summary in wanted.given:
             tensors[param.local_id] = allocate(param, summary, callers.rank, wanted.missing, slabs)
             _check_filled(param, copies, callers.rank, wanted)
+            for (fqn, _), its in copies_apart.items():
+                if fqn in param.named.fqns:
+                    _check_filled(param, {**copies, fqn: its}, callers.rank, wanted)
     except Exception as error:
         failure.note(error)
     items = []
     for fqn in picture.params:
         told = contents.summaries.get(fqn)
         mine = wanted.local.by_fqn.get(fqn)
-        its = copies.get(fqn, [])
         for name, dtype in told.dtypes.items() if told is not None else ():
+            its = copies_apart.get((fqn, name), copies.get(fqn, []))
             taken = None
             try:
                 taken = source_of(fqn, name) if any(copy.source_rank == callers.rank for copy in its) else None
