@@ -127,6 +127,16 @@ def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
             yield flat[start : start + most_numel].cpu().view(torch.uint8)
 
 
+def window(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a tensor in row-major order, 1-D: a view where it is contiguous, else a copy of these only."""
+    value = value.detach()
+    if value.is_contiguous():
+        return value.view(-1)[start:stop]
+    piece = torch.empty(stop - start, dtype=value.dtype, device=value.device)
+    _copy_elements(value, start, piece)
+    return piece
+
+
 def _copy_elements(value: torch.Tensor, start: int, piece: torch.Tensor) -> None:
     """Fill `piece` with the elements of `value` from `start` on, in row-major order: a first row, whole rows, a last row."""
     if value.dim() == 1:

@@ -1,8 +1,7 @@
-"""Opaque values on their way to the recipients: pickled, one message per rank, because only their owner knows them."""
+"""Opaque values on their way to the recipients, as bytes: only their owner knows what they are."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.opaque import OpaqueShards, cuts_of
 from fsdp_optim.state.values import own
-from fsdp_optim.transport.bytes import collect_bytes
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.verbs.call import Local
 
 if TYPE_CHECKING:
@@ -24,31 +23,29 @@ def gather_opaque(
 ) -> dict[tuple[str, str], Any]:
     """The opaque values of some parts, by (FQN, name), on recipients. Called by all ranks.
 
-    A parameter that is whole has one value, and a recipient that holds it keeps its own. That of a sharded one comes as
+    A parameter that is whole has one value, that of the first rank that holds it. That of a sharded one comes as
     `OpaqueShards`.
     """
-    mine: dict[tuple[str, str], tuple[int, Any]] = {}
+    keys = [(part, name, shard) for part in parts for name in part.opaque for shard in range(part.placement.num_shards)]
+    parcels = [Parcel(part.placement.holders(shard)[0], part.targets) for part, _, shard in keys]
+
+    def value_of(index: int) -> Any:
+        part, name, _ = keys[index]
+        return _held(part, name, local)
+
+    arrived = send(callers, parcels, value_of, failure)
+    found: dict[tuple[str, str], dict[int, Any]] = {}
     try:
-        for part in parts:
-            mine.update(_held(part, local, callers.rank))
-        content = pickle.dumps(mine)
+        for index, (part, name, shard) in enumerate(keys):
+            value = arrived.get(index, NOTHING)
+            if callers.rank == parcels[index].source and callers.rank in part.targets and failure.error is None:
+                value = _held(part, name, local)
+                value = value if value is NOTHING else own(value)
+            if value is not NOTHING:
+                found.setdefault((part.fqn, name), {})[shard] = value
     except Exception as error:
         failure.note(error)
-        content = pickle.dumps({})
-    collected = collect_bytes(callers, content, recipients, failure)
-    if callers.rank not in recipients or failure.error is not None:
-        return {}
-    by_rank: dict[int, dict[tuple[str, str], tuple[int, Any]]] = {
-        rank: pickle.loads(content.numpy().data) for rank, content in collected.items()
-    }
-    found: dict[tuple[str, str], Any] = {}
-    for part in parts:
-        if callers.rank in part.targets:
-            for name in part.opaque:
-                said = dict(by_rank[r][part.fqn, name] for r in part.placement.ranks if (part.fqn, name) in by_rank[r])
-                if said:
-                    found[part.fqn, name] = _joined(said)
-    return found
+    return {key: _joined(said) for key, said in found.items()}
 
 
 @dataclass(frozen=True)
@@ -59,18 +56,16 @@ class _OfShard:
     value: Any
 
 
-def _held(part: Part, local: Local, rank: int) -> dict[tuple[str, str], tuple[int, Any]]:
-    """This rank's opaque values of a part, each with the number of its shard; those of flat parameters once."""
-    param, shard = local.by_fqn.get(part.fqn), part.placement.shard_of(rank)
-    if param is None or param.state is None or shard is None or param.named.fqns[0] != part.fqn:
-        return {}
-    if part.placement.holders(shard)[0] != rank:  # replicas have the same
-        return {}
+def _held(part: Part, name: str, local: Local) -> Any:
+    """This rank's opaque value of a part, as it is in memory; those of flat parameters are the first original's."""
+    param = local.by_fqn.get(part.fqn)
+    if param is None or param.state is None or param.named.fqns[0] != part.fqn:
+        return NOTHING
     placements = tuple(original.placement for original in param.handle.originals)
-    values = {name: own(param.handle.unwrap(param.state[name])) for name in part.opaque}
+    value = param.handle.unwrap(param.state[name])
     if len(placements) != 1 or not isinstance(placements[0], Whole):
-        values = {name: _OfShard(cuts_of(placements), value) for name, value in values.items()}
-    return {(part.fqn, name): (shard, value) for name, value in values.items()}
+        return _OfShard(cuts_of(placements), value)
+    return value
 
 
 def _joined(said: dict[int, Any]) -> Any:

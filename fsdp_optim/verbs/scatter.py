@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fsdp_optim.memory import Slabs, flatten
 from fsdp_optim.plan import Copy, plan
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, normalize
@@ -25,6 +26,7 @@ from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.verbs.asked import Asked, check_rank
 from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
@@ -128,7 +130,48 @@ def _tell_contents(
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
         content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
     contents: Contents = pickle.loads(tell(callers, "contents", content).by(source_rank))
-    return state, contents
+    return state, replace(contents, opaque=_scatter_opaque(callers, picture, state, contents, source_rank))
+
+
+def _without(value: Any) -> OpaqueShards | None:
+    """What all ranks have to know of an opaque value: which shards there are."""
+    return OpaqueShards(value.cuts, dict.fromkeys(value.by_shard)) if isinstance(value, OpaqueShards) else None
+
+
+def _scatter_opaque(
+    callers: Callers, picture: Picture, state: FullState | None, contents: Contents, source_rank: int
+) -> dict[tuple[str, str], Any]:
+    """The opaque values that this rank needs: of a sharded parameter that of its shard, of a whole one all of it."""
+    keys: list[tuple[str, str, int | None]] = []
+    parcels = []
+    for (fqn, name), head in contents.opaque.items():
+        param = picture.params.get(fqn)
+        placements = [param.placement, *(place for place, _ in param.variants)] if param is not None else []
+        for shard in head.by_shard if head is not None else (None,):
+            needs = {r for p in placements for r in p.ranks if shard is None or p.shard_of(r) == shard}
+            keys.append((fqn, name, shard))
+            parcels.append(Parcel(source_rank, tuple(sorted(needs))))
+
+    def value_of(index: int) -> Any:
+        fqn, name, shard = keys[index]
+        if state is None:
+            return NOTHING
+        value = state.state[fqn][name]
+        return value if shard is None else value.by_shard[shard]
+
+    failure = Failure()
+    if not parcels:
+        return {}
+    arrived = send(callers, parcels, value_of, failure)
+    agree(callers, "opaque values", failure.error, fatal=failure.fatal)
+    found = dict(contents.opaque)
+    for index, value in arrived.items():
+        fqn, name, shard = keys[index]
+        head = found[fqn, name]
+        found[fqn, name] = value if shard is None else replace(head, by_shard={**head.by_shard, shard: value})
+    if state is not None:
+        found.update({(fqn, name): state.state[fqn][name] for fqn, name in found})
+    return found
 
 
 def _check_whole(state: FullState, order: Sequence[str], source_rank: int) -> None:
@@ -146,7 +189,7 @@ def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> C
         summaries=summaries,
         groups=tuple(({key: own(value) for key, value in group.items()}, fqns) for group, fqns in state.groups),
         extra={key: own(value) for key, value in state.extra.items()},
-        opaque={(fqn, name): own(state.state[fqn][name]) for fqn, s in summaries.items() for name, _ in s.opaque},
+        opaque={(fqn, name): _without(state.state[fqn][name]) for fqn, s in summaries.items() for name, _ in s.opaque},
         fit=fit,
         uncollected=state.uncollected,
     )
