@@ -82,7 +82,7 @@ def check_fits(
         group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
     if not regroup:
         _check_groups(full, names, saved)
-    _check_shapes(full, shapes)
+    check_shapes(full, shapes)
     return Fit(tuple(missing), tuple(extra))
 
 
@@ -116,7 +116,8 @@ def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> No
                 )
 
 
-def _check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
+def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
+    """Refuse values that are not shaped like their parameter and should be. Raises StateError."""
     evidence = full.evidence(shapes)
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():

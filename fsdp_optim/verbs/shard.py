@@ -14,6 +14,7 @@ from fsdp_optim.layout import Layout
 from fsdp_optim.memory import Slabs, copy_in_memory, flatten
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.expected import expected_optimizer
+from fsdp_optim.state.fits import check_shapes
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
@@ -48,6 +49,7 @@ def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Optio
     view = ModelReader(model).read(name_of=options.name_of)
     check_materialized(view.handles, view.rank)
     state = normalize(full, names_of_model(full, view))
+    check_shapes(state, {fqn: place.shape for named in view.handles for fqn, place in named.placements.items()})
     others = _of_other_ranks(view, state, options)
     return Local(view, expected_optimizer(view, state, others=bool(others))), state
 
