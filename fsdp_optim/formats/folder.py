@@ -148,6 +148,9 @@ def _is_empty_folder(path: Path) -> bool:
 def _failed(path: Path, what: str, error: OSError) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
+    file = next((one for one in path.parents if one.exists() and not one.is_dir()), None)
+    if file is not None:
+        return CheckpointError(f"{path}: {what}: {file} is a file, not a folder: give another path, or remove the file")
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return CheckpointError(f"{path}: {what}: another save to this path was faster")
     return CheckpointError(f"{path}: {what}: {error.strerror or error}")

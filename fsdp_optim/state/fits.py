@@ -70,14 +70,14 @@ def check_fits(
     left_out = live.intersection(fqn for fqns in units for fqn in fqns)
     missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in left_out]
     if extra and strict:
-        raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer has not"))
+        raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer does not"))
     if missing and strict and missing[0] in saved:
         raise StateError(
             f"{missing[0]}: the full dict has no state for it (it was frozen or not used when it was saved), the optimizer has; "
             "load into an optimizer without state to begin it anew, or keep what it has with strict=False"
         )
     if missing and strict:
-        raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict has not"))
+        raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict does not"))
     for fqns in names.units:
         group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
     if not regroup:
@@ -143,5 +143,6 @@ def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -
     more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     return (
         f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {len(candidates)} parameters there. Is the dict of this model, and "
-        "does the optimizer hold the same parameters as when it was saved?"
+        "does the optimizer hold the same parameters as when it was saved? Build it so (frozen layers may differ), or give "
+        "strict=False, which takes what both have and lists the rest"
     )

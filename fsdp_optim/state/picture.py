@@ -209,7 +209,8 @@ def _check_groups(told: Told) -> None:
     for report, ranks in others:
         if len(report.groups) != len(first.groups):
             raise StateError(
-                f"{_ranks(first_ranks)} has {len(first.groups)} param groups, {_ranks(ranks)} has {len(report.groups)}"
+                f"{_has(first_ranks)} {len(first.groups)} param groups, {_has(ranks)} {len(report.groups)}: build the optimizer "
+                "alike on all ranks"
             )
         where = [f"param group {index}" for index in range(len(first.groups))]
         for what, mine, theirs in zip(
@@ -333,8 +334,8 @@ def _check_all_holders_speak(fqn: str, placement: Placement, seen: list[_Seen]) 
     silent = [r for r in placement.ranks if r not in spoken and placement.numel_on(r)]
     if silent:
         raise StateError(
-            f"{fqn}: {_ranks(tuple(silent))} should hold a part of it, and has no such parameter in its model and "
-            f"optimizer; {_ranks(tuple(sorted(spoken)))} has. Is the model built and wrapped alike on all ranks?"
+            f"{fqn}: {_ranks(tuple(silent))} should hold a part of it, and found no such parameter in the model and "
+            f"optimizer; {_has(tuple(sorted(spoken)))} one. Is the model built and wrapped alike on all ranks?"
         )
 
 
@@ -350,7 +351,7 @@ def _merge_summaries(placement: Placement, seen: list[_Seen]) -> Summary | None:
             if a is not b:
                 has, lacks = (first, other) if b is None else (other, first)
                 raise StateError(
-                    f"{first.fqn}: {_ranks(has.ranks)} has {has.live.summary}, {_ranks(lacks.ranks)} has no state; "
+                    f"{first.fqn}: {_has(has.ranks)} {has.live.summary}, {_has(lacks.ranks)} no state; "
                     "did all ranks step, or load, the optimizer?"
                 )
             continue
@@ -381,3 +382,8 @@ def _ranks(ranks: tuple[int, ...]) -> str:
         return f"ranks {ranks[0]}..{ranks[-1]}"
     shown = ", ".join(map(str, ranks[:8]))
     return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def _has(ranks: tuple[int, ...]) -> str:
+    """`rank 3 has`, `ranks 0, 1 have`."""
+    return f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -80,7 +80,8 @@ def tell(
     if verdict.missing:
         raise _told((RankError if verdict.kind == "RankError" else RankTimeoutError)(verdict.text))
     if verdict.reasons:
-        raise _told(_the_error(verdict.reasons, len(callers.ranks))) from error
+        common = _the_error(verdict.reasons, len(callers.ranks))
+        raise _told(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
     num_parts = dict(verdict.told)
     return Told(verdict.alike, lambda rank: meeting.content(rank, num_parts.get(rank, 0)))
 

@@ -28,6 +28,7 @@ from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
 from fsdp_optim.transport.callers import BUCKET_NBYTES, DEFAULT_TIMEOUT, Callers
 from fsdp_optim.transport.reports import exchange_reports
+from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.asked import (
     MAY_DIFFER,
     Asked,
@@ -136,6 +137,7 @@ def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: 
     if options.collect == "all":
         handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in view.handles)
         view = replace(view, handles=handles)
+    check_optimizers(optim)
     return Local(view, read_optimizer(optim, view))
 
 
@@ -196,6 +198,8 @@ def _read_callers(
     call: str, models: Sequence[nn.Module], options: Options, *, all_of_plain: bool
 ) -> tuple[list[ModelReader], Callers]:
     try:
+        for model in models:
+            check_model(model)
         readers = [ModelReader(model) for model in models]
         me = dist.get_rank() if dist.is_initialized() else 0
         if options.process_group is not None:

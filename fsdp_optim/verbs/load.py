@@ -17,6 +17,7 @@ from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import INCOMPATIBLE
 from fsdp_optim.state.values import NO_EVIDENCE
+from fsdp_optim.verbs.arguments import check_optimizers, check_shard
 
 log = logging.getLogger("fsdp_optim")
 
@@ -105,6 +106,11 @@ def load(
         raise StateError(
             "there is no shard to load, but None: give what get_shard_from_optim_state_dict or scatter returned"
         )
+    check_optimizers(optim, loadable=True)
+    for one_shard in shard if isinstance(shard, (list, tuple)) else [shard]:
+        check_shard(one_shard)
+    if isinstance(keep, str):
+        raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {keep!r}")
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):

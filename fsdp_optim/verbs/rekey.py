@@ -16,6 +16,8 @@ from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import RESERVED_KEYS, Optimizers, read_optimizer
 from fsdp_optim.state.order import Listed, as_ids_count, count
 from fsdp_optim.state.reading import FullState, Names, normalize
+from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
+from fsdp_optim.verbs.asked import check_one_of
 from fsdp_optim.verbs.call import Local, names_of_model
 from fsdp_optim.view import ModelView
 
@@ -25,6 +27,11 @@ _BY_PARAM = frozenset({"param_id_map", "local_ids", "fqns"})
 
 def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
     """The same state under the other keys. `optim`: tells groups and the order of ids, where the dict or the model does not."""
+    check_model(model)
+    check_full(full)
+    check_one_of("key_by", key_by, ("id", "name"))
+    if optim is not None:
+        check_optimizers(optim)
     view = ModelReader(model).read()
     local = Local(view, read_optimizer(optim, view)) if optim is not None else None
     state = normalize(full, local.names if local is not None else names_of_model(full, view))
@@ -119,6 +126,7 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     That reader cuts every tensor into shards, those without dimensions too, unless they come in a list; so `step` and
     its like are given as lists of one. It changes the dict that it reads: this one shares only tensors with `full`.
     """
+    check_full(full)
     if any(isinstance(key, str) for key in full["state"]):
         raise StateError("fairscale reads a full dict by id: gather it with key_by='id', or rekey it")
     state = {

@@ -19,6 +19,7 @@ from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
+from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
 from fsdp_optim.verbs.resharding import is_sharded, reshard
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
@@ -27,6 +28,9 @@ from fsdp_optim.view import ModelView, check_materialized
 
 def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank; without `optim`, for one built from the model's parameters()."""
+    check_model(model)
+    if optim is not None:
+        check_optimizers(optim)
     if optim is not None and is_sharded(full):
         return reshard(model, optim, full, options)
     options.validate()

@@ -1,0 +1,95 @@
+"""What is no model, no optimizer and no optimizer's dict, said in the words of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fsdp_optim.errors import StateError, WrapperError
+
+_MOST_SHOWN = 60  # letters of a value in an error
+
+
+def check_model(model: object) -> None:
+    """Raise WrapperError for what is given in a model's place."""
+    if isinstance(model, nn.Module):
+        return
+    why = f"model has to be a torch.nn.Module, not {_named(model)}"
+    if isinstance(model, str) or hasattr(model, "__fspath__"):
+        raise WrapperError(f"{why}: the path comes first, as in save(path, model, optim) and load(path, model, optim)")
+    if _is_optimizer(model):
+        raise WrapperError(f"{why}: the model comes before the optimizer")
+    if isinstance(model, Mapping):
+        raise WrapperError(f"{why}: give the model itself, not its state_dict()")
+    raise WrapperError(f"{why}: give the wrapped model that the optimizer was built from")
+
+
+def check_optimizers(optim: object, *, loadable: bool = False) -> None:
+    """Raise WrapperError for what is given in the place of an optimizer, or of a list of them.
+
+    `loadable`: it needs `load_state_dict()` too.
+    """
+    if isinstance(optim, (list, tuple)):
+        if not optim:
+            raise WrapperError("optim is an empty list: give at least one optimizer, or None where one may be left out")
+        for one in optim:
+            _check_optimizer(one, loadable=loadable)
+    else:
+        _check_optimizer(optim, loadable=loadable)
+
+
+def _check_optimizer(optim: object, *, loadable: bool) -> None:
+    if _is_optimizer(optim) and (not loadable or hasattr(optim, "load_state_dict")):
+        return
+    why = f"optim has to be an optimizer, or a list of them, not {_named(optim)}"
+    if isinstance(optim, nn.Module):
+        raise WrapperError(f"{why}: the optimizer comes after the model")
+    if isinstance(optim, Mapping) and "param_groups" in optim:
+        raise WrapperError(
+            f"{why}: give the optimizer itself, not its state_dict() (a full dict comes after the optimizer)"
+        )
+    if isinstance(optim, Mapping):
+        raise WrapperError(f"{why}: give several optimizers as a list, as in list(optims.values())")
+    needed = "param_groups, state_dict() and load_state_dict()" if loadable else "param_groups and state_dict()"
+    raise WrapperError(f"{why}: it needs {needed}")
+
+
+def check_shard(shard: object) -> None:
+    """Raise StateError for what is given in the place of an optimizer's own dict."""
+    way_out = "give what get_shard_from_optim_state_dict or scatter_full_optim_state_dict returned"
+    if not isinstance(shard, Mapping):
+        swapped = ": the optimizer comes before the shard" if _is_optimizer(shard) else f": {way_out}"
+        raise StateError(f"a shard has to be a dict, not {_named(shard)}{swapped}")
+    missing = [key for key in ("state", "param_groups") if key not in shard]
+    if missing:
+        raise StateError(f"this shard has no {' and no '.join(missing)}: {way_out}")
+
+
+def check_full(full: object) -> None:
+    """Raise StateError for what is given in the place of a full dict."""
+    if not isinstance(full, Mapping):
+        raise StateError(f"a full optimizer state dict is needed here, not {_named(full)}")
+    missing = [key for key in ("state", "param_groups") if key not in full]
+    if missing:
+        raise StateError(
+            f"this is no optimizer state dict: it has no {' and no '.join(missing)}; give what "
+            "gather_full_optim_state_dict returned"
+        )
+
+
+def _is_optimizer(value: object) -> bool:
+    return not isinstance(value, type) and hasattr(value, "param_groups") and hasattr(value, "state_dict")
+
+
+def _named(value: Any) -> str:
+    """`None`, `the class Adam`, `a str ('run/step-1')`, `a Linear`."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    text = f" ({value!r})" if isinstance(value, (str, bytes, int, float)) else ""
+    short = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...)"
+    return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}{short}"
