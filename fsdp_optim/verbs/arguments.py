@@ -70,7 +70,7 @@ def check_shard(shard: object) -> None:
 def check_full(full: object) -> None:
     """Raise StateError for what is given in the place of a full dict."""
     if not isinstance(full, Mapping):
-        raise StateError(f"a full optimizer state dict is needed here, not {_named(full)}")
+        raise StateError(f"a full optimizer state dict is needed here, not {_named(full)}: is this rank a recipient?")
     missing = [key for key in ("state", "param_groups") if key not in full]
     if missing:
         raise StateError(
