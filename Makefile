@@ -6,10 +6,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv test check format demo bench soak clean
+.PHONY: help venv test test-long check format demo bench soak clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED)  ## make .venv with the pinned requirements and this package
 
@@ -21,8 +21,11 @@ $(INSTALLED): requirements-dev.txt setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-test: venv  ## run the whole test suite
+test: venv  ## run the test suite, but for what takes minutes
 	$(BIN)/python -m pytest
+
+test-long: venv  ## run what takes minutes: every optimizer of another package in every wrapper
+	$(BIN)/python -m pytest -m slow
 
 check: venv  ## formatting, linting, types, and the examples in the docs
 	$(BIN)/ruff format --check .

@@ -71,7 +71,9 @@ def gather_full_optim_state_dict(
         On recipients a dict whose tensors are on the CPU, each with its own storage, in the dtype of the state; elsewhere
         None. `plain_optim.load_state_dict(full)` accepts it. Besides `state` and `param_groups` (with `param_names`) it
         has `optimizer_class` (the name of its class, without what wraps it), `param_id_map` (id -> this rank's local id, None
-        without state), `num_padded` (per flat parameter, the padding of each group rank), `uncollected_local_ids`, and the
+        without state), `num_padded` (per flat parameter, the padding of each group rank), `kinds` (what each value is to its
+        parameter, which readers believe),
+        `uncollected_local_ids`, and the
         other keys of the optimizer's own dict. By name it also has `unknown_order`, the reason, where ids could not count the
         parameters.
 

@@ -78,12 +78,24 @@ class Handle:
         """The inverse of `local`: a state value as the live optimizer holds it, from this rank's elements."""
         return flat.view(self.local_shape)
 
+    @property
+    def marks(self) -> bool:
+        """Whether values that are cut like this parameter are of a class that says so (DTensor)."""
+        return False
+
+    def is_marked(self, value: torch.Tensor) -> bool:
+        """Whether a value says itself how it is cut."""
+        return False
+
     def placement_of(self, value: torch.Tensor) -> Placement | None:
         """Where a state value lives that has a shape or a cut of its own and says so itself; None for all others."""
         return None
 
-    def place_like(self, shape: Shape) -> Placement | None:
-        """How this wrapper would cut a value of another shape than the parameter's; None where it would not."""
+    def place_like(self, shape: Shape, cut: str = "") -> Placement | None:
+        """How this wrapper would cut a value of another shape than the parameter's; None where it would not.
+
+        `cut`: how the value was cut when it was saved, where that is known (`cut_of`).
+        """
         return None
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
@@ -105,6 +117,11 @@ class Handle:
     @property
     def local_numel(self) -> int:
         return int(torch.Size(self.local_shape).numel())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank may hold only a part of it."""
+        return any(original.placement.num_shards > 1 for original in self.originals)
 
     @property
     def device(self) -> torch.device:

@@ -630,7 +630,7 @@ class MarkerTest(DamageTest):
 
     def test_a_newer_version_is_refused_by_name(self) -> None:
         cases = {}
-        for version in (2, 7, 2**63, 10**30):
+        for version in (3, 7, 2**63, 10**30):
             folder = self.copy(name=f"{version}")
             seal(folder, read_marker(folder) | {"version": version, "files": {}})
             cases[str(version)] = (folder, [MARKER, "version", str(version), "fsdp_optim"])
@@ -639,7 +639,7 @@ class MarkerTest(DamageTest):
     def test_a_newer_version_whose_checksum_this_one_does_not_know(self) -> None:
         folder = self.copy()
         (folder / MARKER).write_text(
-            json.dumps({"checksum": "other", "checkpoint": {"format": "fsdp_optim", "version": 2}})
+            json.dumps({"checksum": "other", "checkpoint": {"format": "fsdp_optim", "version": 3}})
         )
         self.check_refused(folder, MARKER, verifies=[True])
 

@@ -158,7 +158,7 @@ class FullDictTest(unittest.TestCase):
                 )
                 self.assertIsNone(values["nothing"])
                 self.assertEqual([values[name].dtype for name in ("seen", "mu")], [torch.int64, torch.float64])
-                dtypes = [values[name].dtype for name in ("sum64", "half", "codes", "signs")]
+                dtypes = [values[name].dtype for name in ("square_avg", "grad_avg", "prev", "step_size")]
                 self.assertEqual(dtypes, [torch.float64, torch.bfloat16, torch.int8, torch.bool])
 
     @parameterized.expand([(1,), (16,), (100,)], name_func=case_name)

@@ -44,17 +44,18 @@ class Peculiar(torch.optim.Optimizer):
                     continue
                 state, steps = self.state[p], self.state[p].get("step", 0) + 1
                 state["step"] = steps
-                state["sum64"] = state.get("sum64", 0) + p.grad.double()
-                state["half"] = p.grad.to(torch.bfloat16)
-                state["codes"] = p.grad.mul(10).to(torch.int8)
-                state["signs"] = p.grad > 0
+                # Names of moments of torch.optim: of others, one element says nothing of what they are.
+                state["square_avg"] = state.get("square_avg", 0) + p.grad.double()
+                state["grad_avg"] = p.grad.to(torch.bfloat16)
+                state["prev"] = p.grad.mul(10).to(torch.int8)
+                state["step_size"] = p.grad > 0
                 state["decay"] = 0.9**steps
                 state["warm"] = steps > 1
                 state["phase"] = "warm" if steps > 1 else "cold"
                 state["nothing"] = None
                 state["seen"] = torch.tensor(steps, dtype=torch.int64)
                 state["mu"] = torch.tensor(0.5**steps, dtype=torch.float64)
-                p.sub_(state["sum64"].to(p.dtype), alpha=group["lr"])
+                p.sub_(state["square_avg"].to(p.dtype), alpha=group["lr"])
 
 
 # Weight decay makes the state depend on the parameters too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -17,7 +17,8 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order, row_major_strides
 from fsdp_optim.layout import Placement as Where
 from fsdp_optim.memory import flatten, is_plain
-from fsdp_optim.state.values import own
+from fsdp_optim.state.kinds import cut_named, cut_of
+from fsdp_optim.state.opaque import LocalPart, within
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -199,29 +200,46 @@ class DTensorHandle(Handle):
             return None
         return placement_of("a state value", tuple(value.shape), value.device_mesh, value.placements)
 
-    def place_like(self, shape: Shape) -> Where | None:
-        return placement_of("a state value", shape, self.mesh, self._spec_like(shape))
+    @property
+    def marks(self) -> bool:
+        return True
+
+    def is_marked(self, value: torch.Tensor) -> bool:
+        return is_dtensor(value)
+
+    def place_like(self, shape: Shape, cut: str = "") -> Where | None:
+        like = placement_of("a state value", shape, self.mesh, self._spec_like(shape))
+        saved = cut_named(cut)
+        if saved is None or saved[1] == like.splits or (saved[1] and saved[0] != self.mesh.ndim):
+            return like
+        if any(mesh_dim >= self.mesh.ndim or dim >= len(shape) for mesh_dim, dim in saved[1]):
+            return like
+        made = placement_of("a state value", shape, self.mesh, self._spec_cut(saved[1]))
+        return made if made.splits == saved[1] else like
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
         return flatten(value.to_local()) if is_dtensor(value) else super().placed_local(value)
 
     def from_placed(self, flat: torch.Tensor, placement: Where) -> torch.Tensor:
-        box = (
-            placement.box(placement.shard_of(torch.distributed.get_rank()) or 0)
-            if isinstance(placement, MeshBoxes)
-            else None
-        )
-        if box is None:
+        if not isinstance(placement, MeshBoxes):
             return super().from_placed(flat, placement)
-        return self._dtensor(flat.view(box.sizes), self._spec_like(placement.shape), placement.shape)
+        box = placement.box(placement.shard_of(torch.distributed.get_rank()) or 0)
+        return self._dtensor(flat.view(box.sizes), self._spec_of(placement), placement.shape)
 
     def unwrap(self, value: object) -> object:
         if is_dtensor(value):
-            return _Unwrapped(value.to_local(), tuple(value.placements), tuple(value.shape))
-        return value
+            shape = tuple(value.shape)
+            where = placement_of("a state value", shape, value.device_mesh, value.placements)
+            return LocalPart(value.to_local(), cut_of(where), shape)
+        return within(value, self.unwrap)
 
     def rewrap(self, value: object) -> object:
-        return self._dtensor(value.local, value.placements, value.shape) if isinstance(value, _Unwrapped) else value
+        if not isinstance(value, LocalPart):
+            return within(value, self.rewrap)
+        _, splits = cut_named(value.cut) or (0, ())
+        like = self._spec_like(value.shape)
+        alike = placement_of("a state value", value.shape, self.mesh, like).splits == splits
+        return self._dtensor(value.local, like if alike else self._spec_cut(splits), value.shape)
 
     def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
         """The parameter's placements for a value of another shape: dimensions of the same size are cut alike."""
@@ -232,23 +250,22 @@ class DTensorHandle(Handle):
             for p in self.spec
         )
 
+    def _spec_of(self, placement: MeshBoxes) -> tuple[Placement, ...]:
+        """The placements of a value that is cut so."""
+        like = self._spec_like(placement.shape)
+        if placement_of("a state value", placement.shape, self.mesh, like).splits == placement.splits:
+            return like
+        return self._spec_cut(placement.splits)
+
+    def _spec_cut(self, splits: tuple[tuple[int, int], ...]) -> tuple[Placement, ...]:
+        tensor, dims = sys.modules[_MODULE], dict(splits)
+        return tuple(tensor.Shard(dims[d]) if d in dims else tensor.Replicate() for d in range(self.mesh.ndim))
+
     def _dtensor(self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape) -> torch.Tensor:
         made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
             local, self.mesh, spec, run_check=False, shape=torch.Size(shape), stride=row_major_strides(shape)
         )
         return made
-
-
-@dataclass(frozen=True)
-class _Unwrapped:
-    """A DTensor without its mesh."""
-
-    local: torch.Tensor
-    placements: tuple[Placement, ...]
-    shape: Shape
-
-    def __deepcopy__(self, memo: object) -> _Unwrapped:
-        return replace(self, local=own(self.local))
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:

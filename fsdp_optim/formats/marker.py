@@ -17,7 +17,7 @@ from fsdp_optim.formats.opened import OpenFolder
 
 NAME = "fsdp_optim.json"
 _MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
-FORMAT, VERSION = "fsdp_optim", 1
+FORMAT, VERSION = "fsdp_optim", 2
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import is_plain
+from fsdp_optim.state.kinds import Evidence, Kind, is_scalar
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.reading import FullState, Names
-from fsdp_optim.state.values import Evidence, Kind, kind_of
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,14 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     evidence = full.evidence(shapes)
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():
-            kind = kind_of(name, value, shapes[fqn], evidence)
-            no_moment = kind is Kind.SCALAR and value is not None and shapes[fqn] and evidence.says_sharded(name)
-            if no_moment or (kind is Kind.OPAQUE and _is_cut_short(name, value, evidence)):
+            recorded = full.recorded(fqn, name)
+            if recorded is None:
+                wrong = _is_cut_short(
+                    name, value, shapes[fqn], full.kind_of(fqn, name, value, shapes[fqn], evidence), evidence
+                )
+            else:
+                wrong = _is_not(recorded, value, shapes[fqn])
+            if wrong:
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
                     f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is another "
@@ -132,9 +137,25 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
                 )
 
 
-def _is_cut_short(name: str, value: object, evidence: Evidence) -> bool:
-    """Whether an opaque value should be shaped like its parameter: by its name, unless it is of a class of its own."""
-    return evidence.says_sharded(name) and (is_plain(value) or not isinstance(value, (torch.Tensor, OpaqueShards)))
+def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:
+    """Whether a value cannot be of the kind that the dict records for it."""
+    match recorded:
+        case Kind.SHARDED:
+            return not isinstance(value, torch.Tensor) or tuple(value.shape) != shape
+        case Kind.SCALAR:
+            return not is_scalar(value)
+        case Kind.PLACED:
+            return not is_plain(value)
+        case Kind.OPAQUE:
+            return False
+
+
+def _is_cut_short(name: str, value: object, shape: Shape, kind: Kind, evidence: Evidence) -> bool:
+    """Whether a value should be shaped like its parameter: by its name, unless it is of a class of its own."""
+    if kind is Kind.SCALAR:
+        return value is not None and bool(shape) and evidence.has_to_follow(name)
+    of_own_class = isinstance(value, (torch.Tensor, OpaqueShards)) and not is_plain(value)
+    return kind is Kind.OPAQUE and not of_own_class and evidence.has_to_follow(name)
 
 
 def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -> str:

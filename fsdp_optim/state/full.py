@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from fsdp_optim.state.classes import class_said
-from fsdp_optim.state.local import LocalOptim
+from fsdp_optim.state.kinds import LOOSE_KIND
+from fsdp_optim.state.local import LOOSE, LocalOptim
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.values import own
+from fsdp_optim.state.values import Summary, own
 
 KeyBy = Literal["id", "name"]
 FullDict = dict[str, Any]
@@ -28,9 +29,12 @@ def assemble(
     live = {fqn: place for place, p in enumerate(local.params) for fqn in p.named.fqns}
     live_first = sorted(ids, key=lambda fqn: (live.get(fqn, len(live)), ids[fqn]))
     return {
-        **{name: own(value) for name, value in local.extra.items()},
+        **{name: own(value) for name, value in local.extra.items() if name != LOOSE},
         **({"optimizer_class": class_said(local.classes)} if local.classes else {}),
-        "state": {key[f]: values_of(params[f], tensors) for f in ids if params[f].summary is not None},
+        "state": {
+            **{key[f]: values_of(params[f], tensors) for f in ids if params[f].summary is not None},
+            **own(local.extra.get(LOOSE, {})),
+        },
         "param_groups": [
             {
                 **{name: own(value) for name, value in group.items()},
@@ -45,12 +49,27 @@ def assemble(
         **({"fqns": {key[f]: f for f in live_first}} if key_by == "id" else {}),
         **({"unknown_order": seen.unknown_order} if seen.unknown_order else {}),
         "num_padded": _num_padded(picture, local),
+        "kinds": kinds_of({key[f]: params[f].summary for f in ids}, local.extra.get(LOOSE, ())),
         "uncollected_local_ids": [
             p.local_id
             for p in local.params
             if not p.handle.collected and p.state is not None and _is_variant(picture, p.named.fqns)
         ],
     }
+
+
+def kinds_of(summaries: Mapping[Any, Summary | None], loose: Iterable[Any] = ()) -> dict[Any, Any]:
+    """What a full dict records of its values: their kinds, by key and name. Parameters with the same ones share one dict.
+
+    `loose`: keys of its state that are no parameters.
+    """
+    shared: dict[tuple[tuple[str, str], ...], dict[Any, str]] = {}
+    found: dict[Any, Any] = dict.fromkeys(loose, LOOSE_KIND)
+    for key, summary in summaries.items():
+        if summary is not None:
+            kinds = summary.kinds
+            found[key] = shared.setdefault(kinds, dict(kinds))
+    return found
 
 
 def _is_variant(picture: Picture, fqns: Sequence[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -11,10 +11,11 @@ import torch
 
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.state.classes import OptimizerClass
+from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
 from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
 from fsdp_optim.state.supported import check_supported, check_values
-from fsdp_optim.state.values import NO_EVIDENCE, Evidence, Kind, Summary, kind_of
+from fsdp_optim.state.values import Summary
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 RESERVED_KEYS = frozenset(
@@ -22,9 +23,14 @@ RESERVED_KEYS = frozenset(
         *("state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"),
         "unknown_order",  # only where ids cannot count the parameters: why
         "optimizer_class",
+        "kinds",
     }
 )
 """Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
+
+
+LOOSE = "state under keys that are no parameters"
+"""What such state is called among an optimizer's other keys, as which it is treated."""
 
 
 class OptimizerLike(Protocol):
@@ -60,16 +66,46 @@ class LocalParam:
     def summary(self, evidence: Evidence) -> Summary | None:
         if self.state is None:
             return None
-        return Summary.of(self.state, lambda name, value: self.kind(name, value, evidence), self.handle.placement_of)
+        little = self.handle.local_numel < 2 and self.handle.is_cut
+        return Summary.of(
+            self.state,
+            lambda name, value: self.kind(name, value, evidence),
+            self.handle.placement_of,
+            unsure=lambda name: little and evidence.follows(name) is None,
+        )
 
     def kind(self, name: str, value: object, evidence: Evidence) -> Kind:
-        kind = kind_of(name, value, self.handle.local_shape, evidence)
-        if kind is Kind.OPAQUE and isinstance(value, torch.Tensor):
-            if self.handle.held(value) is not None:
-                return Kind.SHARDED
-            if self.handle.placement_of(value) is not None:
-                return Kind.PLACED
-        return kind
+        """What a value of this parameter's state is.
+
+        A DTensor says itself how it is cut. Another tensor follows the parameter where it has the shape of its local part,
+        and where nothing says that it has it by coincidence.
+        """
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and not self.handle.local_shape:
+            return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
+        if is_scalar(value):
+            return Kind.SCALAR
+        if not isinstance(value, torch.Tensor):
+            return Kind.OPAQUE
+        fits = self.handle.held(value) is not None
+        if self.handle.is_marked(value):
+            return Kind.SHARDED if fits else Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
+        apart = evidence.follows(name) is False or (evidence.marked and self.handle.marks)
+        return Kind.SHARDED if fits and not apart else Kind.OPAQUE
+
+    def sights(self) -> Iterator[Sight]:
+        """What this parameter's values show of what values of their names are."""
+        handle = self.handle
+        for name, value in self.state.items() if self.state is not None and handle.local_shape else ():
+            tensor = isinstance(value, torch.Tensor)
+            fits = tensor and handle.held(value) is not None
+            if fits or not tensor or not handle.is_marked(value):  # a DTensor that is cut in its own way says nothing
+                yield Sight(name, handle.local_shape, fits, is_scalar(value), tensor and value.dim() > 0)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether it has a state value that is cut as it is and says so."""
+        values = self.state.values() if self.state is not None and self.handle.marks else ()
+        return any(isinstance(v, torch.Tensor) and v.dim() > 0 and self.handle.is_marked(v) for v in values)
 
 
 @dataclass(frozen=True)
@@ -80,7 +116,7 @@ class LocalOptim:
         params: its parameters in the order of their local ids; where these are names, as its groups list them.
         groups: each group's hyperparameters, without `params` and `param_names`.
         group_ids, group_param_names: each group's local ids, and its `param_names` where the optimizer has them.
-        extra: the other top-level keys of its dict (`loss_scale`).
+        extra: the other top-level keys of its dict (`loss_scale`); under `LOOSE` its state under keys that are no parameters.
         parts: the optimizers that were read as one, where several were given.
         classes: the class of each group's optimizer; empty where nobody has shown one.
     """
@@ -104,13 +140,9 @@ class LocalOptim:
 
     @cached_property
     def evidence(self) -> Evidence:
-        """What kinds of values the parameters that have dimensions have."""
-        return Evidence.of(
-            (name, param.kind(name, value, NO_EVIDENCE))
-            for param in self.params
-            if param.handle.local_shape and param.state is not None
-            for name, value in param.state.items()
-        )
+        """What the values of the parameters that have dimensions are."""
+        sights = (sight for param in self.params for sight in param.sights())
+        return Evidence.of(sights, marked=any(param.is_marked for param in self.params))
 
 
 def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
@@ -191,15 +223,16 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     if all(isinstance(param.local_id, int) for param in params):
         params.sort(key=lambda p: p.local_id)
-    unknown = set(saved["state"]) - {p.local_id for p in params}
-    if unknown:
-        raise WrapperError(f"the optimizer's state has ids {sorted(map(str, unknown))} that are in none of its groups")
+    loose = _loose(saved["state"], [p.local_id for p in params], view)
     return LocalOptim(
         params=tuple(params),
         groups=tuple({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in packed),
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
-        extra={key: value for key, value in saved.items() if key not in RESERVED_KEYS},
+        extra={
+            **{key: value for key, value in saved.items() if key not in RESERVED_KEYS},
+            **({LOOSE: loose} if loose else {}),
+        },
         classes=(OptimizerClass.of(optim),) * len(packed),
     )
 
@@ -212,6 +245,19 @@ def _handle_of(param: torch.Tensor, group_index: int, place: int, view: ModelVie
             "optimizer from the wrapped model's parameters(), and pass that same model"
         )
     return named
+
+
+def _loose(state: Mapping[Any, Any], ids: Sequence[LocalId], view: ModelView) -> dict[Any, Any]:
+    """What torch keeps as it is: the state under keys that are no parameters, as MADGRAD's `k`.
+
+    Raises WrapperError for a key that looks like that of a parameter.
+    """
+    known = set(ids)
+    loose = {key: value for key, value in state.items() if key not in known}
+    wrong = [key for key in loose if isinstance(key, int) or key in view.order or any(isinstance(i, str) for i in ids)]
+    if wrong:
+        raise WrapperError(f"the optimizer's state has ids {sorted(map(str, wrong))} that are in none of its groups")
+    return loose
 
 
 def _state_of(state: Mapping[LocalId, Mapping[str, Any]], local_id: LocalId) -> Mapping[str, Any] | None:

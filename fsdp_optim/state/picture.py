@@ -13,6 +13,7 @@ from functools import cached_property
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Layout, Placement, Whole
 from fsdp_optim.state.classes import OptimizerClass
+from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.order import Counted, merge, merge_lists
 from fsdp_optim.state.values import Odd, Summary
 
@@ -257,6 +258,8 @@ def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:
                 f"{first.fqn}: in param group {first.live.group_index} on {_ranks(first.ranks)}, in group "
                 f"{other.live.group_index} on {_ranks(other.ranks)}"
             )
+    seen = _settled(seen)
+    first = seen[0]
     if not all(item.live.collected for item in seen):
         variants = tuple({item.placement: item.live.summary for item in seen}.items())
         return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
@@ -357,6 +360,26 @@ def _merge_summaries(placement: Placement, seen: list[_Seen]) -> Summary | None:
             continue
         _compare(first, a, other, b)
     return first.live.summary
+
+
+def _settled(seen: list[_Seen]) -> list[_Seen]:
+    """The same, with one kind for each value that ranks take for different ones, or are not sure of.
+
+    A value that has the shape of the local part on one rank and not on another does not follow the parameter.
+    """
+    summaries = [item.live.summary for item in seen if item.live.summary is not None]
+    if not any(summary.unsure for summary in summaries) and len({summary.sharded for summary in summaries}) < 2:
+        return seen
+    sure = {name for s in summaries for name, _ in s.sharded if name not in s.unsure}
+    unsure = {name for s in summaries for name in s.unsure}
+    other = {name for s in summaries for name, odd in s.opaque if odd.kind == "Tensor" and not is_known_moment(name)}
+    apart = (unsure - sure) | (other & (sure | unsure))
+    return [
+        replace(item, live=replace(item.live, summary=item.live.summary.as_opaque(apart)))
+        if item.live.summary is not None
+        else item
+        for item in seen
+    ]
 
 
 def _of_any_rank(told: object) -> object:

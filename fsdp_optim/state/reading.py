@@ -13,10 +13,10 @@ import torch
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.flattened import is_flattened, unflatten
-from fsdp_optim.state.local import RESERVED_KEYS
+from fsdp_optim.state.kinds import LOOSE_KIND, Evidence, Kind, cut_named, kind_of, sight_of
+from fsdp_optim.state.local import LOOSE, RESERVED_KEYS
 from fsdp_optim.state.order import Counted
 from fsdp_optim.state.packed import LocalId
-from fsdp_optim.state.values import NO_EVIDENCE, Evidence, kind_of
 from fsdp_optim.view import ModelView
 
 Listing = Literal["ids", "units", "other"]
@@ -35,6 +35,7 @@ class FullState:
         unknown_order: why ids cannot count its parameters, where the dict says so.
         fqn_of: the FQN of each of the dict's own keys.
         classes: the name of the class of each group's optimizer, empty where that is not known.
+        kinds: what the dict records of its values.
     """
 
     state: Mapping[str, Mapping[str, Any]]
@@ -46,19 +47,37 @@ class FullState:
     unknown_order: str = ""
     fqn_of: Mapping[LocalId, str] = field(default_factory=dict)
     classes: tuple[str, ...] = ()
+    kinds: Mapping[str, Mapping[Any, str]] = field(default_factory=dict)
 
     def class_of(self, group_index: int) -> str:
         """The name of the class of a group's optimizer; "" where that is not known."""
         return self.classes[group_index] if self.classes else ""
 
     def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
-        """What kinds of values the parameters that have dimensions have."""
+        """What the values of the parameters that have dimensions are, where the dict does not record it."""
         return Evidence.of(
-            (name, kind_of(name, value, shapes[fqn], NO_EVIDENCE))
+            sight_of(name, value, shapes[fqn])
             for fqn, values in self.state.items()
             if shapes.get(fqn)
             for name, value in values.items()
         )
+
+    def recorded(self, fqn: str, name: object) -> Kind | None:
+        """The kind of a value as the dict records it; None where it does not."""
+        word = self.kinds.get(fqn, {}).get(name)
+        return Kind(word.partition(" ")[0]) if word is not None else None
+
+    def kind_of(self, fqn: str, name: str, value: object, shape: Shape, evidence: Evidence) -> Kind:
+        """What a value is. One that was placed by itself is opaque: it is whole now."""
+        recorded = self.recorded(fqn, name)
+        if recorded is None:
+            return kind_of(name, value, shape, evidence)
+        return Kind.OPAQUE if recorded is Kind.PLACED else recorded
+
+    def cut_of(self, fqn: str, name: object) -> str:
+        """How a value was cut that was placed by itself."""
+        word, _, cut = self.kinds.get(fqn, {}).get(name, "").partition(" ")
+        return cut if word == Kind.PLACED.value else ""
 
 
 @dataclass(frozen=True)
@@ -158,14 +177,21 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
             f"{twice[0]}: the full dict lists it twice or more, as {[k for k, fqn in to_name.items() if fqn == twice[0]]}: "
             "gather it again, or give names that differ"
         )
-    state = {}
-    for key, values in _with_singletons(full).items():
+    state: dict[str, Mapping[str, Any]] = {}
+    loose: dict[Any, Any] = dict(full.get(LOOSE, {}))
+    theirs, kinds = _has_singletons(full), _recorded_kinds(full)
+    for key, values in (_with_singletons(full) if theirs else full["state"]).items():
+        if key not in to_name and _is_loose(key, kinds, to_name, names):
+            loose[key] = values
+            continue
         if key not in to_name:
             raise StateError(
                 f"state has an entry {key!r} that is in none of the {len(groups)} param groups: gather it again"
             )
-        if values:
-            state[to_name[key]] = {name: _singleton(to_name[key], name, value) for name, value in values.items()}
+        if values or key in kinds:  # what stands for a whole flat parameter is in the state of its first original only
+            state[to_name[key]] = (
+                {name: _singleton(to_name[key], name, value) for name, value in values.items()} if theirs else values
+            )
     local_of = full.get("local_ids") or full.get("param_id_map") or {}
     uncollected = set(full.get("uncollected_local_ids") or ())
     return FullState(
@@ -177,7 +203,10 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
             )
             for group in groups
         ),
-        extra={key: value for key, value in full.items() if key not in RESERVED_KEYS},
+        extra={
+            **{key: value for key, value in full.items() if key not in RESERVED_KEYS},
+            **({LOOSE: loose} if loose else {}),
+        },
         uncollected=frozenset(
             to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name
         ),
@@ -186,6 +215,7 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
         unknown_order=str(full.get("unknown_order", "")),
         fqn_of=to_name,
         classes=_classes(full.get("optimizer_class"), len(groups)),
+        kinds={to_name[key]: words for key, words in kinds.items() if key in to_name},
     )
 
 
@@ -209,6 +239,33 @@ def _classes(said: object, num_groups: int) -> tuple[str, ...]:
     if isinstance(said, (list, tuple)) and len(said) == num_groups:
         return tuple(map(str, said))
     return ()
+
+
+def _is_loose(key: object, kinds: Mapping[Any, Any], to_name: Mapping[Any, str], names: Names) -> bool:
+    """Whether an entry of the state is one that torch keeps as it is, under a key that is no parameter."""
+    if kinds:
+        return bool(kinds.get(key) == LOOSE_KIND)
+    is_name = isinstance(key, str) and (key.isdigit() or names.canonical(key) in names.known)
+    return not isinstance(key, int) and not is_name and all(isinstance(known, int) for known in to_name)
+
+
+def _recorded_kinds(full: Mapping[str, Any]) -> Mapping[Any, Mapping[Any, str]]:
+    """What the dict says of the kinds of its values. Raises StateError for what gather does not write."""
+    kinds = full.get("kinds")
+    if kinds is None:
+        return {}
+    try:
+        for words in {id(words): words for words in kinds.values() if words != LOOSE_KIND}.values():
+            for word in words.values():
+                kind, _, cut = word.partition(" ")
+                Kind(kind)
+                cut_named(cut)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"kinds of this full dict is not what gather_full_optim_state_dict writes ({error}): give the dict as it was "
+            "gathered, or without kinds"
+        ) from error
+    return kinds  # type: ignore[no-any-return]
 
 
 def _naming(full: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
@@ -254,6 +311,11 @@ def _fairscale_names(id_map: Mapping[int, Any], keys: list[list[int]], names: Na
     if len(keys) != 1:
         raise StateError(f"fairscale's own full dict has one param group, not {len(keys)}")
     return list(order)
+
+
+def _has_singletons(full: Mapping[str, Any]) -> bool:
+    """Whether fairscale wrote the dict, or it is made for fairscale: gather's own have more keys."""
+    return "param_id_map" in full and "local_ids" not in full and "kinds" not in full
 
 
 def _with_singletons(full: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:

@@ -12,11 +12,12 @@ from fsdp_optim.layout import Layout, Shape, Whole
 from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain
 from fsdp_optim.plan import plan_into
 from fsdp_optim.state.fits import Fit
-from fsdp_optim.state.local import LocalOptim, LocalParam
+from fsdp_optim.state.kinds import Evidence
+from fsdp_optim.state.local import LOOSE, LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.reading import FullState
-from fsdp_optim.state.values import Evidence, Odd, Summary, kind_of, own
+from fsdp_optim.state.values import Odd, Summary, own
 
 Summaries = Mapping[str, Summary]
 """FQN -> what its state consists of; no entry for a parameter without state."""
@@ -26,10 +27,14 @@ def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary
     """What the state of every parameter of a full state consists of."""
     evidence = full.evidence(shapes)
 
-    def summary(values: Mapping[str, Any], shape: Shape) -> Summary:
-        return Summary.of(values, lambda name, value: kind_of(name, value, shape, evidence))
+    def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
+        return Summary.of(
+            values,
+            lambda name, value: full.kind_of(fqn, name, value, shapes[fqn], evidence),
+            cut=lambda name: full.cut_of(fqn, name),
+        )
 
-    return {fqn: summary(values, shapes[fqn]) for fqn, values in full.state.items() if fqn in shapes}
+    return {fqn: summary(fqn, values) for fqn, values in full.state.items() if fqn in shapes}
 
 
 def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
@@ -135,26 +140,26 @@ def opaque_values(
     Raises StateError for a value that cannot be had for this layout.
     """
     fqn = param.named.fqns[0]
-    values = {name: saved(fqn, name) for name, _ in (summary.opaque if summary else ())}
+    values = {name: (saved(fqn, name), odd.cut) for name, odd in (summary.opaque if summary else ())}
     placements = tuple(original.placement for original in param.handle.originals)
     return {
-        name: _opaque(param, name, value, rank)
-        for name, value in values.items()
+        name: _opaque(param, name, value, cut, rank)
+        for name, (value, cut) in values.items()
         if not isinstance(value, OpaqueShards) or value.has(placements, rank)
     }
 
 
-def _opaque(param: LocalParam, name: str, value: Any, rank: int) -> Any:
+def _opaque(param: LocalParam, name: str, value: Any, cut: str, rank: int) -> Any:
     fqn, handle = param.named.fqns[0], param.handle
     placements = tuple(original.placement for original in handle.originals)
     if isinstance(value, OpaqueShards):
         return handle.rewrap(own(value.of_rank(fqn, name, placements, rank)))
     if len(placements) == 1 and isinstance(placements[0], Whole):
         return own(value)
-    place = handle.place_like(tuple(value.shape)) if is_plain(value) else None
+    place = handle.place_like(tuple(value.shape), cut) if is_plain(value) else None
     if place is None:
         raise StateError(
-            f"{fqn}: {name} is {Odd.of(value)}, not shaped like the parameter {list(placements[0].shape)}, so it cannot be "
+            f"{fqn}: {name} is {Odd.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "
             "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
         )
     flat = empty((place.numel_on(rank),), value.dtype, handle.device)
@@ -229,8 +234,8 @@ def _shard_dict(
         )
     found = {INCOMPATIBLE: fit.said()} if fit.said() else {}
     return {
-        **{key: own(value) for key, value in extra.items()},
-        "state": dict(state),
+        **{key: own(value) for key, value in extra.items() if key != LOOSE},
+        "state": {**state, **own(extra.get(LOOSE, {}))},
         "param_groups": param_groups,
         **found,
     }

@@ -3,87 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy
 import torch
 
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
+from fsdp_optim.state.kinds import Kind, cut_of
 from fsdp_optim.state.same import key_of
-
-
-class Kind(Enum):
-    """What a state value is to its parameter.
-
-    SHARDED follows the parameter's elements. SCALAR is one per parameter. PLACED is a DTensor with a shape or placements
-    of its own. OPAQUE is anything else.
-    """
-
-    SHARDED = "sharded"
-    SCALAR = "scalar"
-    PLACED = "placed"
-    OPAQUE = "opaque"
-
-
-# For a parameter without dimensions, `step` and `exp_avg` look alike. These names of torch.optim are scalars; where
-# other parameters of the model have a value of the same name, they show what it is.
-_SCALAR_NAMES = frozenset({"step", "mu_product", "eta", "mu"})
-
-# And these of torch.optim are always shaped like their parameter: another shape is a mistake, not an opaque value.
-_SHARDED_NAMES = frozenset(
-    {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
-        *("acc_delta", "sum", "ax", "prev", "step_size"),
-    }
-)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """The value names that are sharded, and those that are scalars, for parameters that have dimensions."""
-
-    sharded: frozenset[str] = frozenset()
-    scalar: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, kinds: Iterable[tuple[str, Kind]]) -> Evidence:
-        seen = set(kinds)
-        return cls(
-            frozenset(name for name, kind in seen if kind is Kind.SHARDED),
-            frozenset(name for name, kind in seen if kind is Kind.SCALAR),
-        )
-
-    def says_sharded(self, name: str) -> bool:
-        """Whether a value of this name has to be shaped like its parameter."""
-        return name in self.sharded or name in _SHARDED_NAMES
-
-    def says_scalar(self, name: str) -> bool:
-        return name not in self.sharded and (name in self.scalar or name in _SCALAR_NAMES)
-
-
-NO_EVIDENCE = Evidence()
-
-
-def is_scalar(value: object) -> bool:
-    """A number (numpy's too), a flag, a word, None, or a tensor without dimensions."""
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0
-    return value is None or isinstance(value, (bool, int, float, complex, str, numpy.number, numpy.bool_))
-
-
-def kind_of(name: str, value: object, shape: tuple[int, ...], evidence: Evidence) -> Kind:
-    """The kind of a value of a parameter whose tensor (whole, or this rank's part) has this shape."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0 == len(shape):
-        return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
-    if is_scalar(value):
-        return Kind.SCALAR
-    if isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape:
-        return Kind.SHARDED
-    return Kind.OPAQUE
 
 
 @dataclass(frozen=True)
@@ -118,9 +47,13 @@ def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
 
 
 def own(value: Any) -> Any:
-    """A copy of a value that shares no memory with it; plain tensors come to the CPU."""
+    """A copy of a value that shares no memory with it; plain tensors come to the CPU, those in containers too."""
     if is_plain(value):
         return value.detach().to("cpu", copy=True)
+    if type(value) is dict:
+        return {key: own(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(own, value))
     try:
         return copy.deepcopy(value)
     except NotImplementedError:  # a tensor of a class of its own that has no clone(), as torchao's
@@ -133,16 +66,20 @@ def own(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Odd:
-    """A value that is opaque: its class, and its dtype and shape where it is a tensor."""
+    """A value that is opaque: its class, and its dtype and shape where it is a tensor.
+
+    `cut`: of one that was placed by itself and is whole now, how it was cut.
+    """
 
     kind: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
+    cut: str = ""
 
     @classmethod
-    def of(cls, value: object) -> Odd:
+    def of(cls, value: object, cut: str = "") -> Odd:
         if isinstance(value, torch.Tensor):
-            return cls(type(value).__name__, dtype_name(value.dtype), tuple(value.shape))
+            return cls(type(value).__name__, dtype_name(value.dtype), tuple(value.shape), cut)
         return cls(type(value).__name__)
 
     def __str__(self) -> str:
@@ -151,13 +88,17 @@ class Odd:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the state of one live parameter consists of, without its elements, as ranks tell each other."""
+    """What the state of one live parameter consists of, without its elements, as ranks tell each other.
+
+    `unsure`: names of sharded values that have one element or none on this rank, and that nothing but that shows to be sharded.
+    """
 
     sharded: tuple[tuple[str, str], ...] = ()  # (name, dtype)
     scalars: tuple[tuple[str, Scalar], ...] = ()
     placed: tuple[tuple[str, tuple[str, Placement]], ...] = ()  # (name, (dtype, where it lives))
     opaque: tuple[tuple[str, Odd], ...] = ()
     names: tuple[str, ...] = ()  # all of them, in the order that the optimizer has them
+    unsure: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -165,7 +106,10 @@ class Summary:
         values: Mapping[str, Any],
         kind: Callable[[str, object], Kind],
         place: Callable[[torch.Tensor], Placement | None] = lambda value: None,
+        cut: Callable[[str], str] = lambda name: "",
+        unsure: Callable[[str], bool] = lambda name: False,
     ) -> Summary:
+        """`place`: where a value that is placed by itself lives; `cut`: how one was cut that is whole now."""
         found: dict[Kind, list[tuple[str, Any]]] = {kind: [] for kind in Kind}
         for name, value in values.items():
             what = kind(name, value)
@@ -177,7 +121,7 @@ class Summary:
                 case Kind.PLACED:
                     told = (dtype_name(value.dtype), place(value))
                 case Kind.OPAQUE:
-                    told = Odd.of(value)
+                    told = Odd.of(value, cut(name))
             found[what].append((name, told))
         return cls(
             sharded=tuple(found[Kind.SHARDED]),
@@ -185,6 +129,31 @@ class Summary:
             placed=tuple(found[Kind.PLACED]),
             opaque=tuple(found[Kind.OPAQUE]),
             names=tuple(values),
+            unsure=tuple(name for name, _ in found[Kind.SHARDED] if unsure(name)),
+        )
+
+    def as_opaque(self, names: Collection[str]) -> Summary:
+        """The same with some of the sharded values as opaque ones."""
+        opaque = tuple((name, Odd("Tensor", dtype)) for name, dtype in self.sharded if name in names)
+        kept = tuple(pair for pair in self.sharded if pair[0] not in names)
+        return replace(self, sharded=kept, opaque=(*self.opaque, *opaque), unsure=())
+
+    @property
+    def kinds(self) -> tuple[tuple[str, str], ...]:
+        """The kind of each value, as a full dict records it."""
+        placed = {name: f"{Kind.PLACED.value} {cut_of(placement)}".strip() for name, (_, placement) in self.placed}
+        cut = {name: f"{Kind.PLACED.value} {odd.cut}" for name, odd in self.opaque if odd.cut}
+        sharded, scalars = dict(self.sharded), dict(self.scalars)
+        return tuple(
+            (
+                name,
+                Kind.SHARDED.value
+                if name in sharded
+                else Kind.SCALAR.value
+                if name in scalars
+                else placed.get(name) or cut.get(name, Kind.OPAQUE.value),
+            )
+            for name in self.names
         )
 
     @property

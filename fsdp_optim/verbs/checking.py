@@ -15,10 +15,11 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.memory import dtype_name, pieces
+from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import opaque_values
-from fsdp_optim.state.values import Scalar, is_scalar
+from fsdp_optim.state.values import Scalar
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
 from fsdp_optim.transport.reports import exchange_reports

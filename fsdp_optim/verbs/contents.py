@@ -13,7 +13,7 @@ from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
-from fsdp_optim.state.opaque import OpaqueShards
+from fsdp_optim.state.opaque import LocalPart, OpaqueShards
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
@@ -29,6 +29,7 @@ WEIGHT = "weight"
 
 RECORDS: Mapping[str, type] = {
     "OpaqueShards": OpaqueShards,
+    "LocalPart": LocalPart,
     "FlatChunks": FlatChunks,
     "MeshBoxes": MeshBoxes,
     "Whole": Whole,
@@ -161,7 +162,7 @@ def read_state(
                     where = Whole((), callers.ranks[:1])
                     scalars.append(replace(_tensor(fqn, name, scalar.value.dtype, where), constant=scalar.value))
     opaque = _opaque(callers, local, picture)
-    return Half(local, picture, _aligned([*tensors, *scalars]), opaque)
+    return Half(local, picture, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
 
 
 def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> Tensor:
@@ -200,6 +201,19 @@ def _units(picture: Picture) -> Iterator[tuple[str, ...]]:
 
 def _by_unit(picture: Picture) -> Iterator[str]:
     return (fqn for fqns in _units(picture) for fqn in fqns)
+
+
+def _with_distinct_keys(tensors: list[Tensor]) -> list[Tensor]:
+    """Values whose names are written alike (0 and "0", or with dots in them) under different keys."""
+    taken: set[str] = set()
+    found = []
+    for tensor in tensors:
+        key = tensor.key
+        while key in taken:
+            key += "'"
+        taken.add(key)
+        found.append(tensor if key == tensor.key else replace(tensor, key=key))
+    return found
 
 
 def _aligned(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -11,12 +11,12 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.memory import is_plain
-from fsdp_optim.state.classes import is_of_torch
+from fsdp_optim.state.classes import innermost, is_of_torch
+from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.local import RESERVED_KEYS, OptimizerLike
 from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import INCOMPATIBLE
-from fsdp_optim.state.values import NO_EVIDENCE
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
 
 log = logging.getLogger("fsdp_optim")
@@ -75,7 +75,7 @@ class _Kept:
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self._optim, self._attributes = optim, dict(vars(optim))
         self._groups = [(group, dict(group)) for group in optim.param_groups]
-        self._state = [(param, values, dict(values)) for param, values in optim.state.items()]
+        self._state = [(param, values, _copied(values)) for param, values in optim.state.items()]
 
     def put_back(self) -> None:
         vars(self._optim).clear()
@@ -86,9 +86,15 @@ class _Kept:
         self._optim.param_groups[:] = [group for group, _ in self._groups]
         self._optim.state.clear()
         for param, values, had in self._state:
-            values.clear()
-            values.update(had)
+            if isinstance(values, dict):
+                values.clear()
+                values.update(had)
             self._optim.state[param] = values
+
+
+def _copied(values: Any) -> Any:
+    """The values of a parameter, in a dict of its own; something else, under a key that is no parameter, as it is."""
+    return dict(values) if isinstance(values, dict) else values
 
 
 def load(
@@ -197,8 +203,8 @@ def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mappin
     of_torch = is_of_torch(optim)
     for local_id, values in shard["state"].items():
         param = params.get(local_id)
-        for name, value in values.items():
-            if param is None or not is_plain(value) or not value.dim() or not NO_EVIDENCE.says_sharded(name):
+        for name, value in values.items() if param is not None else ():
+            if param is None or not is_plain(value) or not value.dim() or not is_known_moment(name):
                 continue
             held = param.to_local() if hasattr(param, "to_local") else param
             unlike = value.shape != held.shape
@@ -241,8 +247,9 @@ class _Load:
         cast = {
             (local_id, name): value
             for local_id, values in shard["state"].items()
+            if local_id in params
             for name, value in values.items()
-            if local_id in params and name != "step" and _would_change(params[local_id], value)
+            if name != "step" and _would_change(params[local_id], value)
         }
         if cast and not isinstance(getattr(optim, "state", None), Mapping):
             (local_id, name), value = next(iter(cast.items()))
@@ -254,9 +261,16 @@ class _Load:
         return cls(optim, shard, params, cast)
 
     def run(self) -> None:
-        """Load it, in the saved order of values."""
+        """Load it, in the saved order of values.
+
+        An optimizer that has a load_state_dict of its own may want to see all of them: it gets them, and torch casts copies.
+        """
+        own = type(innermost(self.optim)).load_state_dict is not torch.optim.Optimizer.load_state_dict
+        withheld = {} if own else self.cast
         uncast = {
-            local_id: {name: value for name, value in values.items() if (local_id, name) not in self.cast}
+            local_id: {name: value for name, value in values.items() if (local_id, name) not in withheld}
+            if local_id in self.params
+            else values  # of no parameter
             for local_id, values in self.shard["state"].items()
         }
         self.optim.load_state_dict({**self.shard, "state": uncast})

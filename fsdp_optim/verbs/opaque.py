@@ -62,6 +62,8 @@ def _held(part: Part, name: str, local: Local) -> Any:
     if param is None or param.state is None or param.named.fqns[0] != part.fqn:
         return NOTHING
     placements = tuple(original.placement for original in param.handle.originals)
+    if name not in param.state:  # a rank that holds no element of the parameter may have fewer values of it
+        return NOTHING
     value = param.handle.unwrap(param.state[name])
     if len(placements) != 1 or not isinstance(placements[0], Whole):
         return _OfShard(cuts_of(placements), value)

@@ -11,14 +11,17 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Shape
 from fsdp_optim.state.fits import check_fits
-from fsdp_optim.state.full import FullDict, KeyBy
-from fsdp_optim.state.local import RESERVED_KEYS, Optimizers, read_optimizer
+from fsdp_optim.state.full import FullDict, KeyBy, kinds_of
+from fsdp_optim.state.local import LOOSE, RESERVED_KEYS, Optimizers, read_optimizer
 from fsdp_optim.state.order import Listed, as_ids_count, count
 from fsdp_optim.state.reading import FullState, Names, normalize
+from fsdp_optim.state.shard import summarize
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
 from fsdp_optim.verbs.asked import check_one_of
 from fsdp_optim.verbs.call import Local, names_of_model
+from fsdp_optim.verbs.resharding import is_sharded
 from fsdp_optim.view import ModelView
 
 _BY_PARAM = frozenset({"param_id_map", "local_ids", "fqns"})
@@ -52,7 +55,7 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optim
             f"{reason}, and ids would name other parameters' state: keep key_by='name', or give optim=, the optimizer that the "
             "ids are for, with its model"
         )
-    return _keyed(full, state, groups, key_by, reason)
+    return _keyed(full, state, shapes, groups, key_by, reason)
 
 
 def _as_saved(state: FullState) -> Names:
@@ -81,18 +84,28 @@ def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...],
 
 
 def _keyed(
-    full: Mapping[str, Any], state: FullState, groups: Sequence[tuple[str, ...]], key_by: KeyBy, unknown_order: str
+    full: Mapping[str, Any],
+    state: FullState,
+    shapes: Mapping[str, Shape],
+    groups: Sequence[tuple[str, ...]],
+    key_by: KeyBy,
+    unknown_order: str,
 ) -> FullDict:
     saved = [fqn for fqns in groups for fqn in fqns]
     key = {fqn: fqn if key_by == "name" else index for index, fqn in enumerate(saved)}
+    loose = state.extra.get(LOOSE, {})
+    recorded = "kinds" in full or (
+        bool(state.local_ids) and not is_sharded(state)
+    )  # another library's stays what it is
+    kinds = {key[fqn]: summary for fqn, summary in summarize(state, shapes).items()}
     ours = {
         "local_ids": {key[fqn]: local_id for fqn, local_id in state.local_ids.items()},
         "param_id_map": {key[fqn]: i if fqn in state.state else None for fqn, i in state.local_ids.items()},
         **({"fqns": {key[fqn]: fqn for fqn in saved}} if key_by == "id" else {}),
     }
     return {
-        **state.extra,
-        "state": {key[fqn]: dict(state.state[fqn]) for fqn in saved if fqn in state.state},
+        **{name: value for name, value in state.extra.items() if name != LOOSE},
+        "state": {**{key[fqn]: dict(state.state[fqn]) for fqn in saved if fqn in state.state}, **loose},
         "param_groups": [
             {
                 **hyper,
@@ -103,13 +116,14 @@ def _keyed(
         ],
         **_other_reserved(full, state, key),
         **({"unknown_order": unknown_order} if unknown_order and state.local_ids else {}),
+        **({"kinds": kinds_of(kinds, loose)} if recorded else {}),
         **(ours if state.local_ids else {}),
     }
 
 
 def _other_reserved(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> dict[str, Any]:
     """The other reserved keys: under new keys where all that one has are keys of parameters, else as they are."""
-    made_anew = _BY_PARAM | {"state", "param_groups", "unknown_order"}
+    made_anew = _BY_PARAM | {"state", "param_groups", "unknown_order", "kinds"}
     found = {}
     for name in full:
         if name in RESERVED_KEYS and name not in made_anew:
@@ -127,18 +141,21 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     its like are given as lists of one. It changes the dict that it reads: this one shares only tensors with `full`.
     """
     check_full(full)
-    if any(isinstance(key, str) for key in full["state"]):
+    if any(isinstance(key, str) for group in full["param_groups"] for key in group["params"]):
         raise StateError("fairscale reads a full dict by id: gather it with key_by='id', or rekey it")
     state = {
         key: {
             name: [value] if isinstance(value, torch.Tensor) and value.dim() == 0 else value
             for name, value in values.items()
         }
+        if isinstance(values, Mapping)
+        else values
         for key, values in full["state"].items()
     }
     groups = [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "param_names"}
         for group in full["param_groups"]
     ]
-    kept = {key: value for key, value in full.items() if key not in ("num_padded", "local_ids", "optimizer_class")}
+    dropped = ("num_padded", "local_ids", "optimizer_class", "kinds")
+    kept = {key: value for key, value in full.items() if key not in dropped}
     return {**kept, "state": state, "param_groups": groups, "param_id_map": dict(full["param_id_map"])}

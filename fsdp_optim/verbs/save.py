@@ -376,10 +376,9 @@ def _optim_said(state: Half) -> dict[str, Any]:
         values: list[list[Any]] = []
         summary = param.summary
         scalars = dict(summary.scalars) if summary is not None else {}
-        placed = dict(summary.placed) if summary is not None else {}
-        for name in summary.names if summary is not None else ():
+        for name, kind in summary.kinds if summary is not None else ():
             if (fqn, name) in keys:
-                how = "scalar tensor" if name in scalars else "placed" if name in placed else "tensor"
+                how = {"sharded": "tensor", "scalar": "scalar tensor"}.get(kind, kind)
                 values.append([name, how, keys[fqn, name].key])
             elif name in scalars:
                 values.append([name, "scalar", scalars[name].value])

@@ -15,11 +15,12 @@ from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import Slabs, dtype_name, dtype_named
 from fsdp_optim.state.fits import Fit
+from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
-from fsdp_optim.state.shard import Shard, allocate, summarize
+from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, meet, read_local
@@ -30,7 +31,7 @@ from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
 from fsdp_optim.verbs.unfiling import read_constants
 from fsdp_optim.verbs.wanted import Wanted, decide
 
-_READ_AT_ONCE = ("scalar tensor", "placed")  # every rank needs all of these before it can decide anything
+_KIND_OF = {"tensor": "sharded", "scalar tensor": "scalar"}  # what a checkpoint calls by another name than a full dict
 _MOST_NAMED = 20  # differences in one error
 
 
@@ -185,6 +186,7 @@ class State:
         full = normalize(given, names)
         full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
+        _check_filled(full, summaries)
         plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         slabs = Slabs()
         flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
@@ -219,6 +221,16 @@ class State:
         return self.plan.dict_of(flats, self.full.groups, self.full.extra)
 
 
+def _check_filled(full: FullState, summaries: Summaries) -> None:
+    """Memory comes uninitialised: what is allocated for has to be read from a file, which a tensor without memory stands for."""
+    for fqn, summary in summaries.items():
+        for name, _ in summary.sharded:
+            if not full.state[fqn][name].is_meta:
+                raise StateError(
+                    f"{fqn}: {name} would be cut like the parameter, but it is in no file as a tensor of its shape"
+                )
+
+
 def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
     said = checkpoint.marker.said
     if not said.get("has_optim"):
@@ -239,10 +251,13 @@ def _full_dict(
 ) -> dict[str, Any]:
     """A full dict by name, with tensors without memory where elements are in the files; fills in their keys."""
     state: dict[str, dict[str, Any]] = {}
-    small = [what for param in said["params"].values() for _, how, what in param["values"] if how in _READ_AT_ONCE]
+    small = [what for param in said["params"].values() for _, how, what in param["values"] if _is_read_at_once(how)]
+    kinds: dict[str, dict[str, str]] = {}
     constants = dict(zip(small, read_constants(checkpoint, [_stored(checkpoint, key) for key in small]), strict=True))
     for fqn, param in said["params"].items():
         values: dict[str, Any] = {}
+        if param["has_state"]:
+            kinds[fqn] = {name: _KIND_OF.get(how, how) for name, how, _ in param["values"]}
         for name, how, what in param["values"]:
             if how == "tensor":
                 stored = _stored(checkpoint, what)
@@ -253,7 +268,7 @@ def _full_dict(
                         f"{checkpoint.folder / stored.file.name}: {what} has shape {list(stored.entry.shape)}, its parameter "
                         f"{param['shape']}"
                     )
-            elif how in _READ_AT_ONCE:
+            elif _is_read_at_once(how):
                 values[name] = constants[what]
                 if how == "scalar tensor" and constants[what].dim():
                     raise ValueError(f"{what} is a scalar of shape {list(constants[what].shape)}")
@@ -268,7 +283,12 @@ def _full_dict(
             raise ValueError("hyperparameters are not pairs of name and value")
     groups = [{**dict(group["hyperparameters"]), "params": group["params"]} for group in said["groups"]]
     of = {"optimizer_class": said["optimizer_class"]} if said.get("optimizer_class") is not None else {}
-    return {**said["extra"], **of, "state": state, "param_groups": groups}
+    return {**said["extra"], **of, "state": state, "param_groups": groups, "kinds": kinds}
+
+
+def _is_read_at_once(how: str) -> bool:
+    """Whether every rank needs all of a tensor before it can decide anything."""
+    return how == "scalar tensor" or how.partition(" ")[0] == Kind.PLACED.value
 
 
 def _stored(checkpoint: Checkpoint, key: str) -> Stored:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
+from fsdp_optim.state.kinds import cut_of
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState
@@ -116,7 +118,7 @@ def _contents(callers: Callers, local: Local, picture: Picture, full: FullState,
     agree(callers, "odd values", failure.error, fatal=failure.fatal)
     return Contents(
         summaries={
-            fqn: _placed_as_opaque(_only(picture.params[fqn].summary or Summary(), values))
+            fqn: _as_arrived(fqn, _only(picture.params[fqn].summary or Summary(), values), odd)
             for fqn, values in full.state.items()
         },
         groups=full.groups,
@@ -135,7 +137,14 @@ def _only(summary: Summary, names: Collection[str]) -> Summary:
     return replace(summary, **kept, names=tuple(name for name in summary.names if name in names))
 
 
-def _placed_as_opaque(summary: Summary) -> Summary:
-    """Values with a cut of their own arrive whole, and the target decides how to cut them."""
-    arrived = tuple((name, Odd("Tensor", dtype, placement.shape)) for name, (dtype, placement) in summary.placed)
-    return replace(summary, placed=(), opaque=(*summary.opaque, *arrived))
+def _as_arrived(fqn: str, summary: Summary, odd: Mapping[tuple[str, str], Any]) -> Summary:
+    """What there is of values that are not cut like their parameter, when they have come.
+
+    Those with a cut of their own come whole, and the target decides how to cut them. Those of a flat parameter are with its
+    first original only.
+    """
+    opaque = tuple((name, Odd.of(odd[fqn, name])) for name, _ in summary.opaque if (fqn, name) in odd)
+    arrived = tuple(
+        (name, Odd("Tensor", dtype, placement.shape, cut_of(placement))) for name, (dtype, placement) in summary.placed
+    )
+    return replace(summary, placed=(), opaque=(*opaque, *arrived))
