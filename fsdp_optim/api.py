@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import NameOf
-from fsdp_optim.formats.files import absolute
-from fsdp_optim.formats.folder import complete_in
+from fsdp_optim.formats import catalog
+from fsdp_optim.formats.files import local_path
 from fsdp_optim.state.fitting import GroupsFrom
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
@@ -318,6 +318,7 @@ def save(
     model: nn.Module,
     optim: Optimizers | None = None,
     *,
+    step: int | None = None,
     extra: Any = None,
     per_rank_extra: Any = None,
     overwrite: bool = False,
@@ -341,24 +342,29 @@ def save(
 
     Args:
         path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
-            the lowest rank.
-        model, optim: as for gather; several optimizers as a list; None: weights and buffers only.
+            the lowest rank; `~` is the home folder. A URL (`s3://...`) is refused.
+        model, optim: as for gather; several optimizers as a list, which may not be empty; None: weights and buffers only.
+        step: the trainer's step; recorded, and `restored.summary.step` has it.
         extra: values of the trainer (the lowest rank's count): JSON values, tuples, tensors, numpy arrays.
         per_rank_extra: the same, of each rank.
-        overwrite: replace a checkpoint that is at `path`.
+        overwrite: replace the checkpoint that is at `path` when the save begins. Files that somebody has put there are
+            carried over.
         strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank gets whole tensors first and
             writes files of its own, for file systems without sparse files. "auto" tries which it is.
         max_file_size: bytes; a larger half is split into files of at most that, with an index, as Hugging Face does.
         checksums: write a table of checksums beside each file, so that readers verify what they read.
-        durable: return when the bytes are on the disk, not only on their way.
-        keep_last: remove older complete checkpoints in the same folder, until there are so many.
+        durable: return when the bytes are on the disk, not only on their way. A save that replaces or removes another one is
+            brought to the disk first in any case.
+        keep_last: remove older complete checkpoints in the same folder, until there are so many. Only those count that have
+            the same content (names of parameters, with or without an optimizer) and are of the same series: names that differ
+            in their digits only, or both saved with `step` and `keep_last`. Each removal is logged.
         allow_pickle: pickle what is neither JSON nor tensor in the extras; else it is refused by name.
         progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves, and
             lines in the log elsewhere.
         on_replica_mismatch: as for gather.
 
     Raises (the same on all ranks):
-        CheckpointError: the path is taken, or cannot be written; names the file.
+        CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it; names the file.
         As `gather_full_optim_state_dict`.
     """
     return saving.save(path, model, optim, _save_options(locals()))
@@ -369,6 +375,7 @@ def async_save(
     model: nn.Module,
     optim: Optimizers | None = None,
     *,
+    step: int | None = None,
     extra: Any = None,
     per_rank_extra: Any = None,
     overwrite: bool = False,
@@ -466,7 +473,13 @@ def load(
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints; None where there is none. No communication."""
-    absolute(root)  # refuses what is no path
-    found = complete_in(Path(root))
-    return found[-1] if found else None
+    """The newest complete checkpoint in a folder of checkpoints; None where there is none. No communication.
+
+    The newest one is the one that was saved last, whatever the clocks said: each save records a sequence number that is higher
+    than all in the folder. Where two are equal (folders were merged), the higher `step` is newer, then the later time.
+    Checkpoints of a version that did not record it are older than all others.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or has checkpoints, but none that can be read just now.
+    """
+    return catalog.latest(Path(local_path(root)))

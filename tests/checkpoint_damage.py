@@ -54,10 +54,35 @@ def rewrite(path: Path, header: bytes, data: bytes | None = None) -> None:
 
 
 def seal(folder: Path, checkpoint: Any) -> None:
-    """Write a marker that has the right checksum."""
+    """Write a marker that has the right checksum, and a brief that agrees with the rest."""
+    if isinstance(checkpoint, dict) and "brief" in checkpoint:
+        checkpoint = checkpoint | {"brief": brief_of(checkpoint, checkpoint["brief"])}
+    seal_as_it_is(folder, checkpoint)
+
+
+def brief_of(checkpoint: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
+    """The brief of a marker; what its rest does not say any more stays as it was."""
+    brief = {key: value for key, value in was.items() if key != "xxh3_64"}
+    brief |= {key: checkpoint[key] for key in ("created_ns", "token", "version", "world_size") if key in checkpoint}
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        brief["files"] = {name: info["size"] for name, info in checkpoint["files"].items()}
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
+        content = [sorted(checkpoint["model"]["params"]), checkpoint["has_optim"]]
+        brief["content"] = xxhash.xxh3_64_hexdigest(canonical(content))
+    return sealed_brief(brief)
+
+
+def sealed_brief(brief: Mapping[str, Any]) -> dict[str, Any]:
+    """A brief with the right checksum."""
+    brief = {key: value for key, value in brief.items() if key != "xxh3_64"}
+    return brief | {"xxh3_64": xxhash.xxh3_64_hexdigest(canonical(brief))}
+
+
+def seal_as_it_is(folder: Path, checkpoint: Any) -> None:
+    """Write a marker that has the right checksum, and the brief that it has."""
     text = canonical(checkpoint)
     checksum = xxhash.xxh3_64_hexdigest(text).encode()
-    (folder / MARKER).write_bytes(b'{"checksum": "' + checksum + b'", "checkpoint": ' + text + b"}")
+    (folder / MARKER).write_bytes(b'{"checksum":"' + checksum + b'","checkpoint":' + text + b"}")
 
 
 Entries = dict[str, Any]

@@ -452,39 +452,39 @@ class KeepTest(InFolder):
         (self.root / "logs" / "model.safetensors").write_bytes(b"mine")
         (self.root / "notes.txt").write_text("mine")
         (self.root / "fsdp_optim.json").write_text("{}")
-        for name in ("b", "a", "c"):
+        for name in ("step-2", "step-1", "step-3"):
             self.save(name, keep_last=1)
             self.assertEqual(fsdp_optim.latest(self.root), self.root / name)
             self.check_only("logs", "notes.txt", "fsdp_optim.json", name)
 
     def test_without_keep_last_nothing_is_deleted(self) -> None:
-        for name in ("a", "b", "c"):
+        for name in ("step-1", "step-2", "step-3"):
             self.save(name)
-        self.check_only("a", "b", "c")
-        self.save("d", keep_last=4)
-        self.check_only("a", "b", "c", "d")
-        self.save("e", keep_last=2)
-        self.check_only("d", "e")
+        self.check_only("step-1", "step-2", "step-3")
+        self.save("step-4", keep_last=4)
+        self.check_only("step-1", "step-2", "step-3", "step-4")
+        self.save("step-5", keep_last=2)
+        self.check_only("step-4", "step-5")
 
     def test_a_failed_save_deletes_nothing(self) -> None:
-        self.save("a")
-        self.save("b")
+        self.save("step-1")
+        self.save("step-2")
 
         def fail(file: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         with before_writes(fail):
-            kind, text = error_text(lambda: self.save("c", keep_last=1))
+            kind, text = error_text(lambda: self.save("step-3", keep_last=1))
         self.assertEqual(kind, "CheckpointError", text)
-        self.assertEqual(fsdp_optim.latest(self.root), self.root / "b")
-        for name in ("a", "b"):
+        self.assertEqual(fsdp_optim.latest(self.root), self.root / "step-2")
+        for name in ("step-1", "step-2"):
             self.assertEqual(fsdp_optim.load(self.root / name, nn.Linear(3, 2)).summary.world_size, 1)
-        self.save("c", keep_last=1)
-        self.check_only("c")
+        self.save("step-3", keep_last=1)
+        self.check_only("step-3")
 
     def test_older_ones_are_deleted_last(self) -> None:
         """Whenever something of an old checkpoint goes, the new one is complete."""
-        self.save("a")
+        self.save("step-1")
         seen: list[Any] = []
 
         def noting(name: str) -> Any:
@@ -497,9 +497,9 @@ class KeepTest(InFolder):
             return mock.patch.object(os, name, call)
 
         with noting("unlink"), noting("remove"), noting("rmdir"):
-            self.save("b", keep_last=1)
-        self.check_only("b")
-        self.assertIn(self.root / "b", seen)
+            self.save("step-2", keep_last=1)
+        self.check_only("step-2")
+        self.assertIn(self.root / "step-2", seen)
         self.assertNotIn(None, seen)
 
     def test_latest_of_nothing(self) -> None:

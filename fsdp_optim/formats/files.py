@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: pathlib makes one of two
 _NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
 _MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 1024 on Linux)
@@ -25,7 +26,12 @@ def check_name(where: str, name: object) -> str:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """A user's path, from the root. Raises CheckpointError for what no file system takes."""
+    """A user's path, from the root. Raises as `local_path`."""
+    return Path(os.path.abspath(local_path(path)))
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A user's path, with `~` expanded. Raises CheckpointError for what no file system takes, and for a URL."""
     try:
         text = os.fspath(path)
     except TypeError as error:
@@ -38,7 +44,16 @@ def absolute(path: str | os.PathLike[str]) -> Path:
         os.fsencode(text)
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{text!r}: is not a path that this file system can have: {error.reason}") from error
-    return Path(os.path.abspath(text))
+    scheme = _SCHEME.match(text)
+    if scheme is not None:
+        raise CheckpointError(
+            f"{text}: checkpoints are folders, and nothing here handles {scheme[1]}: addresses: save to a folder that all ranks "
+            f"see and copy it, or load a copy; a folder that is really called so is ./{text}"
+        )
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise CheckpointError(f"{text}: there is no such user; a folder whose name begins with ~ is ./{text}")
+    return expanded
 
 
 def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:

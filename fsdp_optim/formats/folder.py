@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,16 +23,39 @@ from pathlib import Path
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.files import sync_folder
 from fsdp_optim.formats.filesystem import this_host
-from fsdp_optim.formats.marker import NAME, Marker, read_marker
+from fsdp_optim.formats.marker import NAME
+from fsdp_optim.formats.standing import Standing, is_there, standing_of, token_of
+from fsdp_optim.formats.strangers import carry_over, strangers_in
 
 LOCK = "owner.lock"
-_NEW, _SAVING, _OLD, _GONE = ".new-", ".saving-", ".old-", ".gone-"
+_NEW, _SAVING, OLD, _GONE = ".new-", ".saving-", ".old-", ".gone-"
+UNFINISHED = (_NEW, _SAVING, _GONE)
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
 _DEAD_AFTER = 3600.0  # seconds without a write, where the lock cannot tell
 _MOST_HOST_NBYTES = 256
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was at a path: by its save's token or, where that cannot be read, by its inode."""
+
+    inode: tuple[int, int]
+    token: str | None
+
+    @classmethod
+    def at(cls, path: Path) -> _Seen | None:
+        if not is_there(path):
+            return None
+        found = os.lstat(path)
+        return cls((found.st_dev, found.st_ino), token_of(path))
+
+    def is_same(self, other: _Seen | None) -> bool:
+        if other is None or self.token is None or other.token is None:
+            return other is not None and self.inode == other.inode
+        return self.token == other.token
 
 
 @dataclass
@@ -42,20 +66,22 @@ class Staging:
     folder: Path
     overwrite: bool
     lock: int = field(repr=False)
+    before: _Seen | None = None  # what was at the path when this save began
 
     @classmethod
-    def begin(cls, path: Path, *, overwrite: bool) -> Staging:
+    def begin(cls, path: Path, *, overwrite: bool, durable: bool = True) -> Staging:
         """Make the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
         path = Path(os.path.abspath(path))
-        _check_free(path, overwrite=overwrite)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _restore_old(path)
+            _check_free(path, overwrite=overwrite)
+            _make_parents(path.parent, durable=durable)
+            _restore_old(path, overwrite=overwrite)
             _remove_leftovers(path)
             _check_free(path, overwrite=overwrite)  # what was aside may be back
+            before = _Seen.at(path)
             for attempt in range(_ATTEMPTS):
                 try:
-                    return cls._make(path, overwrite)
+                    return cls._make(path, overwrite, before)
                 except FileNotFoundError:  # another save took the folder for a leftover, before it had its lock
                     if attempt == _ATTEMPTS - 1:
                         raise
@@ -64,7 +90,7 @@ class Staging:
             raise _failed(path, "cannot be saved", error) from error
 
     @classmethod
-    def _make(cls, path: Path, overwrite: bool) -> Staging:
+    def _make(cls, path: Path, overwrite: bool, before: _Seen | None) -> Staging:
         """A folder that never has its name without its lock being held."""
         token = secrets.token_hex(8)
         new, folder = (path.with_name(f"{path.name}{mark}{token}") for mark in (_NEW, _SAVING))
@@ -81,18 +107,45 @@ class Staging:
                 os.close(lock)
             shutil.rmtree(new, ignore_errors=True)
             raise
-        return cls(path, folder, overwrite, lock)
+        return cls(path, folder, overwrite, lock, before)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether something that was saved before goes when this is put in its place."""
+        return self.overwrite and self.before is not None
 
     def commit(self, *, durable: bool) -> None:
-        """Give the finished folder its name. Another save to the same path may have been faster: then this one raises."""
+        """Give the finished folder its name, and remove what was there.
+
+        Raises CheckpointError where another save to the same path was faster, or where the new name cannot be made durable: then
+        what was there is kept aside.
+        """
+        old = self._put_in_place(durable=durable)
+        if durable:
+            try:
+                sync_folder(self.path.parent)
+            except OSError as error:
+                kept = f"; what was there before is kept as {old}" if old is not None else ""
+                reason = error.strerror or error
+                raise CheckpointError(
+                    f"{self.path}: is written, but its name could not be made durable: {reason}{kept}"
+                ) from error
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _put_in_place(self, *, durable: bool) -> Path | None:
+        """Rename the folder. Where what was at the path is now."""
         old = None
         try:
             _check_free(self.path, overwrite=self.overwrite)
+            self._carry_over()
             if durable:
                 _sync_folders(self.folder)
-            if self.overwrite and os.path.lexists(self.path):
-                old = self.path.with_name(f"{self.path.name}{_OLD}{self.folder.name.rsplit('-', 1)[-1]}")
+            if self.overwrite and is_there(self.path):
+                old = self.path.with_name(f"{self.path.name}{OLD}{self.folder.name.rsplit('-', 1)[-1]}")
                 self.path.rename(old)
+                if self.before is None or not self.before.is_same(_Seen.at(old)):
+                    raise _overtaken(self.path, "cannot be put in place")
             _check_free(self.path, overwrite=False)
             self.folder.rename(self.path)
         except OSError as error:
@@ -103,12 +156,18 @@ class Staging:
         else:
             with contextlib.suppress(OSError):  # it is there now, whatever happens
                 (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
-                if durable:
-                    sync_folder(self.path.parent)
         finally:
             self._unlock()
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        return old
+
+    def _carry_over(self) -> None:
+        """What somebody has put into the folder that is replaced stays."""
+        if not self.overwrite or is_nothing(self.path):
+            return
+        strangers = strangers_in(self.path, LOCK)
+        if strangers:
+            carry_over(self.path, self.folder, strangers)
+            log.info("%s: carried over to the new checkpoint: %s", self.path, ", ".join(strangers))
 
     def abandon(self) -> None:
         """Remove the folder, after a failure."""
@@ -121,6 +180,21 @@ class Staging:
             self.lock = -1
 
 
+def _make_parents(folder: Path, *, durable: bool) -> None:
+    """Make the folders that lead to a checkpoint. Each new name is on the disk before anything is written below it."""
+    missing = []
+    while not is_there(folder):
+        missing.append(folder)
+        folder = folder.parent
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+        try:
+            sync_folder(one.parent)
+        except OSError:
+            if durable:
+                raise
+
+
 def _sync_folders(folder: Path) -> None:
     for one in (folder / "extra", folder):
         if one.is_dir():
@@ -130,11 +204,11 @@ def _sync_folders(folder: Path) -> None:
 def _check_free(path: Path, *, overwrite: bool) -> None:
     if path.is_symlink():
         raise CheckpointError(f"{path}: is a symbolic link: save to the folder that it leads to")
-    if not overwrite and _is_empty_folder(path):
+    if not is_there(path) or _is_empty_folder(path):
         return
-    if os.path.lexists(path) and not overwrite:
+    if not overwrite:
         raise CheckpointError(f"{path}: is there already: save to another path, or say overwrite=True")
-    if os.path.lexists(path) and not (path / NAME).exists() and not _is_empty_folder(path):
+    if not is_there(path / NAME):
         raise CheckpointError(f"{path}: is no checkpoint, so it is not overwritten: remove it, or save to another path")
 
 
@@ -152,50 +226,98 @@ def _failed(path: Path, what: str, error: OSError) -> CheckpointError:
     if file is not None:
         return CheckpointError(f"{path}: {what}: {file} is a file, not a folder: give another path, or remove the file")
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-        return CheckpointError(f"{path}: {what}: another save to this path was faster")
+        return _overtaken(path, what)
     return CheckpointError(f"{path}: {what}: {error.strerror or error}")
+
+
+def _overtaken(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {what}: another save to this path was faster. Where it is a save of the same job, its ranks do not know that "
+        "they belong together: tell them with process_group=, or give each a path of its own"
+    )
 
 
 def _siblings(path: Path, mark: str) -> Iterator[Path]:
     """Folders beside `path` that a save of it has made."""
-    return (folder for folder, base in _aside(path.parent, mark) if base == path)
+    return (folder for folder, base in aside(path.parent, mark) if base == path)
 
 
-def _aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
-    """Folders that saves have made in a folder, each with the path that it is of."""
-    with contextlib.suppress(OSError):
-        for entry in sorted(parent.iterdir()):
-            base, found, token = entry.name.rpartition(mark)
-            if found and base and _TOKEN.fullmatch(token) and entry.is_dir() and not entry.is_symlink():
-                yield entry, parent / base
+def aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
+    """Folders that saves have made in a folder, each with the path that it is of.
+
+    Raises CheckpointError where the folder cannot be listed; one that may be entered only has nothing that is known.
+    """
+    try:
+        entries = sorted(parent.iterdir())
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    except OSError as error:
+        raise CheckpointError(f"{parent}: cannot be listed: {error.strerror or error}") from error
+    for entry in entries:
+        base, found, token = entry.name.rpartition(mark)
+        if found and base and _TOKEN.fullmatch(token) and _may_be_folder(entry):
+            yield entry, parent / base
+
+
+def _may_be_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError as error:
+        return error.errno != errno.ENOENT
+
+
+def new_gone(folder: Path) -> Path:
+    """A name under which a folder is no checkpoint any more, and is removed by the next save at the latest."""
+    return folder.with_name(f"{folder.name}{_GONE}{secrets.token_hex(8)}")
 
 
 def _remove_leftovers(path: Path) -> None:
     """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
-    for mark in (_SAVING, _NEW):
-        for folder, _ in _aside(path.parent, mark):
-            if not _is_held(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-    for folder, _ in _aside(path.parent, _GONE):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder, base in _aside(path.parent, _OLD):
-        if is_complete(base) or not is_complete(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    for mark in UNFINISHED:
+        for folder, _ in aside(path.parent, mark):
+            if mark == _GONE or not _is_held(folder):
+                _remove_leftover(folder)
+    for folder, base in aside(path.parent, OLD):
+        if _is_replaced(folder, base):
+            _remove_leftover(folder)
+
+
+def _remove_leftover(folder: Path) -> None:
+    log.info("removed %s, which a save that died had left", folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_replaced(folder: Path, base: Path) -> bool:
+    """Whether what was at `base` is needed no more: what is there now is known to be complete, and on the disk; or half of it
+    has been removed already. What cannot be told just now is no reason to remove the only copy.
+    """
+    standing = standing_of(folder)
+    if standing.is_sure and not standing.has_marker:
+        return True
+    if not standing_of(base).is_complete:
+        return False
+    try:
+        sync_folder(base.parent)
+    except OSError:
+        return False
+    return True
 
 
 def _is_held(folder: Path) -> bool:
     """Whether the process that writes a folder lives.
 
     On some cluster file systems a lock is seen on its own host only: of a folder of another one, a free lock says nothing, and
-    it counts as dead when nothing in it was written for an hour.
+    it counts as dead when nothing in it was written for an hour. What is no regular file was made by somebody else.
     """
     try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
     except FileNotFoundError:
         return False
     except OSError:
         return True
     try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            return True
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         host = os.read(lock, _MOST_HOST_NBYTES).decode(errors="replace")
     except OSError:
@@ -214,109 +336,50 @@ def _last_written(folder: Path) -> float:
     return max(times)
 
 
-def _restore_old(path: Path) -> None:
+def _restore_old(path: Path, *, overwrite: bool) -> None:
     """A save that was killed between two renames has left the old checkpoint under another name."""
-    if _is_nothing(path):
-        for old in _siblings(path, _OLD):
-            if is_complete(old):
-                old.rename(path)  # over an empty folder too
-                return
+    if not is_nothing(path):
+        return
+    old, standing = _old_of(path)
+    if old is None or standing is None:
+        return
+    if standing.is_complete:
+        old.rename(path)  # over an empty folder too
+    elif not overwrite:
+        raise CheckpointError(
+            f"{path}: {old} may be its checkpoint, which a save that died has left aside, and cannot be read just now: "
+            f"{standing.reason}; save to another path, or say overwrite=True"
+        )
 
 
-def _is_nothing(path: Path) -> bool:
-    """Whether nothing is lost when a folder is put there."""
-    return not os.path.lexists(path) or (not path.is_symlink() and _is_empty_folder(path))
+def _old_of(path: Path) -> tuple[Path, Standing] | tuple[None, None]:
+    """What a save of a path has put aside: the newest that is complete, else one of which that cannot be told."""
+    found = [(old, standing_of(old)) for old in _siblings(path, OLD)]
+    complete = [(standing.brief.order, old, standing) for old, standing in found if standing.brief is not None]
+    if complete:
+        _, old, standing = max(complete, key=lambda one: one[0])
+        return old, standing
+    return next(((old, standing) for old, standing in found if not standing.is_sure), (None, None))
+
+
+def is_nothing(path: Path) -> bool:
+    """Whether nothing is lost when a folder is put there. What cannot be looked at is something."""
+    try:
+        return not is_there(path) or (not path.is_symlink() and _is_empty_folder(path))
+    except OSError:
+        return False
 
 
 def existing(path: Path) -> Path:
     """Where the checkpoint of a path is: there, or aside where a save was killed between two renames."""
     path = Path(os.path.abspath(path))
     for _ in range(_ATTEMPTS):
-        if not _is_nothing(path):
+        if not is_nothing(path):
             return path
-        for aside in _siblings(path, _OLD):
-            if is_complete(aside):
-                return aside
+        old, _ = _old_of(path)
+        if old is not None:  # where it cannot be read, who reads it says why
+            return old
         if not any(_siblings(path, _SAVING)):
             break
         time.sleep(_AGAIN)  # it may be just between two names
     return path
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a folder has a marker that can be read, and all files that it names in their sizes."""
-    try:
-        return _read_complete(folder) is not None
-    except OSError:
-        return False
-
-
-def _read_complete(folder: Path) -> Marker | None:
-    """The marker of a folder with all files in their sizes; None where one differs. Raises OSError where one is missing."""
-    marker = read_marker(folder)
-    whole = all((folder / name).stat().st_size == info.nbytes for name, info in marker.files.items())
-    return marker if whole else None
-
-
-def complete_in(root: Path) -> list[Path]:
-    """The complete checkpoints in a folder, the oldest first.
-
-    A listing that is made while a folder is renamed may have neither name of it: it counts when the next one is the same.
-    """
-    for _ in range(_ATTEMPTS):
-        before = _names_of(root)
-        found, vanished = _scan(root)
-        if not vanished and _names_of(root) == before:
-            break
-        time.sleep(_AGAIN)
-    return [folder for *_, folder in sorted(found)]
-
-
-def _names_of(root: Path) -> set[str]:
-    with contextlib.suppress(OSError):
-        return set(os.listdir(root))
-    return set()
-
-
-def _scan(root: Path) -> tuple[list[tuple[int, str, Path]], bool]:
-    """Complete checkpoints with their times; and whether a folder went away meanwhile, so that one may be missing."""
-    replaced = {folder for folder, base in _aside(root, _OLD) if not _is_nothing(base)}
-    unfinished = {folder for mark in (_NEW, _SAVING, _GONE) for folder, _ in _aside(root, mark)}
-    found, vanished = [], False
-    try:
-        entries = [entry for entry in root.iterdir() if entry not in replaced | unfinished]
-    except OSError:
-        return [], False
-    for folder in entries:
-        if not folder.is_dir():
-            vanished = vanished or not os.path.lexists(folder)
-            continue
-        try:
-            marker = _read_complete(folder)
-            if marker is not None:
-                found.append((int(marker.said["created_ns"]), folder.name, folder))
-        except OSError as error:
-            vanished = vanished or not folder.exists()
-            if folder.exists() and (folder / NAME).exists():
-                log.warning("%s has a marker, and is no checkpoint that can be read: %s", folder, error)
-    return found, vanished
-
-
-def keep_newest(path: Path, number: int) -> None:
-    """Remove complete checkpoints of the same model beside `path` that are older than the newest `number`; never `path`."""
-    names = set(read_marker(path).said["model"]["params"])
-    alike = [folder for folder in complete_in(path.parent) if not folder.is_symlink() and _names_in(folder) == names]
-    for folder in alike[:-number]:
-        if folder != path:
-            gone = folder.with_name(f"{folder.name}{_GONE}{secrets.token_hex(8)}")
-            with contextlib.suppress(OSError):
-                folder.rename(gone)  # from here on it is no checkpoint, and whoever saves next removes it
-            shutil.rmtree(gone, ignore_errors=True)
-
-
-def _names_in(folder: Path) -> set[str] | None:
-    """The names of the parameters of a checkpoint; None where it went away."""
-    try:
-        return set(read_marker(folder).said["model"]["params"])
-    except OSError:
-        return None

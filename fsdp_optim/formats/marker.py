@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.brief import KEY, Brief
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.files import check_name
@@ -18,6 +19,10 @@ from fsdp_optim.formats.opened import OpenFolder
 NAME = "fsdp_optim.json"
 _MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
 FORMAT, VERSION = "fsdp_optim", 2
+
+
+class NewerVersion(Exception):
+    """The cause of a CheckpointError: the checkpoint may be whole, but this version of the library cannot tell."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +39,29 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint says of itself. `said`: all of it, as JSON values; `checksum`: the hash of that, where it was read."""
+    """What a checkpoint says of itself.
+
+    `said`: all of it, as JSON values. `brief`: what is said at its beginning. `checksum`: the hash of it, where it was read.
+    """
 
     said: Mapping[str, Any]
     files: Mapping[str, FileInfo]
+    brief: Brief
     checksum: str = ""
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> Marker:
-        return cls(
-            {"format": FORMAT, "version": VERSION, **said, "files": {n: f.said() for n, f in files.items()}}, files
-        )
+    def of(
+        cls,
+        said: Mapping[str, Any],
+        files: Mapping[str, FileInfo],
+        *,
+        sequence: int,
+        step: int | None = None,
+        keep_last: int | None = None,
+    ) -> Marker:
+        said = {"format": FORMAT, "version": VERSION, **said, "files": {n: f.said() for n, f in files.items()}}
+        brief = replace(Brief.of(said), sequence=sequence, step=step, keep_last=keep_last)
+        return cls(said | {KEY: brief.said()}, files, brief)
 
     def encoded(self) -> bytes:
         body = _canonical(self.said)
@@ -76,12 +93,23 @@ def marker_in(folder: OpenFolder) -> Marker:
         if type(said["version"]) is not int or not 1 <= said["version"] <= VERSION:
             raise CheckpointError(
                 f"{path}: has the schema version {said['version']!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
-            )
+            ) from NewerVersion()
         if hex_of(_canonical(said)) != checksum:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
         files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
         _check_said(said, files)
-        return Marker(said, files, checksum)
+        return Marker(said, files, _brief_of(path, said), checksum)
+
+
+def _brief_of(path: Path, said: Mapping[str, Any]) -> Brief:
+    """The brief, which has to agree with the rest: those who read it alone see the same checkpoint."""
+    made = Brief.of(said)
+    if KEY not in said:
+        return made
+    brief = Brief.read(str(path), said[KEY])
+    if replace(made, sequence=brief.sequence, step=brief.step, keep_last=brief.keep_last) != brief:
+        raise CheckpointError(f"{path}: its brief and the rest of it say different things; load another checkpoint")
+    return brief
 
 
 def _check_said(said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> None:

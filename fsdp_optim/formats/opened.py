@@ -85,6 +85,11 @@ class OpenFolder:
         """The bytes of a file."""
         return os.fstat(self.file(name)).st_size
 
+    def nbytes_of(self, name: str) -> int:
+        """As `size_of`, without opening the file; -1 of what is no regular file. Raises OSError."""
+        found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        return found.st_size if stat.S_ISREG(found.st_mode) else -1
+
     def read_whole(self, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
         """All of a small file; `nbytes`: what it has to have, `most_nbytes`: what it may have."""
         size = self.size_of(name)

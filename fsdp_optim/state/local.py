@@ -154,6 +154,10 @@ def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
     Raises WrapperError when model and optimizer do not belong together.
     """
     if isinstance(optim, (list, tuple)):
+        if not optim:
+            raise WrapperError(
+                "optim is an empty list, which has no state: give the optimizers, or None where there is to be none"
+            )
         return _as_one([_read(one, view) for one in optim])
     return _read(optim, view)  # type: ignore[arg-type]
 

@@ -35,9 +35,13 @@ class LoadOptions(Asked):
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """What was loaded: tensors, the bytes that this rank read, FQNs without optimizer state, how many ranks saved it."""
+    """What was loaded: tensors, the bytes that this rank read, FQNs without optimizer state, how many ranks saved it.
+
+    `step`: as it was given to save.
+    """
 
     num_tensors: int = 0
     nbytes: int = 0
     absent: tuple[str, ...] = ()
     world_size: int = 0
+    step: int | None = None

@@ -64,7 +64,10 @@ def _restore(
         pending.settle()
         where = absolute(path)
         with Checkpoint.open(where, verify=options.verify) as checkpoint:
-            return read_extras(checkpoint, where, _position(options), options)
+            restored = read_extras(checkpoint, where, _position(options), options)
+            brief = checkpoint.marker.brief
+            restored.summary = LoadSummary(world_size=brief.world_size, step=brief.step)
+            return restored
     with (
         calling("load", [model], options, options.call, all_of_plain=True) as ((reader,), callers),
         ExitStack() as stack,
@@ -165,7 +168,8 @@ def _summarized(
         restored.left_out_hyperparameters, restored.left_out_values = state.fit.hyperparameters, state.fit.values
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.left_out = _each_once(weights.extra, state.fit.extra if state is not None else ())
-    restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.marker.said.get("world_size", 0))
+    brief = checkpoint.marker.brief
+    restored.summary = LoadSummary(num_tensors, nbytes, absent, brief.world_size, brief.step)
     if callers.rank == callers.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank; without optimizer state: %s",

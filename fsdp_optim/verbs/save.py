@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,23 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.formats.brief import content_of
+from fsdp_optim.formats.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
 from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.files import absolute, sync_file, write_file
 from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
-from fsdp_optim.formats.folder import Staging, keep_newest
+from fsdp_optim.formats.folder import Staging
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.memory import flatten, pieces
 from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import Told, agree, tell
 from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs.alone import warn_if_alone
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
 from fsdp_optim.verbs.filing import File, Held, Move, Part, batches_of, cut_into_files, moves_of, staged
@@ -59,6 +63,7 @@ class Job:
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
     said: Mapping[str, Any] = field(default_factory=dict)  # what the marker will say
     staging: Staging | None = None  # on the rank that made the folder
+    claim: Claim | None = None  # on the same rank
     own_files: tuple[File, ...] = ()  # those that this rank makes and writes alone
 
     @property
@@ -161,25 +166,29 @@ def begin(
 ) -> Job:
     """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet."""
     where = absolute(path)
+    warn_if_alone(callers, where, was_told=options.call.process_group is not None)
     pending.settle()
     about = f"{str(path)!r}, {'an' if optim is not None else 'no'} optimizer"
     weights = read_weights(reader, callers, options, options.call, about)
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
     extras = _encode_extras(options, callers)
     said: Mapping[str, Any] = {}
-    staging, content = None, b""
+    staging, claim, content = None, None, b""
     try:
         if callers.rank == callers.ranks[0]:
             said = _said(options, callers, weights, state, extras)
-            staging = Staging.begin(where, overwrite=options.overwrite)
+            claim = Claim.lay(callers, str(where))
+            staging = Staging.begin(where, overwrite=options.overwrite, durable=options.durable)
             make_extra_folder(staging.folder)
             strategy, groups = _strategy(staging.folder, options), _plain_groups(state) if state is not None else ""
             if strategy == "in_place":
                 make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
-            content = json.dumps([str(where), str(staging.folder), strategy, groups]).encode()
+            durable = options.durable or _removes(staging, options, said)
+            content = json.dumps([str(where), str(staging.folder), strategy, groups, durable]).encode()
         told = tell(callers, "folder", content, said=this_host(where).encode())
         # A relative path counts from the working directory of the rank that has made the folder.
-        leaders_path, folder, strategy, groups = json.loads(told.by(callers.ranks[0]))
+        leaders_path, folder, strategy, groups, durable = json.loads(told.by(callers.ranks[0]))
+        options = replace(options, durable=durable)
         if strategy == _BY_MACHINES:
             strategy = "in_place" if told.alike else "per_rank_files"
             if strategy == "in_place":
@@ -199,17 +208,29 @@ def begin(
             extras,
             said,
             staging,
+            claim,
             tuple(f for f, owner in zip(files, owners, strict=True) if owner == callers.rank) if owners else (),
         )
     except BaseException:
         if staging is not None:
             staging.abandon()
+        if claim is not None:
+            claim.release()
         raise
 
 
 def _absent(state: Half | None) -> tuple[str, ...]:
     params = state.picture.params.values() if state is not None else ()
     return tuple(param.fqn for param in params if param.summary is None)
+
+
+def _removes(staging: Staging, options: SaveOptions, said: Mapping[str, Any]) -> bool:
+    """Whether an older checkpoint goes for this one, which is brought to the disk first then: the older one may be on it."""
+    if staging.replaces or options.keep_last is None:
+        return staging.replaces
+    content = content_of(said["model"]["params"], has_optim=said["has_optim"])
+    series = Series.of(staging.path, content, options.step, options.keep_last)
+    return bool(outdated(staging.path, series, options.keep_last))
 
 
 def _strategy(folder: Path, options: SaveOptions) -> str:
@@ -323,10 +344,12 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
     for stem in ("model", "optim"):
         infos.update(_write_index(job, stem))
     said = {**job.said, "created_ns": time.time_ns(), "token": job.folder.name}
-    write_file(job.folder / NAME, Marker.of(said, infos).encoded(), durable=job.options.durable)
+    step, keep_last = (None if n is None else int(n) for n in (job.options.step, job.options.keep_last))  # as JSON has them
+    marker = Marker.of(said, infos, sequence=next_sequence(job.path.parent), step=step, keep_last=keep_last)
+    write_file(job.folder / NAME, marker.encoded(), durable=job.options.durable)
     job.staging.commit(durable=job.options.durable)
-    if job.options.keep_last is not None:
-        keep_newest(job.path, job.options.keep_last)
+    if keep_last is not None and job.options.durable:  # else there was nothing to remove when it began
+        keep_newest(job.path, marker.brief, keep_last)
 
 
 def _write_index(job: Job, stem: str) -> dict[str, FileInfo]:
@@ -424,6 +447,8 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
     except BaseException:
         if job.staging is not None:
             job.staging.abandon()
+        if job.claim is not None:
+            job.claim.release()
         raise
 
 

@@ -12,12 +12,15 @@ from fsdp_optim.verbs.call import Options
 
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 
+_MOST_STEPS = 1 << 63
+
 
 @dataclass(frozen=True)
 class SaveOptions(Asked):
     """What save accepts besides the model and the optimizer."""
 
     call: Options
+    step: int | None = None
     extra: Any = field(default=None, metadata=MAY_DIFFER)
     per_rank_extra: Any = field(default=None, metadata=said_as(lambda value: value is not None))
     overwrite: bool = False
@@ -35,6 +38,10 @@ class SaveOptions(Asked):
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         if self.keep_last is not None:
             check_at_least("keep_last", self.keep_last, 1, error=CheckpointError)
+        if self.step is not None:
+            check_at_least("step", self.step, 0, error=CheckpointError)
+            if self.step >= _MOST_STEPS:
+                raise CheckpointError(f"step has to be at most {_MOST_STEPS - 1}, not {self.step}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,192 @@
+"""The checkpoints of a folder: their order, the newest one, which of them are one series, and which keep_last removes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.brief import Brief
+from fsdp_optim.formats.folder import LOCK, OLD, UNFINISHED, aside, is_nothing, new_gone
+from fsdp_optim.formats.marker import read_marker
+from fsdp_optim.formats.standing import read_brief, standing_of
+from fsdp_optim.formats.strangers import strangers_in
+
+_ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class Series:
+    """What checkpoints have in common that keep_last counts: the same content, and alike names or a step and keep_last each."""
+
+    content: str
+    stem: str  # the name but for its digits
+    rotates: bool
+
+    @classmethod
+    def of(cls, base: Path, content: str, step: int | None, keep_last: int | None) -> Series:
+        return cls(content, re.sub(r"\d+", "#", base.name), step is not None and keep_last is not None)
+
+    def is_alike(self, other: Series) -> bool:
+        """Whether both are of one series."""
+        return self.content == other.content and (self.stem == other.stem or (self.rotates and other.rotates))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of a folder. `base`: its path; `folder`: where it is, which is aside where a save was killed."""
+
+    folder: Path
+    base: Path
+    brief: Brief
+
+    @property
+    def series(self) -> Series:
+        return Series.of(self.base, self.brief.content, self.brief.step, self.brief.keep_last)
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint in a folder; None where there is none.
+
+    Raises CheckpointError where the folder cannot be listed, or has only checkpoints that cannot be read just now.
+    """
+    unread: list[str] = []
+    for attempt in range(_ATTEMPTS):
+        found, unread = checkpoints_in(root)
+        for one in reversed(found):
+            standing = standing_of(one.folder)  # all of the marker, not its beginning alone
+            if standing.is_complete:
+                return one.folder
+            if standing.has_moved and attempt < _ATTEMPTS - 1:
+                break  # it was replaced since the folder was listed
+            log.warning("%s is no complete checkpoint: %s", one.folder, standing.reason)
+            if not standing.is_sure:
+                unread.append(standing.reason)
+        else:
+            break
+    if unread:
+        raise CheckpointError(f"{root}: has checkpoints, but none that can be read: {'; '.join(unread)}")
+    return None
+
+
+def checkpoints_in(root: Path) -> tuple[list[Found], list[str]]:
+    """The complete checkpoints in a folder by what the beginnings of their markers say, the oldest first.
+
+    Also why others that have a marker could not be read just now. A listing that is made while a folder is renamed may have
+    neither name of it: it counts when the next one is the same.
+    """
+    found: list[Found] = []
+    unread: list[str] = []
+    for _ in range(_ATTEMPTS):
+        before = _names_of(root)
+        found, unread, vanished = _scan(root, before)
+        if not vanished and _names_of(root) == before:
+            break
+        time.sleep(_AGAIN)
+    return sorted(found, key=lambda one: one.brief.order), unread
+
+
+def _names_of(root: Path) -> set[str]:
+    """What is in a folder; nothing where it is not there."""
+    try:
+        return set(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be listed: {error.strerror or error}") from error
+
+
+def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
+    """As `checkpoints_in`, at one look; and whether a folder went away meanwhile, so that one may be missing."""
+    bases = dict(aside(root, OLD))
+    unfinished = {folder for mark in UNFINISHED for folder, _ in aside(root, mark)}
+    found, unread, vanished = [], [], False
+    for folder in (root / name for name in sorted(names)):
+        base = bases.get(folder, folder)
+        if folder in unfinished or (base != folder and not is_nothing(base)):
+            continue
+        standing = standing_of(folder, whole=False)
+        if standing.brief is not None:
+            found.append(Found(folder, base, standing.brief))
+            continue
+        if standing.has_moved:
+            vanished = True
+        elif standing.has_marker:
+            log.warning("%s has a marker, and is no checkpoint that can be read: %s", folder, standing.reason)
+            if not standing.is_sure:
+                unread.append(standing.reason)
+    return found, unread, vanished
+
+
+def next_sequence(root: Path) -> int:
+    """One more than the highest sequence number of all that has a marker in a folder, complete or not."""
+    try:
+        names = os.listdir(root)
+    except PermissionError:  # then nobody asks for the newest one either
+        names = []
+    return 1 + max((_sequence_of(root / name) for name in names), default=0)
+
+
+def _sequence_of(folder: Path) -> int:
+    """The sequence number of a folder; 0 where there is none, or it cannot be known."""
+    for read in (
+        read_brief,
+        lambda folder: read_marker(folder).brief,
+    ):  # the rest may say it where the brief is damaged
+        with contextlib.suppress(OSError):
+            brief = read(folder)
+            return brief.sequence if brief is not None else 0
+    return 0
+
+
+def outdated(path: Path, series: Series, keep_last: int) -> list[Found]:
+    """The checkpoints of a series beside `path` that are older than the newest `keep_last`, of which `path` is the newest.
+
+    Those that are kept instead are read whole: one that is damaged does not count.
+    """
+    kept, older = 1, []
+    for one in reversed(checkpoints_in(path.parent)[0]):
+        if one.base == path or one.folder.is_symlink() or not one.series.is_alike(series):
+            continue
+        if kept >= keep_last:
+            older.append(one)
+        elif standing_of(one.folder).is_complete:
+            kept += 1
+    return older
+
+
+def keep_newest(path: Path, brief: Brief, keep_last: int) -> None:
+    """Remove the checkpoints that are older than the newest `keep_last` of the series of `path`; never `path`.
+
+    What cannot be removed is warned about: the new checkpoint is there.
+    """
+    try:
+        older = outdated(path, Found(path, path, brief).series, keep_last)
+    except OSError as error:
+        log.warning("nothing was removed for keep_last=%d: %s", keep_last, error)
+        return
+    for one in older:
+        strangers = _strangers_in(one.folder)
+        gone = new_gone(one.folder)
+        try:
+            one.folder.rename(gone)  # from here on it is no checkpoint, and whoever saves next removes it
+        except OSError as error:
+            log.warning("%s cannot be removed, though keep_last=%d: %s", one.folder, keep_last, error.strerror or error)
+            continue
+        with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
+        log.info("removed %s: keep_last=%d, and %s is newer%s", one.folder, keep_last, path, with_them)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _strangers_in(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return strangers_in(folder, LOCK)
+    return []

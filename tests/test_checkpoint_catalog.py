@@ -1,0 +1,411 @@
+"""The checkpoints of a folder: which is the newest, whatever the clock says, and which of them keep_last counts and removes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import time
+import unittest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from checkpoint_damage import seal, seal_as_it_is, sealed_brief
+from checkpoint_format import MARKER, check_folder, read_marker
+from parameterized import parameterized
+from test_checkpoint import InFolder
+from test_safetensors_format import GOLDEN
+from torch import nn
+from wrapping import Differs, check_same, error_text
+
+import fsdp_optim
+from fsdp_optim.formats import brief as briefs
+from fsdp_optim.formats.standing import read_brief
+
+HOUR = 3600 * 10**9
+LOG = "fsdp_optim"
+
+
+def save(path: Path, model: nn.Module | None = None, weights_only: bool = False, **options: Any) -> None:
+    model = model or nn.Linear(3, 2)
+    optim = None if weights_only else torch.optim.SGD(model.parameters())
+    fsdp_optim.save(path, model, optim, **{"durable": False, "progress": False, **options})
+
+
+def load(path: Path) -> Any:
+    return fsdp_optim.load(path, nn.Linear(3, 2))
+
+
+@contextmanager
+def clock(hours: float) -> Iterator[None]:
+    """The machine's clock is wrong by this much."""
+    real = time.time_ns
+    with mock.patch.object(time, "time_ns", side_effect=lambda: real() + int(hours * HOUR)):
+        yield
+
+
+def as_before_sequences(folder: Path) -> None:
+    """The marker of a version that recorded no sequence number."""
+    seal(folder, {key: value for key, value in read_marker(folder).items() if key != "brief"})
+
+
+def sequence_of(folder: Path) -> int:
+    return int(read_marker(folder)["brief"]["sequence"])
+
+
+class CatalogTest(InFolder):
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir())
+
+    def check_latest(self, name: str) -> None:
+        found = fsdp_optim.latest(self.root)
+        check_same("latest", found.name if found is not None else None, name)
+
+
+class OrderTest(CatalogTest):
+    @parameterized.expand(("save", "async_save"))
+    def test_a_clock_that_goes_back(self, kind: str) -> None:
+        """After a restart on a machine whose clock is behind, what is saved then is the newest."""
+        model = nn.Linear(3, 2)
+        optim = torch.optim.SGD(model.parameters())
+        for number, step in enumerate((10, 20, 30, 40)):
+            with clock(-1.0 if number >= 2 else 0.0):
+                if kind == "save":
+                    fsdp_optim.save(self.root / f"step-{step}", model, optim, keep_last=2, durable=False)
+                else:
+                    fsdp_optim.async_save(self.root / f"step-{step}", model, optim, keep_last=2, durable=False).wait(60)
+            self.check_latest(f"step-{step}")
+        self.check_only("step-30", "step-40")
+
+    def test_a_run_that_goes_on_from_an_earlier_step(self) -> None:
+        for step in (10, 20, 30):
+            save(self.root / f"step-{step}", step=step, keep_last=3)
+        with clock(-2.0):
+            save(self.root / "step-11", step=11, keep_last=3)
+        self.check_latest("step-11")
+        self.check_only("step-11", "step-20", "step-30")
+        save(self.root / "step-20", step=20, keep_last=2, overwrite=True)
+        self.check_latest("step-20")
+        self.check_only("step-11", "step-20")
+
+    def test_the_sequence_is_higher_than_any_in_the_folder(self) -> None:
+        """Also than that of what is incomplete, cannot be read whole, has another series or content, or is aside."""
+        save(self.root / "a")
+        check_same("the first", sequence_of(self.root / "a"), 1)
+        save(self.root / "other", nn.Linear(1, 1), weights_only=True)
+        check_same("another model's", sequence_of(self.root / "other"), 2)
+        (self.root / "other" / "model.safetensors").unlink()
+        save(self.root / "b")
+        check_same("after an incomplete one", sequence_of(self.root / "b"), 3)
+        marker = self.root / "b" / MARKER
+        marker.write_bytes(marker.read_bytes()[:-9])
+        save(self.root / "c")
+        check_same("after one whose marker is cut", sequence_of(self.root / "c"), 4)
+        (self.root / "c").rename(self.root / "c.old-0123456789abcdef")
+        save(self.root / "d")
+        check_same("after one that is aside", sequence_of(self.root / "d"), 5)
+        save(self.root / "a", overwrite=True)
+        check_same("one that is replaced", sequence_of(self.root / "a"), 6)
+        self.check_latest("a")
+
+    def test_a_brief_that_is_damaged(self) -> None:
+        """Then the rest of the marker says nothing that counts; and the other way round."""
+        save(self.root / "step-1")
+        save(self.root / "step-2")
+        marker = self.root / "step-2" / MARKER
+        marker.write_bytes(marker.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
+        with self.assertLogs(LOG, logging.WARNING) as logs:
+            self.check_latest("step-1")
+        self.assertIn("step-2", logs.output[0])
+
+    def test_a_brief_that_disagrees_with_the_rest(self) -> None:
+        save(self.root / "step-1")
+        checkpoint = read_marker(self.root / "step-1")
+        files = checkpoint["brief"]["files"]
+        checkpoint["brief"]["files"] = {name: size + 1 for name, size in files.items()}
+        checkpoint["brief"] = sealed_brief(checkpoint["brief"])
+        seal_as_it_is(self.root / "step-1", checkpoint)
+        kind, text = error_text(lambda: fsdp_optim.load(self.root / "step-1", nn.Linear(3, 2)))
+        check_same("kind", kind, "CheckpointError")
+        self.assertIn(str(self.root / "step-1" / MARKER), text)
+        self.assertIn("brief", text)
+
+    @parameterized.expand(
+        (
+            ("sequence", -1),
+            ("sequence", True),
+            ("sequence", "7"),
+            ("step", 1.5),
+            ("keep_last", []),
+            ("created_ns", None),
+            ("token", 7),
+            ("content", None),
+            ("files", {"../model.safetensors": 1}),
+            ("files", ["model.safetensors"]),
+            ("version", None),
+        )
+    )
+    def test_a_brief_of_wrong_types(self, key: str, value: Any) -> None:
+        save(self.root / "step-1")
+        save(self.root / "step-2")
+        checkpoint = read_marker(self.root / "step-2")
+        checkpoint["brief"] = sealed_brief(checkpoint["brief"] | {key: value})
+        seal_as_it_is(self.root / "step-2", checkpoint)
+        self.check_latest("step-1")
+        check_same("kind", error_text(lambda: fsdp_optim.load(self.root / "step-2"))[0], "CheckpointError")
+
+    def test_checkpoints_of_the_version_before_are_older(self) -> None:
+        """By their times among themselves. The golden one is not written anew."""
+        shutil.copytree(GOLDEN, self.root / "golden")
+        for name, hours in (("step-2", 2.0), ("step-1", 1.0)):
+            with clock(hours):
+                save(self.root / name)
+            as_before_sequences(self.root / name)
+        self.check_latest("step-2")
+        with clock(-9.0):
+            save(self.root / "step-3")
+        self.check_latest("step-3")
+        check_same("its sequence", sequence_of(self.root / "step-3"), 1)
+        save(self.root / "step-4", keep_last=2)
+        self.check_only("golden", "step-3", "step-4")
+
+    def test_folders_that_were_merged(self) -> None:
+        """Where two sequence numbers are equal, the higher step is newer, then the later time."""
+        for name, step, hours in (("a", 20, 0.0), ("b", 10, 5.0), ("c", None, 9.0)):
+            with clock(hours):
+                save(self.root / name / "step", step=step)
+            (self.root / name / "step").rename(self.root / f"step-{name}")
+            (self.root / name).rmdir()
+            check_same("sequence", sequence_of(self.root / f"step-{name}"), 1)
+        self.check_latest("step-a")
+        shutil.rmtree(self.root / "step-a")
+        self.check_latest("step-b")
+
+    def test_the_step_is_recorded(self) -> None:
+        save(self.path, step=7)
+        model = nn.Linear(3, 2)
+        for restored in (fsdp_optim.load(self.path), fsdp_optim.load(self.path, model)):
+            check_same("step", restored.summary.step, 7)
+        check_folder(self.path)
+        save(self.path, overwrite=True)
+        check_same("step", fsdp_optim.load(self.path).summary.step, None)
+
+    @parameterized.expand(((-1,), (1.5,), (True,), ("7",), (2**63,)))
+    def test_a_step_that_is_none(self, step: Any) -> None:
+        kind, text = error_text(lambda: save(self.path, step=step))
+        check_same("kind", kind, "CheckpointError")
+        self.assertIn("step", text)
+        self.assertIn(repr(step), text)
+        self.check_only()
+
+    def test_the_brief_is_all_that_is_read_of_most(self) -> None:
+        """The rest of the marker is read of the newest one alone."""
+        model = nn.ModuleList(nn.Linear(1, 1) for _ in range(200))
+        for step in range(5):
+            save(self.root / f"step-{step}", model)
+        size = (self.root / "step-0" / MARKER).stat().st_size
+        if size < 3 * 4096:
+            raise Differs(f"a marker of {size} bytes is too small to tell")
+        read = []
+        real = json.loads
+
+        def loads(text: str, **kwargs: Any) -> Any:
+            read.append(len(text))
+            return real(text, **kwargs)
+
+        with mock.patch.object(json, "loads", loads):
+            self.check_latest("step-4")
+        check_same("markers that were read whole", read, [size])
+
+    def test_a_brief_that_is_long(self) -> None:
+        """As where thousands of ranks have extras of their own: it does not end in the first bytes that are read."""
+        files = {f"extra/rank-{rank:05}.safetensors": rank for rank in range(3000)}
+        brief = briefs.Brief(1, 7, None, 3, 99, "token", "content", 3000, files)
+        checkpoint = {"brief": brief.said(), "format": "fsdp_optim"}
+        (self.root / "step-1").mkdir()
+        seal_as_it_is(self.root / "step-1", checkpoint)
+        check_same("brief", read_brief(self.root / "step-1"), brief)
+
+
+class KeepLastTest(CatalogTest):
+    @parameterized.expand(
+        (
+            ("weights only", {"weights_only": True}),
+            ("of other names", {"model": nn.ModuleList([nn.Linear(3, 2)])}),
+            ("of one name more", {"model": nn.BatchNorm1d(3)}),
+        )
+    )
+    def test_other_content_is_not_counted(self, _: str, other: dict[str, Any]) -> None:
+        """Neither is it removed, nor does it remove."""
+        for step in (1, 2):
+            save(self.root / f"step-{step}", keep_last=2, step=step)
+        for step in (3, 4, 5):
+            save(self.root / f"step-{step}", keep_last=2, step=step, **other)
+        self.check_only("step-1", "step-2", "step-4", "step-5")
+        save(self.root / "step-6", keep_last=2, step=6)
+        self.check_only("step-2", "step-4", "step-5", "step-6")
+
+    def test_other_values_and_another_optimizer_are_the_same_content(self) -> None:
+        model = nn.Linear(3, 2)
+        fsdp_optim.save(self.root / "step-1", model, torch.optim.SGD(model.parameters()))
+        fsdp_optim.save(self.root / "step-2", model, torch.optim.Adam(model.parameters()), keep_last=1)
+        self.check_only("step-2")
+
+    @parameterized.expand(((False,), (True,)))
+    def test_best_and_final_stay(self, with_steps: bool) -> None:
+        def steps(step: int) -> dict[str, Any]:
+            return {"step": step} if with_steps else {}
+
+        save(self.root / "step-1", keep_last=2, **steps(1))
+        save(self.root / "best", **steps(1))
+        for step in (2, 3):
+            save(self.root / f"step-{step}", keep_last=2, **steps(step))
+        save(self.root / "final", **steps(3))
+        save(self.root / "step-4", keep_last=1, **steps(4))
+        self.check_only("best", "final", "step-4")
+        save(self.root / "best", overwrite=True, keep_last=1)
+        self.check_only("best", "final", "step-4")
+
+    def test_a_series_by_step(self) -> None:
+        """Saved with a step and with keep_last, whatever their names."""
+        for step, name in enumerate(("first", "second", "third")):
+            save(self.root / name, step=step, keep_last=2)
+        self.check_only("second", "third")
+        save(self.root / "fourth", keep_last=2)
+        self.check_only("second", "third", "fourth")
+
+    def test_digits_make_a_series(self) -> None:
+        for name in ("epoch=1-step=10", "epoch=1-step=20", "epoch=12-step=120", "run-1", "run"):
+            save(self.root / name, keep_last=2)
+        self.check_only("epoch=1-step=20", "epoch=12-step=120", "run-1", "run")
+
+    def test_each_removal_is_logged(self) -> None:
+        for step in (1, 2, 3):
+            save(self.root / f"step-{step}")
+        with self.assertLogs(LOG, logging.INFO) as logs:
+            save(self.root / "step-4", keep_last=2)
+        removals = [line for line in logs.output if "removed" in line]
+        check_same("lines", len(removals), 2)
+        for line, name in zip(removals, ("step-2", "step-1"), strict=True):
+            self.assertIn(str(self.root / name), line)
+
+    def test_what_cannot_be_removed_is_warned_about(self) -> None:
+        save(self.root / "step-1")
+        real = Path.rename
+
+        def rename(path: Path, target: Path) -> Path:
+            if path.name == "step-1":
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+            return real(path, target)
+
+        with mock.patch.object(Path, "rename", rename), self.assertLogs(LOG, logging.WARNING) as logs:
+            save(self.root / "step-2", keep_last=1)
+        self.assertIn(str(self.root / "step-1"), logs.output[0])
+        self.assertIn(os.strerror(errno.EACCES), logs.output[0])
+        self.check_only("step-1", "step-2")
+        self.check_latest("step-2")
+
+    def test_one_that_is_damaged_is_not_counted(self) -> None:
+        """Also where the brief of its marker is whole."""
+        for step in (1, 2, 3):
+            save(self.root / f"step-{step}")
+        marker = self.root / "step-3" / MARKER
+        marker.write_bytes(marker.read_bytes()[:-9])
+        save(self.root / "step-4", keep_last=2)
+        self.check_only("step-2", "step-3", "step-4")
+
+
+def failing(function: Any, names: Sequence[str], number: int) -> Any:
+    """A function of `os` that fails for paths with one of these names in them."""
+
+    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(path, int) and any(name in Path(path).parts for name in names):
+            raise OSError(number, os.strerror(number), str(path))
+        return function(path, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def unreadable(*names: str, number: int = errno.EACCES) -> Iterator[None]:
+    """Whatever is asked of some paths fails."""
+    with (
+        mock.patch.object(os, "stat", failing(os.stat, names, number)),
+        mock.patch.object(os, "lstat", failing(os.lstat, names, number)),
+        mock.patch.object(os, "open", failing(os.open, names, number)),
+        mock.patch.object(os, "listdir", failing(os.listdir, names, number)),
+        mock.patch.object(os, "scandir", failing(os.scandir, names, number)),
+    ):
+        yield
+
+
+class NeighboursTest(CatalogTest):
+    def test_a_folder_that_may_not_be_entered(self) -> None:
+        (self.root / "lost+found").mkdir()
+        with unreadable("lost+found"):
+            check_same("latest", fsdp_optim.latest(self.root), None)
+            for step in (1, 2, 3):
+                save(self.root / f"step-{step}", keep_last=2)
+            with self.assertNoLogs(LOG, logging.WARNING):
+                self.check_latest("step-3")
+        self.check_only("lost+found", "step-2", "step-3")
+
+    @unittest.skipIf(os.geteuid() == 0, "root may enter every folder")
+    def test_a_folder_that_really_may_not_be_entered(self) -> None:
+        (self.root / "lost+found").mkdir(mode=0)
+        save(self.path, keep_last=1)
+        self.check_latest("step-1")
+
+    def test_the_folder_itself_cannot_be_listed(self) -> None:
+        save(self.path)
+        with unreadable(self.root.name, number=errno.EIO):
+            kind, text = error_text(lambda: fsdp_optim.latest(self.root))
+        check_same("kind", kind, "CheckpointError")
+        self.assertIn(str(self.root), text)
+        self.assertIn(os.strerror(errno.EIO), text)
+
+    @parameterized.expand(((errno.EIO,), (errno.ESTALE,), (errno.EMFILE,)))
+    def test_what_cannot_be_read_is_not_nothing(self, number: int) -> None:
+        """A run that asks for the latest one does not begin anew because of it."""
+        save(self.root / "step-1")
+        with unreadable("step-1", number=number):
+            kind, text = error_text(lambda: fsdp_optim.latest(self.root))
+        check_same("kind", kind, "CheckpointError")
+        self.assertIn("step-1", text)
+        self.assertIn(os.strerror(number), text)
+        self.check_latest("step-1")
+
+    def test_a_newer_version_is_not_nothing(self) -> None:
+        save(self.root / "step-1")
+        seal(self.root / "step-1", read_marker(self.root / "step-1") | {"version": 99})
+        self.assertIn("99", error_text(lambda: fsdp_optim.latest(self.root))[1])
+
+    @parameterized.expand(((errno.EIO,), (errno.ESTALE,), (errno.EACCES,)))
+    def test_what_cannot_be_read_is_neither_counted_nor_removed(self, number: int) -> None:
+        for step in (1, 2, 3):
+            save(self.root / f"step-{step}")
+        with unreadable("step-2", number=number):
+            save(self.root / "step-4", keep_last=2)
+        self.check_only("step-2", "step-3", "step-4")
+
+    def test_files_and_links_beside_checkpoints(self) -> None:
+        (self.root / "notes.txt").write_text("mine")
+        os.mkfifo(self.root / "pipe")
+        (self.root / "nowhere").symlink_to(self.root / "nothing")
+        (self.root / "folder").mkdir()
+        os.mkfifo(self.root / "folder" / MARKER)
+        save(self.root / "step-1")
+        (self.root / "link-9").symlink_to(self.root / "step-1")
+        save(self.root / "step-2", keep_last=1)
+        self.check_latest("step-2")
+        self.check_only("notes.txt", "pipe", "nowhere", "folder", "link-9", "step-2")
+
+
+if __name__ == "__main__":
+    unittest.main()
