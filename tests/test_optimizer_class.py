@@ -183,10 +183,21 @@ class Around:
         self.optimizer.load_state_dict(state_dict)
 
 
+class Named:
+    """A wrapper that keeps what it wraps under a name of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self.wrapped_one = inner
+
+    param_groups = property(lambda self: self.wrapped_one.param_groups)
+    state_dict = property(lambda self: self.wrapped_one.state_dict)
+    load_state_dict = property(lambda self: self.wrapped_one.load_state_dict)
+
+
 class NamesTest(unittest.TestCase):
     def test_the_class_of_the_innermost_optimizer_is_recorded(self) -> None:
         model, made = trained("AdamW")
-        for one in (made, Around(made), Around(Around(made))):
+        for one in (made, Around(made), Around(Around(made)), Named(made), Around(Named(made))):
             full = fsdp_optim.gather_full_optim_state_dict(model, one)
             self.assertEqual(full["optimizer_class"], "AdamW")
             for key_by in ("id", "name"):

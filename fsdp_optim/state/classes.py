@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,19 @@ def innermost(optim: Any) -> Any:
     """The optimizer inside all wrappers that there are around one."""
     seen = {id(optim)}
     while True:
-        found = (vars(optim).get(name) if hasattr(optim, "__dict__") else None for name in _INNER)
-        inner = next((one for one in found if hasattr(one, "param_groups") and hasattr(one, "state_dict")), None)
+        inner = next(_inside(optim), None)
         if inner is None or id(inner) in seen:
             return optim
         seen.add(id(inner))
         optim = inner
+
+
+def _inside(optim: Any) -> Iterator[Any]:
+    """What looks like the optimizer that one wraps: by its name, or because it has the same groups."""
+    for name, one in getattr(optim, "__dict__", {}).items():
+        is_one = not isinstance(one, type) and hasattr(one, "param_groups") and hasattr(one, "state_dict")
+        if is_one and (name in _INNER or one.param_groups is optim.param_groups):
+            yield one
 
 
 def is_of_torch(optim: Any) -> bool:

@@ -154,7 +154,6 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     """
     _check_calls(told)
     _check_groups(told)
-    _check_classes(told)
     values: dict[str, frozenset[str]] = {}
     for report, _ in told:
         for name, its in report.values:
@@ -173,8 +172,10 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     order, _ = merge_lists([report.order for report, _ in told])
     mismatched = tuple(fqn for fqn in order if fqn in seen and _replicas_differ(seen[fqn])) if take_lowest_rank else ()
     lowest = frozenset(mismatched)
+    params = {fqn: _merge(seen[fqn], take_lowest_rank=fqn in lowest) for fqn in order if fqn in seen}
+    _check_classes(told)  # after what says more
     return Picture(
-        params={fqn: _merge(seen[fqn], take_lowest_rank=fqn in lowest) for fqn in order if fqn in seen},
+        params=params,
         live=tuple(live),
         num_groups=len(told[0][0].groups),
         mismatched=mismatched,
