@@ -181,6 +181,9 @@ def like(local: Tensor, param: Tensor) -> Tensor:
     return local
 
 
+_FSDP1_PART = "_fsdp_wrapped_module."
+
+
 class Trained:
     """A wrapped model and an optimizer that this module has stepped. Never enters `forward`.
 
@@ -213,9 +216,11 @@ class Trained:
         self.params: list[nn.Parameter] = list(model.parameters())
         self.index = [self.numbers.read(local_of(param)) for param in self.params]
         empty = {name for name, param in self.numbers.model.named_parameters() if not param.numel()}
-        names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
-        # torch FSDP1 gives a rank no gradient for an original of which other ranks have the elements
-        self.gets_gradient = [bool(p.numel()) or name in empty for p, name in zip(self.params, names, strict=True)]
+        # Torch FSDP1 gives a rank no gradient for an original parameter whose elements other ranks hold.
+        self.gets_gradient = [
+            bool(param.numel()) or _FSDP1_PART not in name or name.replace(_FSDP1_PART, "") in empty
+            for name, param in model.named_parameters()
+        ]
         self._make = make
         self.optim: Any = _make(make, model)
         self.process_group: dist.ProcessGroup | None = None

@@ -344,7 +344,9 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
     for stem in ("model", "optim"):
         infos.update(_write_index(job, stem))
     said = {**job.said, "created_ns": time.time_ns(), "token": job.folder.name}
-    step, keep_last = (None if n is None else int(n) for n in (job.options.step, job.options.keep_last))  # as JSON has them
+    step, keep_last = (
+        None if n is None else int(n) for n in (job.options.step, job.options.keep_last)
+    )  # as JSON has them
     marker = Marker.of(said, infos, sequence=next_sequence(job.path.parent), step=step, keep_last=keep_last)
     write_file(job.folder / NAME, marker.encoded(), durable=job.options.durable)
     job.staging.commit(durable=job.options.durable)
