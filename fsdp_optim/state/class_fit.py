@@ -60,7 +60,9 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
             shared = set(fqns) & set(group.fqns)
             if not shared and (len(live) != len(full.groups) or place != index):
                 continue
-            saved = _Saved(full.class_of(index), hyper, frozenset(n for f in shared for n in full.state.get(f, {})))
+            saved = _Saved(
+                full.class_of(index), hyper, frozenset(str(n) for f in shared for n in full.state.get(f, {}))
+            )
             if not saved.is_of_another_class(group):
                 continue
             text = saved.difference(group)
@@ -69,7 +71,7 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
             taken = saved.common_values(group)
             groups[index] = (saved.common_hyperparameters(group), fqns)
             for fqn in shared & state.keys():
-                state[fqn] = {name: value for name, value in state[fqn].items() if name in taken}
+                state[fqn] = {name: value for name, value in state[fqn].items() if str(name) in taken}
                 kept[fqn] = group.values - taken
                 if not state[fqn]:
                     del state[fqn]

@@ -64,7 +64,7 @@ class Wanted:
         for param in self.local.optim.params:
             names = self.fit.kept.get(param.named.fqns[0])
             if names and param.state is not None:
-                own = {name: value for name, value in param.state.items() if name in names}
+                own = {name: value for name, value in param.state.items() if str(name) in names}
                 state[param.local_id] = {**state.get(param.local_id, {}), **own}
             elif names:
                 state.pop(param.local_id, None)
