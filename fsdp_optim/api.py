@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_optim.adapters import NameOf
 from fsdp_optim.formats import catalog
+from fsdp_optim.formats.distrust import of_files
 from fsdp_optim.formats.files import local_path
 from fsdp_optim.state.fitting import GroupsFrom
 from fsdp_optim.state.full import FullDict, KeyBy
@@ -367,7 +368,8 @@ def save(
         CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it; names the file.
         As `gather_full_optim_state_dict`.
     """
-    return saving.save(path, model, optim, _save_options(locals()))
+    with of_files(path):
+        return saving.save(path, model, optim, _save_options(locals()))
 
 
 def async_save(
@@ -398,7 +400,8 @@ def async_save(
     waits for it and raises what went wrong in it; so does `handle.wait()`, and the end of the process waits too. Memory: what
     this rank writes (its shard, or its share of what several ranks hold), once, until it is written.
     """
-    return background.async_save(path, model, optim, _save_options(locals()))
+    with of_files(path):
+        return background.async_save(path, model, optim, _save_options(locals()))
 
 
 def _save_options(given: Mapping[str, Any]) -> SaveOptions:
@@ -459,7 +462,7 @@ def load(
 
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.
-        StateError: the model or the optimizer differs; lists the differences.
+        StateError: the model or the optimizer differs; lists the differences. Or the optimizer's own `load_state_dict` refuses it.
     """
     call = Options(
         name_of=name_of,
@@ -469,7 +472,8 @@ def load(
         bucket_nbytes=bucket_nbytes,
         groups=groups,
     )
-    return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress, cast))
+    with of_files(path):
+        return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress, cast))
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
@@ -482,4 +486,5 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: the folder cannot be listed, or has checkpoints, but none that can be read just now.
     """
-    return catalog.latest(Path(local_path(root)))
+    with of_files(root):
+        return catalog.latest(Path(local_path(root)))

@@ -175,9 +175,10 @@ class Staging:
         self._unlock()
 
     def _unlock(self) -> None:
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
+        lock, self.lock = self.lock, -1
+        if lock >= 0:
+            with contextlib.suppress(OSError):  # it is closed, whatever the system says
+                os.close(lock)
 
 
 def _make_parents(folder: Path, *, durable: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -15,6 +16,11 @@ _MOST_OPEN = 64  # files; the one that was used longest ago is closed for anothe
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # it was only read: there is nothing to lose
+        os.close(fd)
 
 
 class OpenFolder:
@@ -39,13 +45,13 @@ class OpenFolder:
     def close(self) -> None:
         """Let go of the folder and of its files."""
         self._close_files()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            _close(fd)
 
     def _close_files(self) -> None:
         while self._files:
-            os.close(self._files.popitem()[1])
+            _close(self._files.popitem()[1])
 
     def has(self, name: str) -> bool:
         """Whether there is a file, or anything else, of this name."""

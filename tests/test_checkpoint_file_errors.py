@@ -1,0 +1,59 @@
+"""What the file system or an optimizer raises while a checkpoint is saved or loaded is one of the library's errors."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import unittest
+from pathlib import Path
+
+from checkpoint_damage import seal
+from checkpoint_format import read_marker
+from parameterized import parameterized
+from soak.failing import Calls, Fault
+from soak.mutations import Tiny
+from wrapping import Trained, adam, error_text
+
+import fsdp_optim
+
+
+class FileErrorsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="fsdp_optim_errors_")
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "step-1"
+        self.one = Trained("plain", adam, 2, Tiny)
+        self.save()
+
+    def save(self) -> None:
+        fsdp_optim.save(self.path, self.one.model, self.one.optim, overwrite=True)
+
+    def load(self) -> None:
+        fsdp_optim.load(self.path, self.one.model, self.one.optim)
+
+    @parameterized.expand([("save", 4), ("load", 4)])
+    def test_calls_that_only_look(self, action: str, at_least: int) -> None:
+        """Each of them fails in turn, and all later ones with it."""
+        raised, nth = 0, 0
+        while True:
+            fault = Fault(errno.ESTALE, ("stat", "lstat", "fstat", "listdir", "scandir", "close"), nth, lasts=True)
+            with Calls(self.path.parent, fault).entered() as calls:
+                kind, text = error_text(getattr(self, action))
+            if not calls.hit:
+                break
+            with self.subTest(str(fault)):
+                self.assertIn(kind, ("", "CheckpointError"), text)
+            raised, nth = raised + bool(kind), nth + 1
+        self.assertGreaterEqual(raised, at_least)
+        self.save()
+        self.load()
+
+    def test_a_state_that_the_optimizer_cannot_take(self) -> None:
+        checkpoint = read_marker(self.path)
+        for param in checkpoint["optim"]["params"].values():
+            param["values"] = [value for value in param["values"] if value[0] != "step"]
+        seal(self.path, checkpoint)
+        before = {id(param): dict(values) for param, values in self.one.optim.state.items()}
+        with self.assertRaisesRegex(fsdp_optim.StateError, "load_state_dict.*KeyError: 'step'"):
+            self.load()
+        self.assertEqual({id(param): dict(values) for param, values in self.one.optim.state.items()}, before)
