@@ -381,7 +381,10 @@ def broken_in_every_function(verb: str) -> tuple[list[str], list[str]]:
 
 
 class Uncopyable:
-    """A hyperparameter that cannot be copied; every rank has one, but only a recipient tries."""
+    """A hyperparameter that can be compared and not copied; every rank has one, but only a recipient copies it."""
+
+    def __init__(self) -> None:
+        self.name = "handle"
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise Broken("this cannot be copied")
