@@ -131,6 +131,39 @@ def test_part_of_a_wrapped_model_is_refused(refused_parts: Any, name: str) -> No
             assert "pass the wrapped root" in message, f"{verb} on rank {rank}: {message}"
 
 
+# ------------------------------------------------------------------------------------------ parts with nothing left in them
+
+
+def refuse_empty(folder: str) -> dict[str, tuple[str, str]]:
+    """A wrapper that flattens takes all parameters out of the modules inside it."""
+    where = Path(folder)
+    found = {}
+    whole = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))
+    saved = fsdp_optim.save(where / "whole", in_ddp(whole))
+    with fairscale_on_cpu():
+        nets = {name: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)) for name in ("fairscale", "FSDP1")}
+        kept_alive = [
+            fsdp_optim.FullyShardedDataParallel(nets["fairscale"]),
+            TorchFSDP(nets["FSDP1"], use_orig_params=False, device_id=torch.device("cpu")),
+        ]
+        for name, net in nets.items():
+            part = net if name == "fairscale" else net[0]
+            found[f"{name}, save"] = refusal(lambda: fsdp_optim.save(where / "part", part))  # noqa: B023
+            found[f"{name}, load"] = refusal(lambda: fsdp_optim.load(saved.path, part, strict=False))  # noqa: B023
+        del kept_alive
+    return found
+
+
+def test_a_part_without_parameters_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for found in run_on_ranks(refuse_empty, 2, folder):
+            assert len(found) == 4, found
+            for call, (kind, message) in found.items():
+                assert kind == "WrapperError", f"{call}: {kind}: {message}"
+                assert "pass the wrapped root" in message, f"{call}: {message}"
+        assert [path.name for path in Path(folder).iterdir()] == ["whole"]
+
+
 # ------------------------------------------------------------------------------------------ parts that are whole
 
 

@@ -30,6 +30,11 @@ class ModelReader:
         self._tree = ModuleTree(model, _is_wrapper_child, dtensor.sharded_params)
         self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
 
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self._tree.root).__name__
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that share the model: all ranks of all its wrappers; this rank alone for a plain module."""

@@ -85,6 +85,18 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) ->
     return Local(everything, _as_optimizer(everything))
 
 
+def check_not_empty(picture: Picture, reader: ModelReader) -> None:
+    """Refuse a model in which no rank has a parameter or a buffer, as a module is whose wrapper has taken all of them.
+
+    Raises WrapperError, the same on all ranks.
+    """
+    if not picture.params:
+        raise WrapperError(
+            f"the {reader.name} that was given has no parameters and no buffers on any rank: where a wrapper has flattened "
+            "them, pass the wrapped root instead of a module inside it"
+        )
+
+
 def _as_optimizer(view: ModelView) -> LocalOptim:
     params = tuple(
         LocalParam(index, 0, named, {WEIGHT: named.handle.weights()})
@@ -104,6 +116,7 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
+    check_not_empty(picture, reader)
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     tensors = []
     for fqn in _by_unit(picture):

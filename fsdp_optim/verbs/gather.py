@@ -67,6 +67,9 @@ def begin(reader: ModelReader, callers: Callers, optim: Optimizers, options: Gat
     alone = not reader.is_wrapped and len(callers.ranks) == 1
 
     def read() -> Local:
+        local = read_local(
+            reader, optim, options.call, callers.ranks
+        )  # says more where the model is part of a wrapped one
         if recipient_rank is not None and recipient_rank not in callers.ranks:
             if alone and _is_rank(recipient_rank):
                 raise RankError(
@@ -78,7 +81,7 @@ def begin(reader: ModelReader, callers: Callers, optim: Optimizers, options: Gat
                 f"recipient_rank {recipient_rank} is not one of the ranks {list(callers.ranks)} that share this model; give "
                 "one of these, or None for all of them"
             )
-        return read_local(reader, optim, options.call, callers.ranks)
+        return local
 
     mismatch = options.call.on_replica_mismatch
     local, picture = meet(callers, read, options, with_state=True, on_replica_mismatch=mismatch)

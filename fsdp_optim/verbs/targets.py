@@ -25,7 +25,7 @@ from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.casting import cast_state, castable, merged, state_dtype
-from fsdp_optim.verbs.contents import RECORDS, WEIGHT, weights_of
+from fsdp_optim.verbs.contents import RECORDS, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
 from fsdp_optim.verbs.unfiling import read_constants
@@ -54,6 +54,7 @@ class Weights:
         local, picture = meet(
             callers, lambda: weights_of(reader, callers.ranks, options), asked, f"the model, {about}", with_state=False
         )
+        check_not_empty(picture, reader)
         aliases = checkpoint.marker.said["model"]["aliases"]
         stored = _by_name(picture, local, checkpoint.model, aliases)
         used = {one.entry.key for one in stored.values()}
