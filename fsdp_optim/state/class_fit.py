@@ -155,7 +155,7 @@ class _Saved:
 
     def is_of_another_class(self, live: LiveGroup) -> bool:
         """By the recorded class; where it is the same or none, by names that only one side has."""
-        if self.name and self.name != live.of.name:
+        if self.name and not live.of.is_the_class(self.name):
             return True
         return self._has_other_hyperparameters(live) or self._has_other_values(live)
 
@@ -178,7 +178,7 @@ class _Saved:
         return decoupled or bool((foreign | lacking) & _TELLING) or bool(foreign and lacking)
 
     def difference(self, live: LiveGroup) -> str:
-        if self.name and self.name != live.of.name:
+        if self.name and not live.of.is_the_class(self.name):
             text = f"this state is one of {self.name}, the optimizer is {live.of.name}"
         else:
             text = f"this state is one of another optimizer than {live.of.name}"

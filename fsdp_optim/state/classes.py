@@ -62,6 +62,13 @@ class OptimizerClass:
     def name(self) -> str:
         return self.names[0]
 
+    def is_the_class(self, name: str) -> bool:
+        """Whether state of the class `name` can be this optimizer's: its own, or that of the torch.optim class it extends.
+
+        The classes of torch.optim extend each other too (AdamW extends Adam), and do not take each other's state.
+        """
+        return name in (self.name, self.torch_name)
+
     @property
     def is_of_torch(self) -> bool:
         """Whether it is one of torch.optim's own, of which the values are known."""
