@@ -54,6 +54,8 @@ class RankReport:
         extra: the other keys of the optimizer's own dict.
         classes: the class of each group's optimizer.
         values: the names of the state values of each class, where they are needed.
+        stateless: where they are needed, the parameters that have no state, of an optimizer that has some; but for those that
+            an optimizer leaves out on this rank.
     """
 
     call: str
@@ -65,6 +67,7 @@ class RankReport:
     extra: tuple[tuple[str, str], ...] = ()
     classes: tuple[OptimizerClass, ...] = ()
     values: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stateless: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Picture:
         num_groups: the number of param groups.
         counts: what each distinct report says of the order of ids, group by group.
         values: the names of the state values that any rank's optimizer has, by its class.
+        stateless: parameters that have no state on the ranks that would have it.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -109,6 +113,12 @@ class Picture:
     counts: tuple[tuple[Counted, ...], ...] = ()
     mismatched: tuple[str, ...] = ()  # of which replicas differ, so that only those of the lowest rank count
     values: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    stateless: frozenset[str] = frozenset()
+
+    @property
+    def with_state(self) -> frozenset[str]:
+        """The parameters that have state on any rank, where the ranks have told."""
+        return frozenset(self.params) - self.stateless if self.values else frozenset()
 
     @property
     def layout(self) -> Layout:
@@ -181,6 +191,7 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
         mismatched=mismatched,
         counts=tuple(report.counted for report, _ in told),
         values=values,
+        stateless=frozenset(fqn for report, _ in told for fqn in report.stateless),
     )
 
 

@@ -121,7 +121,7 @@ class Meeting:
         if (is_last or statement.fatal) and self.decides():
             has_more = number >= _HAS_MORE
             verdict = Verdict(
-                alike=is_last and number < _DIFFERS,
+                alike=is_last and number % _HAS_MORE < _DIFFERS,
                 whole=is_last,
                 reasons=self._reasons() if has_more else (),
                 told=tuple(self._tellers()) if has_more else (),

@@ -99,6 +99,12 @@ class Local:
         return frozenset(fqn for fqn, param in self.by_fqn.items() if param.state is not None)
 
     @property
+    def stateless(self) -> tuple[str, ...]:
+        """Those that have none, of an optimizer that has some; but for those that it leaves out on this rank."""
+        without = (p for p in self.optim.params if p.state is None and not p.handle.skipped)
+        return tuple(fqn for p in without for fqn in p.named.fqns) if self.optim.values_by_class else ()
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         return {fqn: p.shape for param in self.optim.params for fqn, p in param.named.placements.items()}
 
@@ -127,7 +133,7 @@ class Local:
             return LiveOptimizer(self.optim, self.names, self.shapes, self.with_state, self.optim.values_by_class)
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
         names = names_of_picture(picture, self.view)
-        return LiveOptimizer(self.optim, names, shapes, self.with_state, picture.values)
+        return LiveOptimizer(self.optim, names, shapes, picture.with_state, picture.values)
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
@@ -290,6 +296,7 @@ def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> R
         values=()
         if with_state
         else tuple((name, tuple(sorted(its))) for name, its in sorted(optim.values_by_class.items())),
+        stateless=() if with_state else local.stateless,
     )
 
 
