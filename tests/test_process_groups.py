@@ -546,12 +546,11 @@ def one_of_two_models_fails() -> tuple[str, str, float]:
 
 @fairscale_on_cpu()
 def two_models_of_the_same_ranks() -> None:
-    """A generator and a discriminator: calls about them alternate, each with its own optimizer."""
+    """A generator and a discriminator: one call after the other, each with its own optimizer."""
     models = [on_group([0, 1]), on_group([0, 1], width=6)]
-    iterators = [fsdp_optim.iter_full_optim_state(m, o, None, bucket_nbytes=64) for m, o, _ in models]
-    pairs = list(zip(*iterators, strict=True))  # one parameter of the one, one of the other
-    for index, width in enumerate((7, 6)):
-        check_same(dict(pair[index] for pair in pairs), plain_by_name(*plain_net(model=Net(width))), f"width {width}")
+    for (model, optim, _), width in zip(models, (7, 6), strict=True):
+        found = dict(fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=64))
+        check_same(found, plain_by_name(*plain_net(model=Net(width))), f"width {width}")
     for model, optim, _ in models:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
         check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), frozen_copy(optim), "shard")
