@@ -462,7 +462,7 @@ def load(
 
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.
-        StateError: the model or the optimizer differs; lists the differences. Or the optimizer's own `load_state_dict` refuses it.
+        StateError: the model or the optimizer differs; lists the differences. Or its own `load_state_dict` refuses it.
     """
     call = Options(
         name_of=name_of,
