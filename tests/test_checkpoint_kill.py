@@ -133,7 +133,6 @@ class KillTest(unittest.TestCase):
             shutil.rmtree(root)
         check_same("deaths before the new one stood and after", seen, {1, 2})
 
-    @unittest.skip("the harness also kills a rank while it notes the end of a save, when the other one has finished")
     def test_before_every_kind_of_call_of_either_rank(self) -> None:
         """One of two ranks that save over their last checkpoint dies before its nth call; the other raises and names it.
 

@@ -148,7 +148,7 @@ def _sequence_of(folder: Path) -> int:
 
 
 def outdated(path: Path, series: Series, keep_last: int) -> list[Found]:
-    """The checkpoints of a series beside `path` that are older than the newest `keep_last`, of which `path` is the newest.
+    """The checkpoints of the series of `path`, its newest, that are older than the newest `keep_last` of them.
 
     Those that are kept instead are read whole: one that is damaged does not count.
     """

@@ -181,7 +181,7 @@ class Checkpoint:
                 read_extents(section, its, sums, did_read)
 
     def verified(self) -> Checkpoint:
-        """The same checkpoint, of which everything that is read is verified. It is closed with this one."""
+        """The same checkpoint, read with verification. It is closed with this one."""
         with self._replacement_told():
             return self.opened_in(self.opened, verify=True)
 

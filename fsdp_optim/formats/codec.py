@@ -34,7 +34,7 @@ class _PickleError(CheckpointError):
 
 @dataclass(frozen=True)
 class Withheld:
-    """Stands for a pickled value that nobody has allowed to be read. `why`: what is said to who asks for it."""
+    """A pickled value that may not be read without `allow_pickle`. `why`: the message of the error that asking for it raises."""
 
     why: str
 
@@ -197,7 +197,7 @@ class Decoder:
         return makers[tag](said)
 
     def _tensor(self, index: Any) -> torch.Tensor:
-        """One of the tensors, each of which is in one place, so that one cannot be many."""
+        """One of the tensors. Each may be used once, so that a small file cannot stand for a large value."""
         if type(index) is not int:
             raise TypeError(f"{str(index)[:80]} is no number of a tensor")
         if index not in self._tensors:

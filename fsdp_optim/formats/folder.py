@@ -354,7 +354,7 @@ def _restore_old(path: Path, *, overwrite: bool) -> None:
 
 
 def _old_of(path: Path) -> tuple[Path, Standing] | tuple[None, None]:
-    """What a save of a path has put aside: the newest that is complete, else one of which that cannot be told."""
+    """The folder that a save of a path has put aside: the newest complete one, else one that may be complete."""
     found = [(old, standing_of(old)) for old in _siblings(path, OLD)]
     complete = [(standing.brief.order, old, standing) for old, standing in found if standing.brief is not None]
     if complete:

@@ -32,7 +32,7 @@ def _inside(optim: Any) -> Iterator[Any]:
 
 
 def is_of_torch(optim: Any) -> bool:
-    """Whether the optimizer that steps is one of torch.optim's own, of which the values are known."""
+    """Whether the optimizer that steps is one of torch.optim's own, whose state values are known."""
     return type(innermost(optim)).__module__.startswith("torch.optim")
 
 
@@ -71,7 +71,7 @@ class OptimizerClass:
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it is one of torch.optim's own, of which the values are known."""
+        """Whether it is one of torch.optim's own, whose state values are known."""
         return self.name == self.torch_name
 
 

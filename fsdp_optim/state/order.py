@@ -44,7 +44,7 @@ class Listed:
 
 
 Mixed = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
-"""Modules of which a wrapper took some parameters (first) and left some (second): the order between these is lost."""
+"""For each module that a wrapper took in part: the parameters it took, and those it left. The order between them is lost."""
 
 
 def count(listed: Sequence[Listed], place: Mapping[str, int], mixed: Mixed) -> Counted:

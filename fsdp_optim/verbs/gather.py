@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +27,6 @@ from fsdp_optim.verbs.call import Local, Options, calling, log_summary, meet, re
 from fsdp_optim.verbs.opaque import gather_opaque
 
 _CPU = torch.device("cpu")
-
-log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
