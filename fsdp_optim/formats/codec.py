@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import math
 import pickle
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import code_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
+_MOST_DEEP = 100  # levels; a reader needs some calls for each
+_MOST_BITS = 14_000  # of an int: Python reads 4,300 digits
 _MOST_RANKS = 1 << 20  # in a range of a record, which makes something of each
 
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
@@ -48,13 +51,35 @@ class Encoder:
     def __init__(self, *, allow_pickle: bool = False, records: Mapping[str, type] | None = None) -> None:
         self.tensors: list[torch.Tensor] = []
         self._allow_pickle = allow_pickle
+        self._depth = 0
         self._names: dict[object, str] = {}
         for name, cls in (records or {}).items():
             self._names[cls] = name
 
     def encode(self, where: str, value: Any) -> Any:
-        """The JSON of a value. `where`: what it is called, for errors."""
-        if value is None or type(value) in (bool, int, str):
+        """The JSON of a value. `where`: what it is called, for errors. Refuses what no Decoder could read."""
+        self._depth += 1
+        if self._depth > _MOST_DEEP:
+            raise CheckpointError(
+                f"{where[:200]}: lies {_MOST_DEEP} levels deep, and no reader goes deeper: save it flat"
+            )
+        try:
+            return self._encode(where, value)
+        finally:
+            self._depth -= 1
+
+    def _encode(self, where: str, value: Any) -> Any:
+        if value is None or type(value) is bool:
+            return value
+        if type(value) is int:
+            if value.bit_length() > _MOST_BITS:
+                raise CheckpointError(
+                    f"{where}: a number of {value.bit_length()} bits is too long for JSON: save it as bytes"
+                )
+            return value
+        if type(value) is str:
+            if not value.isascii():
+                _check_text(where, value)
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": str(value)}
@@ -92,6 +117,10 @@ class Encoder:
                 f.name: self.encode(f"{where}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)
             }
             return {"$record": [self._names[type(value)], fields]}
+        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+            parts = self._parts(where, value)
+            if parts is not None:
+                return {"$subclass": parts}
         if self._allow_pickle:
             return {"$pickle": base64.b64encode(pickle.dumps(value)).decode()}
         raise CheckpointError(
@@ -99,10 +128,29 @@ class Encoder:
             "state_dict(), or plain values, or say allow_pickle=True on save and load"
         )
 
+    def _parts(self, where: str, value: Any) -> list[Any] | None:
+        """A tensor of a class of its own as what it is made of; None where that is more than tensors and plain values."""
+        num, cls = len(self.tensors), type(value)
+        try:
+            names, context = value.__tensor_flatten__()
+            parts = {name: self.encode(f"{where}.{name}", getattr(value, name)) for name in names}
+            sizes = [list(value.shape), list(value.stride())]
+            return [cls.__module__, cls.__qualname__, parts, self.encode(where, context), *sizes]
+        except CheckpointError:
+            del self.tensors[num:]
+            return None
+
     def _add(self, where: str, tensor: torch.Tensor) -> int:
         code_of(where, dtype_name(tensor.dtype))
         self.tensors.append(tensor.to("cpu").contiguous())
         return len(self.tensors) - 1
+
+
+def _check_text(where: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{where}: {value!r} is no text that can be written: {error.reason}") from None
 
 
 def _from_numpy(where: str, value: Any) -> torch.Tensor:
@@ -189,6 +237,7 @@ class Decoder:
             "$dtype": dtype_named,
             "$device": torch.device,
             "$record": self._record,
+            "$subclass": self._subclass,
             "$pickle": self._pickle,
         }
         if tag in _DICTS:
@@ -209,6 +258,21 @@ class Decoder:
         values = {key: self._decode(value) for key, value in fields.items()}
         _check_ranges(values)
         return self._records[name](**values)
+
+    def _subclass(self, said: Any) -> Any:
+        """A tensor of a class of its own, from its parts. Nothing is imported: the optimizer that it is for has the class."""
+        module, name, parts, context, sizes, strides = said
+        cls = getattr(sys.modules.get(module), name, None)
+        if cls is None:
+            raise CheckpointError(
+                f"{self._where}: has a {module}.{name}, which is not imported here: import {module} first"
+            )
+        if not (isinstance(cls, type) and issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_unflatten__")):
+            raise ValueError(f"{module}.{name} is no tensor that is made of others")
+        made = {key: self._decode(part) for key, part in parts.items()}
+        if not all(isinstance(part, torch.Tensor) for part in made.values()):
+            raise ValueError(f"a {name} that is made of something else than tensors")
+        return cls.__tensor_unflatten__(made, self._decode(context), torch.Size(sizes), tuple(strides))
 
     def _pickle(self, text: str) -> Any:
         if not self._allow_pickle:

@@ -25,6 +25,7 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
     """A file that has one value. Raises CheckpointError that names a part that cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     text = json.dumps(encoder.encode(where, value), separators=(",", ":"), allow_nan=False)
+    parse_json(where, text.encode())  # nothing is saved that cannot be read
     tensors = encoder.tensors
     wide_first = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
     data = b"".join(tensors[i].reshape(-1).view(torch.uint8).numpy().tobytes() for i in wide_first)

@@ -17,7 +17,7 @@ from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.opened import OpenFolder
 
 NAME = "fsdp_optim.json"
-_MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
+MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
 FORMAT, VERSION = "fsdp_optim", 2
 
 
@@ -85,7 +85,7 @@ def marker_in(folder: OpenFolder) -> Marker:
             f"{folder.path}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
         )
     path = folder.path / NAME
-    outer = parse_json(str(path), folder.read_whole(NAME, most_nbytes=_MOST_NBYTES))
+    outer = parse_json(str(path), folder.read_whole(NAME, most_nbytes=MOST_NBYTES))
     with distrusted(str(path)):
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:

@@ -39,6 +39,7 @@ from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
 from fsdp_optim.verbs.filing import File, Held, Move, Part, batches_of, cut_into_files, moves_of, staged
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
+from fsdp_optim.verbs.proving import prove_loadable
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
 from fsdp_optim.verbs.writing import Writer
 
@@ -378,6 +379,7 @@ def _said(
         value = _optim_said(state)
         encoder = Encoder(allow_pickle=options.allow_pickle, records=RECORDS)
         optim = encoder.encode("optim", value)
+        prove_loadable(state, optim, encoder.tensors, allow_pickle=options.allow_pickle)
         if encoder.tensors:
             name = "extra/optim.safetensors"
             extras[name] = encode_extra("optim", value, allow_pickle=options.allow_pickle, records=RECORDS)
@@ -410,6 +412,12 @@ def _optim_said(state: Half) -> dict[str, Any]:
             elif (fqn, name) in state.opaque:
                 values.append([name, "opaque", state.opaque[fqn, name]])
         params[fqn] = {"shape": list(param.placement.shape), "values": values, "has_state": summary is not None}
+    for index, hyper in enumerate(state.local.optim.groups):
+        for name in hyper:
+            if not isinstance(name, str):
+                raise CheckpointError(
+                    f"param group {index}: the name of a hyperparameter is {name!r}, and has to be a word"
+                )
     groups = [
         {"hyperparameters": [list(pair) for pair in hyper.items()], "params": list(state.picture.group_fqns(index))}
         for index, hyper in enumerate(state.local.optim.groups)

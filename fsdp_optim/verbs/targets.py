@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.layout import Shape
 from fsdp_optim.memory import Slabs, dtype_name, dtype_named
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.kinds import Kind
@@ -183,11 +184,11 @@ class State:
         names = live.names
         keys: dict[tuple[str, str], str] = {}
         with distrusted(f"{checkpoint.folder}: the optimizer"):
-            given = _full_dict(checkpoint, _optim_said(checkpoint, options), names, keys)
+            given = full_dict(_Saved(checkpoint), _optim_said(checkpoint, options), names, keys)
         full = normalize(given, names)
         full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
-        _check_filled(full, summaries)
+        check_filled(full, summaries)
         plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         slabs = Slabs()
         flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
@@ -222,7 +223,7 @@ class State:
         return self.plan.dict_of(flats, self.full.groups, self.full.extra)
 
 
-def _check_filled(full: FullState, summaries: Summaries) -> None:
+def check_filled(full: FullState, summaries: Summaries) -> None:
     """Memory comes uninitialised: what is allocated for has to be read from a file, which a tensor without memory stands for."""
     for fqn, summary in summaries.items():
         for name, _ in summary.sharded:
@@ -247,28 +248,49 @@ def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, An
     return found
 
 
-def _full_dict(
-    checkpoint: Checkpoint, said: Mapping[str, Any], names: Names, keys: dict[tuple[str, str], str]
+class StateFiles(Protocol):
+    """The tensors of the optimizer's state, as they are in the files, or will be."""
+
+    def described(self, key: str) -> tuple[Shape, str]:
+        """The shape of a tensor and its dtype."""
+
+    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        """All of some small tensors."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Those of a checkpoint."""
+
+    checkpoint: Checkpoint
+
+    def described(self, key: str) -> tuple[Shape, str]:
+        entry = _stored(self.checkpoint, key).entry
+        return entry.shape, entry.dtype
+
+    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
+
+
+def full_dict(
+    files: StateFiles, said: Mapping[str, Any], names: Names, keys: dict[tuple[str, str], str]
 ) -> dict[str, Any]:
     """A full dict by name, with tensors without memory where elements are in the files; fills in their keys."""
     state: dict[str, dict[str, Any]] = {}
     small = [what for param in said["params"].values() for _, how, what in param["values"] if _is_read_at_once(how)]
     kinds: dict[str, dict[str, str]] = {}
-    constants = dict(zip(small, read_constants(checkpoint, [_stored(checkpoint, key) for key in small]), strict=True))
+    constants = dict(zip(small, files.constants(small), strict=True))
     for fqn, param in said["params"].items():
         values: dict[str, Any] = {}
         if param["has_state"]:
             kinds[fqn] = {name: _KIND_OF.get(how, how) for name, how, _ in param["values"]}
         for name, how, what in param["values"]:
             if how == "tensor":
-                stored = _stored(checkpoint, what)
+                shape, dtype = files.described(what)
                 keys[names.canonical(fqn), name] = what
-                values[name] = torch.empty(stored.entry.shape, dtype=dtype_named(stored.entry.dtype), device="meta")
-                if list(stored.entry.shape) != param["shape"]:
-                    raise CheckpointError(
-                        f"{checkpoint.folder / stored.file.name}: {what} has shape {list(stored.entry.shape)}, its parameter "
-                        f"{param['shape']}"
-                    )
+                values[name] = torch.empty(shape, dtype=dtype_named(dtype), device="meta")
+                if list(shape) != param["shape"]:
+                    raise ValueError(f"{what} has shape {list(shape)}, its parameter {param['shape']}")
             elif _is_read_at_once(how):
                 values[name] = constants[what]
                 if how == "scalar tensor" and constants[what].dim():

@@ -1,0 +1,65 @@
+"""A save proves that a load would take it: the reader's own checks, on what is about to be written, before anything is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.formats.codec import Decoder
+from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.marker import MOST_NBYTES
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import dtype_name
+from fsdp_optim.state.reading import normalize
+from fsdp_optim.state.shard import summarize
+from fsdp_optim.verbs.contents import RECORDS, Half, Tensor
+from fsdp_optim.verbs.targets import check_filled, full_dict
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The tensors of the optimizer's state, as they will be in the files: without their elements, but for scalars."""
+
+    by_key: Mapping[str, Tensor]
+
+    def described(self, key: str) -> tuple[Shape, str]:
+        tensor = self.by_key[key]
+        return tensor.placement.shape, dtype_name(tensor.dtype)
+
+    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        found = (self.by_key[key] for key in keys)
+        return [
+            one.constant if one.constant is not None else torch.zeros((), dtype=one.dtype).expand(one.placement.shape)
+            for one in found
+        ]
+
+
+def prove_loadable(state: Half, encoded: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool) -> None:
+    """Read what will be said of the optimizer, and fit it to the live optimizer. `tensors`: those beside the JSON.
+
+    Raises CheckpointError that names what could not be loaded.
+    """
+    where = "the optimizer"
+    text = json.dumps(encoded, separators=(",", ":")).encode()
+    if not tensors and len(text) > MOST_NBYTES // 2:
+        params = encoded["params"]
+        largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
+        raise CheckpointError(
+            f"{largest}: what is said of its state is the most of {len(text)} bytes, and a reader takes {MOST_NBYTES // 2}: keep "
+            "large values as tensors"
+        )
+    try:
+        said = Decoder(where, tensors, allow_pickle=allow_pickle, records=RECORDS).decode(parse_json(where, text))
+        live = state.local.live_optimizer(state.picture)
+        with distrusted(where):
+            given = full_dict(_Planned({one.key: one for one in state.tensors}), said, live.names, {})
+        full, _ = live.fit(normalize(given, live.names), strict=True)
+        check_filled(full, summarize(full, live.shapes))
+    except FsdpOptimError as error:
+        raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
