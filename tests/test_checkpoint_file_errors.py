@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 import unittest
 from pathlib import Path
@@ -31,18 +32,19 @@ class FileErrorsTest(unittest.TestCase):
     def load(self) -> None:
         fsdp_optim.load(self.path, self.one.model, self.one.optim)
 
-    @parameterized.expand([("save", 4), ("load", 4)])
-    def test_calls_that_only_look(self, action: str, at_least: int) -> None:
-        """Each of them fails in turn, and all later ones with it."""
-        raised, nth = 0, 0
+    @parameterized.expand([("save", True, 4), ("load", True, 4), ("load", False, 4)])
+    def test_calls_that_only_look(self, action: str, lasts: bool, at_least: int) -> None:
+        """Each of them fails in turn, with `lasts` and all later ones with it. Nothing is left open."""
+        raised, nth, open_before = 0, 0, len(os.listdir("/proc/self/fd"))
         while True:
-            fault = Fault(errno.ESTALE, ("stat", "lstat", "fstat", "listdir", "scandir", "close"), nth, lasts=True)
+            fault = Fault(errno.ESTALE, ("stat", "lstat", "fstat", "listdir", "scandir", "close"), nth, lasts)
             with Calls(self.path.parent, fault).entered() as calls:
                 kind, text = error_text(getattr(self, action))
             if not calls.hit:
                 break
             with self.subTest(str(fault)):
                 self.assertIn(kind, ("", "CheckpointError"), text)
+                self.assertEqual(len(os.listdir("/proc/self/fd")), open_before, text)
             raised, nth = raised + bool(kind), nth + 1
         self.assertGreaterEqual(raised, at_least)
         self.save()

@@ -82,7 +82,7 @@ class OpenFolder:
         fd = self._files.pop(name, None)
         if fd is None:
             while len(self._files) >= _MOST_OPEN:
-                os.close(self._files.pop(next(iter(self._files))))
+                _close(self._files.pop(next(iter(self._files))))
             fd = self._open(name)
         self._files[name] = fd
         return fd
@@ -124,9 +124,12 @@ class OpenFolder:
             link = next((one for one in (path.parent, path) if one != self.path and one.is_symlink()), None)
             reason = "is a symbolic link; a checkpoint has none" if link is not None else error.strerror or error
             raise CheckpointError(f"{link or path}: cannot be read: {reason}") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise CheckpointError(f"{path}: is not a regular file")
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError(f"{path}: is not a regular file")
+        except BaseException:
+            _close(fd)
+            raise
         return fd
 
     def _open_at(self, name: str) -> int:
@@ -146,4 +149,4 @@ class OpenFolder:
         try:
             return os.open(last, _FILE, dir_fd=inside)
         finally:
-            os.close(inside)
+            _close(inside)
