@@ -1,7 +1,7 @@
 """async_save: copy this rank's part to host memory, and write it while training goes on. No collective runs in the background.
 
-The ranks agree on the end through the folder: each leaves a note when it is done or has failed; the rank that made the
-folder finishes it when all are done, and leaves a note where that failed.
+The ranks agree on the end through notes in the folder: each leaves one when it is done or has failed; the rank that made the
+folder finishes it when all are done, and says how that ended in a note that all hold open.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch import nn
@@ -24,6 +25,7 @@ from fsdp_optim.transport.collective import Failure
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.contents import Tensor
 from fsdp_optim.verbs.filing import staged
+from fsdp_optim.verbs.notes import HeldNote, WatchedNote
 from fsdp_optim.verbs.pending import SaveHandle, pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.runs import Runs, copied
@@ -40,46 +42,77 @@ from fsdp_optim.verbs.save import (
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
 from fsdp_optim.verbs.writing import Writer
 
-_DONE, _FAILED, _SEEN, _VERDICT = "done-", "failed-", "seen-", "verdict"
-_ROOM = 2048  # bytes, for why a rank failed
+_DONE, _FAILED, _SEEN, _OUTCOME, _PART = "done-", "failed-", "seen-", "outcome", ".part"
+_SAVED, _NOT_SAVED = "saved", "not saved: "
 _LOOK_EVERY = 0.02  # seconds
+_LOOK_FOR_LIFE_EVERY = 0.5  # seconds; each look is a lock
 _LOOKS = 100  # for what a rank on another machine has renamed
+_MOST_WATCHED = 256  # ranks whose lives the leader watches: each costs a descriptor
 _FAREWELL = 10.0  # seconds for the others to see a failure, before the folder goes
 
 Snapshot = list[Runs]
 """This rank's runs in memory of their own, by file, in parts that are let go of one by one"""
 
 
+@dataclass(frozen=True)
+class Notes:
+    """What this rank may have to say, and what it hears: `mine` why it failed, `outcome` how it ended.
+
+    `others`: by rank, on the leader, what some of the others may have to say. `held`: closes all of them.
+    """
+
+    mine: HeldNote
+    outcome: HeldNote | WatchedNote
+    others: Mapping[int, WatchedNote]
+    held: ExitStack
+
+
 def async_save(
     path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions
 ) -> SaveHandle:
     """Copy the state, start writing, return."""
-    with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-        job = begin(path, reader, callers, optim, options)
-        with abandoned_on_failure(job):
-            failure = Failure()
-            writer = job.writer()
-            snapshot: Snapshot = []
-            try:
-                _reserve_notes(job)
-                for parts in job.direct():
-                    snapshot.append(copied(writer.runs_of(parts)))
-            except Exception as error:
-                failure.note(error)
-            for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.held, failure):
+    with ExitStack() as held:
+        with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
+            job = begin(path, reader, callers, optim, options)
+            with abandoned_on_failure(job):
+                failure = Failure()
+                writer = job.writer()
+                snapshot: Snapshot = []
+                mine: HeldNote | None = None
+                outcome: HeldNote | WatchedNote | None = None
                 try:
-                    snapshot.append(writer.runs_of(batch))  # in memory of its own already
+                    mine = held.enter_context(closing(HeldNote(job.folder / f"{_FAILED}{job.callers.rank}{_PART}")))
+                    if job.leads:
+                        outcome = held.enter_context(closing(HeldNote(job.folder / _OUTCOME)))
+                    for parts in job.direct():
+                        snapshot.append(copied(writer.runs_of(parts)))
                 except Exception as error:
                     failure.note(error)
-            agree(job.callers, "copied", failure.error, fatal=failure.fatal)
+                for batch in staged(job.callers, [m for m in job.moves if not m.is_direct], job.held, failure):
+                    try:
+                        snapshot.append(writer.runs_of(batch))  # in memory of its own already
+                    except Exception as error:
+                        failure.note(error)
+                agree(job.callers, "copied", failure.error, fatal=failure.fatal)
+                if mine is None:  # agree() has raised
+                    raise RuntimeError("unreachable: a rank without a note cannot agree")
+                others = {}
+                if outcome is None:
+                    outcome = held.enter_context(closing(WatchedNote(job.folder / _OUTCOME)))
+                else:
+                    for rank in job.callers.ranks[1 : _MOST_WATCHED + 1]:
+                        note = WatchedNote(job.folder / f"{_FAILED}{rank}{_PART}")
+                        others[rank] = held.enter_context(closing(note))
+        notes = Notes(mine, outcome, others, held.pop_all())
     later = replace(job, held=_not_any_more)  # nothing of the training is kept alive, or read later
-    handle = SaveHandle(job.path, lambda: _write(later, writer, snapshot))
+    handle = SaveHandle(job.path, lambda: _write(later, writer, snapshot, notes))
     try:
         pending.begin(handle)
     except BaseException as error:  # no thread to be had: the others are told through the folder
-        _leave_reason(job, f"{_FAILED}{job.callers.rank}", f"{type(error).__name__}: {error}")
+        _give_up(job, notes, f"{type(error).__name__}: {error}")
         if job.staging is not None:
             job.staging.abandon()
+        notes.held.close()
         raise
     return handle
 
@@ -88,114 +121,118 @@ def _not_any_more(tensor: Tensor) -> NoReturn:
     raise CheckpointError(f"{tensor.key}: is read after it was copied")
 
 
-def _write(job: Job, writer: Writer, snapshot: Snapshot) -> Saved:
-    """In the background: write this rank's part, then hear through the folder how it ended."""
-    failed: str | None = None
-    total, num = job.saved(0).nbytes, len(job.callers.ranks)
-    with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
-        try:
-            make_files(job.folder, job.own_files)
-            write_extras(job)
-            while snapshot:
-                writer.write(snapshot.pop(0))
-                progress.up_to(writer.nbytes * num)
-            writer.finish()
-            _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))
-        except Exception as error:
-            failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            _leave_reason(job, f"{_FAILED}{job.callers.rank}", failed)
-        finally:
-            writer.discard()
-        if job.leads:
-            _lead(job, failed)
-        else:
-            _follow(job)
-        progress.done()
+def _write(job: Job, writer: Writer, snapshot: Snapshot, notes: Notes) -> Saved:
+    """In the background: write this rank's part, then hear how it ended."""
+    with notes.held:
+        failed: str | None = None
+        total, num = job.saved(0).nbytes, len(job.callers.ranks)
+        with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
+            try:
+                make_files(job.folder, job.own_files)
+                write_extras(job)
+                while snapshot:
+                    writer.write(snapshot.pop(0))
+                    progress.up_to(writer.nbytes * num)
+                writer.finish()
+                _leave_note(job, f"{_DONE}{job.callers.rank}", encode_note(job, writer))
+            except Exception as error:
+                failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                _give_up(job, notes, failed)
+            finally:
+                writer.discard()
+            if isinstance(notes.outcome, HeldNote):
+                _lead(job, notes.outcome, notes.others, failed)
+            else:
+                _follow(job, notes.outcome)
+            progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
 
 
-def _reserve_notes(job: Job) -> None:
-    """Make room for what this rank may have to say when the disk is full."""
-    try:
-        for name in (f"{_FAILED}{job.callers.rank}", *([_VERDICT] if job.leads else [])):
-            _overwrite(job.folder / f"{name}.part", "")
-    except OSError as error:
-        raise CheckpointError(f"{job.folder}: cannot be written: {error.strerror or error}") from error
-
-
-def _leave_reason(job: Job, name: str, text: str) -> None:
-    """Tell why, in the room that was reserved for it."""
+def _give_up(job: Job, notes: Notes, text: str) -> None:
+    """Tell why this rank cannot do its part."""
+    notes.mine.write(text)
+    if isinstance(notes.outcome, HeldNote):
+        notes.outcome.write(f"{_NOT_SAVED}rank {job.callers.rank}: {text}")
     with contextlib.suppress(OSError):
-        _overwrite(job.folder / f"{name}.part", text)
-    with contextlib.suppress(OSError):
-        os.rename(job.folder / f"{name}.part", job.folder / name)
-
-
-def _overwrite(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb") as file:
-        file.write(text.encode()[:_ROOM].ljust(_ROOM))  # in place: a full disk has room for it
+        os.rename(notes.mine.path, job.folder / f"{_FAILED}{job.callers.rank}")
 
 
 def _leave_note(job: Job, name: str, content: bytes) -> None:
     """A file of the folder that is there whole or not at all."""
-    write_file(job.folder / f"{name}.part", content, durable=False)
-    os.rename(job.folder / f"{name}.part", job.folder / name)
+    write_file(job.folder / f"{name}{_PART}", content, durable=False)
+    os.rename(job.folder / f"{name}{_PART}", job.folder / name)
 
 
-def _lead(job: Job, failed: str | None) -> None:
-    """Wait for all ranks, and finish the checkpoint; or tell all of them why not. `failed`: why this rank did."""
+def _lead(job: Job, outcome: HeldNote, others: Mapping[int, WatchedNote], failed: str | None) -> None:
+    """Wait for all ranks, and finish the checkpoint; tell all of them how it ended. `failed`: why this rank did."""
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.callers.rank}: {failed}")
-        finish(job, _notes(job))
+        finish(job, _notes(job, others))
     except Exception as error:
         ours = isinstance(error, (CheckpointError, RankTimeoutError))
         text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
-        _leave_reason(job, _VERDICT, text)
+        outcome.write(f"{_NOT_SAVED}{text}")
         deadline = time.monotonic() + _FAREWELL
-        others = set(job.callers.ranks[1:])
-        while others and time.monotonic() < deadline and job.folder.exists():
-            others = {rank for rank in others if not (job.folder / f"{_SEEN}{rank}").exists()}
+        unseen = set(job.callers.ranks[1:])
+        while unseen and time.monotonic() < deadline and job.folder.exists():
+            seen = {rank for rank in unseen if (job.folder / f"{_SEEN}{rank}").exists()}
+            unseen -= seen | {rank for rank in unseen if rank in others and others[rank].is_dead()}
             time.sleep(_LOOK_EVERY)
         if job.staging is not None:
             job.staging.abandon()
         raise CheckpointError(text) from error
+    outcome.write(_SAVED)  # whoever holds it open reads it, wherever the folder is taken now
 
 
-def _notes(job: Job) -> list[bytes]:
-    """What all ranks say when they are done. Raises CheckpointError with the reasons of those that failed."""
+def _notes(job: Job, others: Mapping[int, WatchedNote]) -> list[bytes]:
+    """What all ranks say when they are done. Raises CheckpointError with the reasons of those that failed, and names the dead."""
+    deadline, for_life = time.monotonic() + job.callers.timeout, 0.0
+    paths = {rank: job.folder / f"{_DONE}{rank}" for rank in job.callers.ranks}
     waiting = set(job.callers.ranks)
-    deadline = time.monotonic() + job.callers.timeout
     while waiting:
         if not job.folder.exists():
             raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")
+        dead: list[int] = []
+        if time.monotonic() >= for_life:
+            dead = [rank for rank in sorted(waiting) if rank in others and others[rank].is_dead()]
+            for_life = time.monotonic() + _LOOK_FOR_LIFE_EVERY
         failed = [rank for rank in job.callers.ranks if (job.folder / f"{_FAILED}{rank}").exists()]
         if failed:
             reasons = [(rank, (job.folder / f"{_FAILED}{rank}").read_text().strip()) for rank in failed]
             raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in reasons))
-        waiting = {rank for rank in waiting if not (job.folder / f"{_DONE}{rank}").exists()}
+        waiting = {rank for rank in waiting if not paths[rank].exists()}
+        gone = [rank for rank in dead if rank in waiting]  # its lock was free, and it has left no note
+        if gone:
+            raise CheckpointError(f"{job.path}: rank {gone[0]} ended before it had written its part: look at its log")
         if waiting and time.monotonic() > deadline:
             raise RankTimeoutError(
                 f"{job.path}: rank {min(waiting)} did not finish its part within {job.callers.timeout:g} s"
             )
         if waiting:
             time.sleep(_LOOK_EVERY)
-    paths = [job.folder / f"{_DONE}{rank}" for rank in job.callers.ranks]
-    contents = [path.read_bytes() for path in paths]
-    for path in (*paths, *job.folder.glob(f"{_FAILED}*.part"), job.folder / f"{_VERDICT}.part"):
+    contents = [path.read_bytes() for path in paths.values()]
+    for path in (*paths.values(), *job.folder.glob(f"{_FAILED}*{_PART}"), job.folder / _OUTCOME):
         path.unlink(missing_ok=True)
     return contents
 
 
-def _follow(job: Job) -> None:
-    """Wait until the rank that made the folder has given it its name, or says why not."""
+def _follow(job: Job, outcome: WatchedNote) -> None:
+    """Wait until the rank that made the folder says how it ended, or has given the folder its name."""
     deadline = time.monotonic() + 2 * job.callers.timeout + _FAREWELL  # the leader gives up first
+    for_life = time.monotonic()
     while job.folder.exists():
-        with contextlib.suppress(FileNotFoundError):
-            text = (job.folder / _VERDICT).read_text().strip()
-            with contextlib.suppress(OSError):
-                (job.folder / f"{_SEEN}{job.callers.rank}").touch()
+        leader_is_dead = False
+        if time.monotonic() >= for_life:
+            leader_is_dead = outcome.is_dead()
+            for_life = time.monotonic() + _LOOK_FOR_LIFE_EVERY
+        if _has_ended(job, outcome):
+            return
+        if leader_is_dead and job.folder.exists():
+            text = f"{job.path}: rank {job.callers.ranks[0]}, which finishes it, ended before it had: look at its log"
+            with contextlib.suppress(OSError):  # for those on machines where its lock is not seen
+                (job.folder / _OUTCOME).write_text(f"{_NOT_SAVED}{text}")
             raise CheckpointError(text)
         if time.monotonic() > deadline:
             raise RankTimeoutError(
@@ -203,9 +240,21 @@ def _follow(job: Job) -> None:
             )
         time.sleep(_LOOK_EVERY)
     for _ in range(_LOOKS):
+        if _has_ended(job, outcome):
+            return
         with contextlib.suppress(OSError):
             os.listdir(job.path.parent)  # a network file system then asks again whether the path is there
             if read_marker(job.path).said.get("token") == job.folder.name:
                 return
         time.sleep(_LOOK_EVERY)
     raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")
+
+
+def _has_ended(job: Job, outcome: WatchedNote) -> bool:
+    """Whether the checkpoint is there. Raises CheckpointError where it never will be."""
+    text = outcome.text()
+    if text.startswith(_NOT_SAVED):
+        with contextlib.suppress(OSError):
+            (job.folder / f"{_SEEN}{job.callers.rank}").touch()
+        raise CheckpointError(text.removeprefix(_NOT_SAVED))
+    return text == _SAVED

@@ -1,0 +1,179 @@
+"""The end of a save in the background: a rank that dies is missed soon, and nobody needs the folder after it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from helpers_groups import Meeting
+from wrapping import Differs, Trained, adam, check_same, cpu, error_text
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.verbs import background, notes
+
+LONG, SOON = 600.0, 30.0  # seconds: the timeout of the saves, and what is much less
+QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": LONG}
+
+
+class Dead(BaseException):
+    """Ends the thread that writes, as a kill ends its process: nothing is said, and the locks are gone."""
+
+
+def let_go() -> None:
+    """The locks of this process, as its end lets them go."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "/step.saving-" in os.readlink(f"/proc/self/fd/{name}"):  # not closed: another file would get its number
+                fcntl.lockf(int(name), fcntl.LOCK_UN)
+                fcntl.flock(int(name), fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def dies(where: str, begun: Path) -> Iterator[None]:
+    """This rank's thread dies when it comes to a function of background.py; not before all have begun."""
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        let_go()
+        raise Dead
+
+    with mock.patch.object(background, where, die):
+        yield
+
+
+def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[str, str]]]:
+    """For each case what the ranks that live hear; and whether they heard it soon."""
+    meeting, found = Meeting(), []
+    with cpu():
+        one = Trained("FSDP2", adam, steps=1)
+        for dead, where in cases:
+            folder = root / f"{dead} {where}"
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            meeting.tell(0)
+            with dies(where, folder / "begun") if dist.get_rank() == dead else contextlib.nullcontext():
+                handle = fsdp_optim.async_save(folder / "step", one.model, one.optim, **QUIET)
+                meeting.tell(0)
+                begun = time.monotonic()
+                (folder / "begun").touch()
+                with contextlib.suppress(Dead):
+                    error = ("", "")
+                    error = error_text(handle.wait)
+                took = time.monotonic() - begun
+            meeting.tell(0)  # the thread of the dead one is over, and its patches are gone
+            found.append(meeting.tell(("dead", "") if dist.get_rank() == dead else error))
+            if took > SOON:
+                raise Differs(f"{dead} {where}: {took:.1f} s")
+        fsdp_optim.save(root / "after", one.model, one.optim, **QUIET)
+    return found
+
+
+CASES = [(0, "_lead"), (0, "make_files"), (0, "finish"), (1, "make_files"), (2, "_leave_note")]
+
+
+def take_away(root: Path, how: str) -> tuple[list[str], Any]:
+    """Rank 0 takes the folder away as soon as it has waited; the others look only then."""
+    meeting, taken = Meeting(), root / f"{how} taken"
+    path = root / how / "step"
+    real = background._follow
+
+    def late(*args: Any) -> None:
+        while not taken.exists():
+            time.sleep(0.01)
+        real(*args)
+
+    with cpu(), mock.patch.object(background, "_follow", late):
+        one = Trained("FSDP2", adam, steps=1)
+        handle = fsdp_optim.async_save(path, one.model, one.optim, **QUIET)
+        if dist.get_rank() == 0:
+            handle.wait()
+            ways: dict[str, Callable[[], Any]] = {
+                "moved": lambda: path.rename(root / how / "elsewhere"),
+                "moved and removed": lambda: (shutil.move(path, root / how / "elsewhere"), shutil.rmtree(root / how)),
+                "removed": lambda: shutil.rmtree(path),
+                "all removed": lambda: shutil.rmtree(root / how),
+                "emptied": lambda: [file.unlink() for file in path.rglob("*.*")],
+            }
+            ways[how]()
+            taken.write_text("")
+        error = error_text(lambda: handle.wait(timeout=SOON))
+        saved = handle.wait() if not error[0] else None
+        here = sorted(path.name for path in (root / how).glob("*/*")) if how == "moved" else []
+    meeting.tell(0)
+    return here, (error, str(saved.path) if saved is not None else "")
+
+
+def take_away_all(root: Path, hows: list[str]) -> list[Any]:
+    return [take_away(root / str(number), how) for number, how in enumerate(hows)]
+
+
+class LeaderTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def test_a_rank_that_dies_is_missed_soon(self) -> None:
+        by_rank = run_on_ranks(save_and_die, 3, self.root, CASES)
+        for (dead, where), errors in zip(CASES, by_rank[0], strict=True):
+            for rank, (kind, text) in enumerate(errors):
+                if rank != dead:
+                    self.assertEqual(kind, "CheckpointError", f"{dead} {where}: rank {rank}: {text}")
+                    self.assertIn(f"rank {dead}", text)
+                    self.assertIn("step", text)
+            self.assertIsNone(fsdp_optim.latest(self.root / f"{dead} {where}"))
+        self.assertEqual(fsdp_optim.latest(self.root), self.root / "after")
+
+    def test_the_folder_is_taken_away(self) -> None:
+        hows = ["moved", "moved and removed", "removed", "all removed", "emptied"]
+        for number in range(len(hows)):
+            (self.root / str(number)).mkdir()
+        for rank, found in enumerate(run_on_ranks(take_away_all, 2, self.root, hows)):
+            for number, (how, (here, end)) in enumerate(zip(hows, found, strict=True)):
+                check_same(f"{how}, rank {rank}", end, (("", ""), str(self.root / str(number) / how / "step")))
+                leftovers = [name for name in here if name.startswith(("outcome", "failed", "done", "seen", "owner"))]
+                self.assertEqual(leftovers, [])
+
+
+class NoteTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "note"
+
+    def test_what_is_said_is_heard_when_the_file_is_gone(self) -> None:
+        held = notes.HeldNote(self.path)
+        watched = notes.WatchedNote(self.path)
+        self.assertEqual(watched.text(), "")
+        self.path.unlink()
+        held.write("später: " + "x" * 5000)
+        self.assertTrue(watched.text().startswith("später: xxx"))
+        held.close()
+        watched.close()
+
+    def test_a_lock_that_was_never_seen_says_nothing(self) -> None:
+        """A process does not see its own; as on a file system without locks."""
+        held = notes.HeldNote(self.path)
+        watched = notes.WatchedNote(self.path)
+        held.close()
+        self.assertFalse(watched.is_dead())
+        watched.close()
+        missing = notes.WatchedNote(self.path.with_name("missing"))
+        self.assertEqual((missing.text(), missing.is_dead()), ("", False))
+        missing.close()
+
+
+if __name__ == "__main__":
+    unittest.main()
