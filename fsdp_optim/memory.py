@@ -20,6 +20,16 @@ _PIECE_NBYTES = 16 << 20
 _ALIGNMENT = 64  # bytes, as torch aligns tensors
 
 
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Tensors that are made in inference mode cannot be changed outside of it: leave it for a while."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor with a storage of its own.
 
@@ -98,7 +108,12 @@ def is_plain(value: object) -> bool:
 
 def flatten(value: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
-    return value.detach().contiguous().view(-1)
+    return _resolved(value).contiguous().view(-1)
+
+
+def _resolved(value: torch.Tensor) -> torch.Tensor:
+    """A tensor whose bytes are its elements: torch conjugates and negates some views only when they are read."""
+    return value.detach().resolve_conj().resolve_neg()
 
 
 def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -106,7 +121,7 @@ def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Te
 
     All at once, and no copy, where it is contiguous; else copies of at most `most_numel` elements.
     """
-    value = value.detach()
+    value = _resolved(value)
     if value.is_contiguous():
         yield 0, value.view(-1)
         return

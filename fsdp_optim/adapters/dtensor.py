@@ -150,7 +150,7 @@ def _ranks(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:
     grid = mesh.mesh
     if all(bool((grid.diff(dim=dim) > 0).all()) for dim in split_dims):
         return ranks_in_order(grid.flatten().tolist())
-    places = torch.meshgrid(*(torch.arange(size) for size in grid.shape), indexing="ij")
+    places = torch.meshgrid(*(torch.arange(size, device=grid.device) for size in grid.shape), indexing="ij")
     coordinates = torch.stack(
         [grid.argsort(dim=d).argsort(dim=d) if d in split_dims else places[d] for d in range(grid.ndim)], dim=-1
     )

@@ -36,7 +36,9 @@ def read_sharded_value(fqn: str, value: Any) -> tuple[Placement, torch.Tensor]:
         if box.numel:
             blocks.append(Block(box, sum(block.box.numel for block in blocks)))
     local = [flatten(shard.tensor) for shard in value.local_shards()]
-    flat = torch.cat(local) if len(local) > 1 else local[0] if local else torch.empty(0, dtype=value.dtype)
+    flat = (
+        torch.cat(local) if len(local) > 1 else local[0] if local else torch.empty(0, dtype=value.dtype, device="cpu")
+    )
     return Boxes(shape, tuple((rank, tuple(blocks)) for rank, blocks in sorted(by_rank.items()))), flat
 
 

@@ -88,7 +88,7 @@ class Encoder:
             tags: dict[object, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$size"}
             return items if type(value) is list else {tags[type(value)]: items}
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(f"{where}[{key!r}]", item) for key, item in value.items()}
+            return {_checked(where, key): self.encode(f"{where}[{key!r}]", item) for key, item in value.items()}
         for tag, cls in _DICTS.items():
             if type(value) is cls:
                 pairs = [[self.encode(where, key), self.encode(f"{where}[{key!r}]", v)] for key, v in value.items()]
@@ -142,7 +142,7 @@ class Encoder:
 
     def _add(self, where: str, tensor: torch.Tensor) -> int:
         code_of(where, dtype_name(tensor.dtype))
-        self.tensors.append(tensor.to("cpu").contiguous())
+        self.tensors.append(tensor.to("cpu").resolve_conj().resolve_neg().contiguous())
         return len(self.tensors) - 1
 
 
@@ -151,6 +151,12 @@ def _check_text(where: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(f"{where}: {value!r} is no text that can be written: {error.reason}") from None
+
+
+def _checked(where: str, key: str) -> str:
+    if not key.isascii():
+        _check_text(where, key)
+    return key
 
 
 def _from_numpy(where: str, value: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.json_text import check_density, parse_json
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes; where the data section begins
@@ -87,6 +87,12 @@ class Header:
                 raise CheckpointError(
                     f"{key}: a safetensors file keeps its metadata under this name: rename the parameter"
                 )
+            try:
+                key.encode()
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{key!r}: is no name that a safetensors file can have: {error.reason}: rename it"
+                ) from error
             code = code_of(key, dtype)
             stop = at + prod(shape) * DTYPES[code][1]
             entries.append(Entry(key, code, shape, at, stop))
@@ -130,6 +136,7 @@ def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
 
 def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
     """Read a header. Raises CheckpointError for anything but tensors that fill the data section without holes."""
+    check_density(f"{name}: its header", text)
     said = parse_json(f"{name}: its header", text)
     if not isinstance(said, dict):
         raise CheckpointError(f"{name}: its header is a {type(said).__name__}, not an object")

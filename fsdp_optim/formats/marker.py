@@ -13,7 +13,7 @@ from fsdp_optim.formats.brief import KEY, Brief
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.files import check_name
-from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.json_text import check_density, parse_json
 from fsdp_optim.formats.opened import OpenFolder
 
 NAME = "fsdp_optim.json"
@@ -65,6 +65,7 @@ class Marker:
 
     def encoded(self) -> bytes:
         body = _canonical(self.said)
+        check_density(NAME, body)  # what would not be read is not written
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
 
 
@@ -85,7 +86,9 @@ def marker_in(folder: OpenFolder) -> Marker:
             f"{folder.path}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
         )
     path = folder.path / NAME
-    outer = parse_json(str(path), folder.read_whole(NAME, most_nbytes=MOST_NBYTES))
+    text = folder.read_whole(NAME, most_nbytes=MOST_NBYTES)
+    check_density(str(path), text)
+    outer = parse_json(str(path), text)
     with distrusted(str(path)):
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:
@@ -94,7 +97,7 @@ def marker_in(folder: OpenFolder) -> Marker:
             raise CheckpointError(
                 f"{path}: has the schema version {said['version']!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
             ) from NewerVersion()
-        if hex_of(_canonical(said)) != checksum:
+        if not _is_as_written(text, checksum) and hex_of(_canonical(said)) != checksum:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
         files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
         _check_said(said, files)
@@ -110,6 +113,14 @@ def _brief_of(path: Path, said: Mapping[str, Any]) -> Brief:
     if replace(made, sequence=brief.sequence, step=brief.step, keep_last=brief.keep_last) != brief:
         raise CheckpointError(f"{path}: its brief and the rest of it say different things; load another checkpoint")
     return brief
+
+
+def _is_as_written(text: bytes, checksum: object) -> bool:
+    """Whether it is this library's own text, unchanged: then its values need not be written again to be compared."""
+    prefix, suffix = b'{"checksum":"%s","checkpoint":' % str(checksum).encode(errors="replace"), b"}\n"
+    if not text.startswith(prefix) or not text.endswith(suffix):
+        return False
+    return hex_of(memoryview(text)[len(prefix) : -len(suffix)]) == checksum
 
 
 def _check_said(said: Mapping[str, Any], files: Mapping[str, FileInfo]) -> None:

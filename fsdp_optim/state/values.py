@@ -43,7 +43,7 @@ class Scalar:
 
 
 def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
-    return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype)))
+    return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype), device="cpu"))
 
 
 def own(value: Any) -> Any:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
 from fsdp_optim.verbs.save_options import Saved
 
 
@@ -29,7 +29,7 @@ class SaveHandle:
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Wait until the checkpoint is there. Raises what went wrong, on any rank; RankTimeoutError after `timeout` seconds."""
-        self._thread.join(timeout)
+        self._thread.join(_seconds(timeout))
         if self._thread.is_alive():
             raise RankTimeoutError(f"{self.path}: is not written after {timeout:g} s; it goes on")
         self._told = True
@@ -57,6 +57,15 @@ class SaveHandle:
             self._error = error
         finally:
             self._write = None  # and the copy of the state with it
+
+
+def _seconds(timeout: object) -> float | None:
+    """How long to wait; None: for as long as it takes."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, (int, float)) and timeout >= 0:
+        return min(timeout, threading.TIMEOUT_MAX)
+    raise StateError(f"timeout has to be a number of seconds that is not negative, or None, not {timeout!r}")
 
 
 class Pending:

@@ -12,7 +12,7 @@ import torch
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.json_text import check_density, parse_json
 from fsdp_optim.formats.marker import MOST_NBYTES
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
@@ -35,7 +35,9 @@ class _Planned:
     def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
         found = (self.by_key[key] for key in keys)
         return [
-            one.constant if one.constant is not None else torch.zeros((), dtype=one.dtype).expand(one.placement.shape)
+            one.constant
+            if one.constant is not None
+            else torch.zeros((), dtype=one.dtype, device="cpu").expand(one.placement.shape)
             for one in found
         ]
 
@@ -47,6 +49,8 @@ def prove_loadable(state: Half, encoded: Any, tensors: Sequence[torch.Tensor], *
     """
     where = "the optimizer"
     text = json.dumps(encoded, separators=(",", ":")).encode()
+    if not tensors:
+        check_density(where, text)
     if not tensors and len(text) > MOST_NBYTES // 2:
         params = encoded["params"]
         largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.files import absolute
+from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
@@ -45,12 +47,24 @@ def restore(
     options: LoadOptions,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
+    in_inference = torch.is_inference_mode_enabled()
+    with ordinary_tensors():  # else the next step could not change the state
+        return _look_again(path, model, optim, options, in_inference)
+
+
+def _look_again(
+    path: str | os.PathLike[str],
+    model: nn.Module | None,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
+    options: LoadOptions,
+    in_inference: bool,
+) -> Restored:
     for _ in range(_LOOKS - 1):
         try:
-            return _restore(path, model, optim, options)
+            return _restore(path, model, optim, options, in_inference)
         except ReplacedError as error:  # on all ranks alike; what is at the path by now is as good
             log.info("looking again: %s", error)
-    return _restore(path, model, optim, options)
+    return _restore(path, model, optim, options, in_inference)
 
 
 def _restore(
@@ -58,6 +72,7 @@ def _restore(
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
+    in_inference: bool,
 ) -> Restored:
     if model is None:
         if optim is not None:
@@ -97,7 +112,8 @@ def _restore(
             progress.done()
         if optim is not None and made is not None:
             _load_on_all(callers, optim, made, options.keep)
-        weights.install()
+        with torch.inference_mode(mode=in_inference):  # into a model that may be one for inference only
+            weights.install()
         reader.reshard()
         agree(callers, "installed")
         if options.check == "bitwise":

@@ -120,7 +120,11 @@ def _host_memory(runs: Iterable[Run]) -> torch.Tensor:
     for run in runs:
         nbytes += len(run.memory)
         pinned = pinned or (isinstance(run, DeviceRun) and run.memory.is_cuda)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else empty((nbytes,), torch.uint8, _CPU)
+    return (
+        torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=True)
+        if pinned
+        else empty((nbytes,), torch.uint8, _CPU)
+    )
 
 
 def copied(runs: Runs) -> dict[str, list[Extent]]:

@@ -278,8 +278,14 @@ def _plain_groups(state: Half) -> str:
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
 
+    def named(value: Any) -> Any:
+        """With keys that JSON has."""
+        if isinstance(value, Mapping):
+            return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
+        return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
+
     groups = [
-        {**hyper, "params": list(state.picture.group_fqns(index))}
+        {**named(hyper), "params": list(state.picture.group_fqns(index))}
         for index, hyper in enumerate(state.local.optim.groups)
     ]
     return json.dumps(groups, default=plain)
@@ -373,7 +379,7 @@ def _write_index(job: Job, stem: str) -> dict[str, FileInfo]:
 def _said(
     options: SaveOptions, callers: Callers, weights: Half, state: Half | None, extras: dict[str, bytes]
 ) -> dict[str, Any]:
-    """What the marker says. Where tensors are in it, they need a file of their own, and it is added to `extras`."""
+    """What the marker says. What it cannot hold needs a file of its own, which is added to `extras`."""
     optim = None
     if state is not None:
         value = _optim_said(state)

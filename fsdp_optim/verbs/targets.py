@@ -17,7 +17,7 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.memory import Slabs, dtype_name, dtype_named
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.kinds import Kind
-from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.local import RESERVED_KEYS, Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
@@ -33,6 +33,7 @@ from fsdp_optim.verbs.unfiling import read_constants
 from fsdp_optim.verbs.wanted import Wanted, decide
 
 _KIND_OF = {"tensor": "sharded", "scalar tensor": "scalar"}  # what a checkpoint calls by another name than a full dict
+_SAID = ("scalar", "opaque")  # those whose value is in the marker
 _MOST_NAMED = 20  # differences in one error
 
 
@@ -276,6 +277,7 @@ def full_dict(
     files: StateFiles, said: Mapping[str, Any], names: Names, keys: dict[tuple[str, str], str]
 ) -> dict[str, Any]:
     """A full dict by name, with tensors without memory where elements are in the files; fills in their keys."""
+    _check_types(said)
     state: dict[str, dict[str, Any]] = {}
     small = [what for param in said["params"].values() for _, how, what in param["values"] if _is_read_at_once(how)]
     kinds: dict[str, dict[str, str]] = {}
@@ -295,8 +297,10 @@ def full_dict(
                 values[name] = constants[what]
                 if how == "scalar tensor" and constants[what].dim():
                     raise ValueError(f"{what} is a scalar of shape {list(constants[what].shape)}")
-            else:
+            elif how in _SAID:
                 values[name] = what
+            else:
+                raise ValueError(f"{fqn}: {name} is said to be {how!r}, which is no kind of value")
         state[fqn] = values
     for group in said["groups"]:
         pairs = group["hyperparameters"]
@@ -312,6 +316,22 @@ def full_dict(
 def _is_read_at_once(how: str) -> bool:
     """Whether every rank needs all of a tensor before it can decide anything."""
     return how == "scalar tensor" or how.partition(" ")[0] == Kind.PLACED.value
+
+
+def _check_types(said: Mapping[str, Any]) -> None:
+    """Raise ValueError where names are no words, or what is said of the optimizer is in the place of its state."""
+    params, groups, extra = said["params"], said["groups"], said["extra"]
+    names = [*params, *(name for group in groups for name in group["params"])]
+    names += [word for param in params.values() for name, how, _ in param["values"] for word in (name, how)]
+    classes = said.get("optimizer_class")
+    names += [name for name in (classes if isinstance(classes, list) else [classes]) if name is not None]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a name is no word")
+    if not all(isinstance(group["params"], list) for group in groups) or not isinstance(extra, dict):
+        raise ValueError("the groups are no lists of names")
+    reserved = [key for key in extra if key in RESERVED_KEYS]
+    if reserved:
+        raise ValueError(f"{reserved[0]!r} is no key of an optimizer's own")
 
 
 def _stored(checkpoint: Checkpoint, key: str) -> Stored:

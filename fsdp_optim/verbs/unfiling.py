@@ -185,7 +185,7 @@ def _read_and_move(
 
 def read_constants(checkpoint: Checkpoint, stored: Sequence[Stored]) -> list[torch.Tensor]:
     """All of some small tensors, on this rank."""
-    values = [torch.empty(one.entry.shape, dtype=dtype_named(one.entry.dtype)) for one in stored]
+    values = [torch.empty(one.entry.shape, dtype=dtype_named(one.entry.dtype), device=_CPU) for one in stored]
     extents: dict[str, list[Extent]] = {}
     for one, value in zip(stored, values, strict=True):
         extents.setdefault(one.file.name, []).append(Extent(one.entry.start, bytes_of(value.view(-1))))

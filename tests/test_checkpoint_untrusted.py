@@ -1,0 +1,307 @@
+"""What is wrong in a checkpoint, an optimizer or a process: an error of the library, in time and memory that sizes justify."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import tempfile
+import tracemalloc
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import xxhash
+from checkpoint_format import canonical, read_marker
+from parameterized import parameterized
+from torch import nn
+from wrapping import check_same, error_text
+
+import fsdp_optim
+from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.verbs import targets
+
+QUIET: dict[str, Any] = {"durable": False, "progress": False}
+
+
+def stepped(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 2)
+    optim = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.ones(4, 3, device="cpu")).sum().backward()
+    optim.step()
+    optim.param_groups[0].update(options)
+    return model, optim
+
+
+def contents(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": dict(model.state_dict()), "state": [dict(optim.state[p]) for p in model.parameters()]}
+
+
+class InFolder(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "step"
+
+    def rewrite(self, edit: Callable[[Any], Any]) -> None:
+        """Another marker, with the right checksum."""
+        text = canonical(edit(read_marker(self.path)))
+        checksum = xxhash.xxh3_64_hexdigest(text).encode()
+        (self.path / "fsdp_optim.json").write_bytes(b'{"checksum":"' + checksum + b'","checkpoint":' + text + b"}\n")
+
+
+# ------------------------------------------------------------------------------------------ of the process
+
+
+class ProcessTest(InFolder):
+    def test_default_device(self) -> None:
+        """The meta device stands for CUDA: what is made there by mistake has no elements."""
+        model, optim = stepped()
+        extra: dict[str, Any] = {"tensor": torch.arange(3), "array": torch.arange(4).numpy(), "step": 7}
+        other, its = stepped()
+        torch.set_default_device("meta")
+        try:
+            fsdp_optim.save(self.path, model, optim, extra=extra, per_rank_extra=extra, **QUIET)
+            restored = fsdp_optim.load(self.path, other, its, check="bitwise")
+            fsdp_optim.async_save(self.path, model, optim, extra=extra, overwrite=True, **QUIET).wait()
+            fsdp_optim.load(self.path, other, its)
+            full = fsdp_optim.gather_full_optim_state_dict(model, optim)
+            shard = fsdp_optim.get_shard_from_optim_state_dict(other, its, full)
+            fsdp_optim.load_optim_state_dict(its, shard)
+        finally:
+            torch.set_default_device(None)
+        check_same("loaded", contents(other, its), contents(model, optim))
+        for found in (dict(restored), dict(restored.per_rank)):
+            found["array"] = torch.from_numpy(found["array"])
+            check_same("extra", found, {**extra, "array": torch.arange(4)})
+
+    def test_inference_mode(self) -> None:
+        model, optim = stepped()
+        fsdp_optim.save(self.path, model, optim, extra={"t": torch.arange(3)}, **QUIET)
+        other, its = stepped()
+        with torch.inference_mode():
+            restored = fsdp_optim.load(self.path, other, its, check="bitwise")
+            inference_only = nn.Linear(3, 2)
+            fsdp_optim.load(self.path, inference_only)
+        check_same("weights", dict(inference_only.state_dict()), dict(model.state_dict()))
+        check_same("loaded", contents(other, its), contents(model, optim))
+        restored["t"].add_(1)
+        for one, with_optim in ((model, optim), (other, its)):
+            with_optim.zero_grad()
+            one(torch.ones(4, 3)).sum().backward()
+            with_optim.step()
+        check_same("a step later", contents(other, its), contents(model, optim))
+
+    @parameterized.expand((("nan", math.nan), ("negative", -1.0), ("a word", "7")))
+    def test_wait_for_no_time(self, _: str, timeout: Any) -> None:
+        model, optim = stepped()
+        handle = fsdp_optim.async_save(self.path, model, optim, **QUIET)
+        kind, text = error_text(lambda: handle.wait(timeout))
+        self.assertEqual(kind, "StateError", text)
+        self.assertIn("timeout", text)
+        handle.wait(math.inf)
+
+
+# ------------------------------------------------------------------------------------------ of the optimizer
+
+
+class OptimizerTest(InFolder):
+    @parameterized.expand(
+        (
+            ("tuple keys", {"scales": {(1, 2): 3.0, ("a",): [4]}}),
+            ("tuple keys, inside", {"scales": [{"deep": {(1, 2): {None: 5}}}]}),
+            ("a long range", {"range": range(10**12)}),
+        )
+    )
+    def test_hyperparameters(self, _: str, options: dict[str, Any]) -> None:
+        model, optim = stepped(**options)
+        fsdp_optim.save(self.path, model, optim, extra=options, **QUIET)
+        other, its = stepped(**dict.fromkeys(options))
+        restored = fsdp_optim.load(self.path, other, its)
+        for key, value in options.items():
+            check_same(key, [its.param_groups[0][key], restored[key]], [value, value])
+
+    @parameterized.expand(
+        (
+            ("alone", {"name": "a\udc80b"}),
+            ("in a key", {"names": {"a\udc80b": 1}}),
+            ("in a name", {"a\udc80b": 1}),
+            ("inside", {"names": [{(1, 2): {"a": ("a\udc80b",)}}]}),
+        )
+    )
+    def test_lone_surrogates(self, _: str, options: dict[str, Any]) -> None:
+        for in_optim in (True, False):
+            model, optim = stepped(**(options if in_optim else {}))
+            extra = {} if in_optim else options
+            kind, text = error_text(lambda: fsdp_optim.save(self.path, model, optim, extra=extra, **QUIET))  # noqa: B023
+            self.assertEqual(kind, "CheckpointError", text)
+            self.assertIn("udc80", text)
+            self.assertFalse(self.path.exists())
+
+    def test_a_name_that_no_file_can_have(self) -> None:
+        model, optim = stepped()
+        for values in optim.state.values():
+            values["a\udc80b"] = torch.zeros_like(values["exp_avg"])
+        kind, text = error_text(lambda: fsdp_optim.save(self.path, model, optim, **QUIET))
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn("udc80", text)
+        self.assertFalse(self.path.exists())
+
+    def test_views_that_are_conjugated_or_negated_when_they_are_read(self) -> None:
+        model = nn.ParameterDict({"z": nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))})
+        optim = torch.optim.SGD(model.parameters(), lr=0.5)
+        moment = torch.randn(4, 3, dtype=torch.complex64)
+        optim.state[model["z"]] = {"conj": moment.conj(), "moved": torch.randn(3, 4, dtype=torch.complex64).conj().t()}
+        real = nn.Parameter(torch.randn(4, 3))
+        model["r"] = real
+        optim.add_param_group({"params": [real]})
+        optim.state[real] = {"neg": moment.conj().imag}
+        self.assertTrue(optim.state[real]["neg"].is_neg() and optim.state[model["z"]]["conj"].is_conj())
+        extra = {"conj": moment.conj(), "neg": moment.conj().imag}
+        fsdp_optim.save(self.path, model, optim, extra=extra, bucket_nbytes=16, **QUIET)
+        wanted = [
+            {name: value.resolve_conj().resolve_neg() for name, value in its.items()} for its in optim.state.values()
+        ]
+        for _ in range(2):
+            restored = fsdp_optim.load(self.path, model, optim, check="bitwise")
+            found = [dict(its) for its in optim.state.values()]
+            check_same("state", found, wanted)
+            check_same("extra", dict(restored), {"conj": wanted[0]["conj"], "neg": wanted[1]["neg"]})
+
+    def test_a_state_without_step(self) -> None:
+        model, optim = stepped()
+        for values in optim.state.values():
+            del values["step"]
+        fsdp_optim.save(self.path, model, optim, **QUIET)
+        other, its = stepped()
+        before = [dict(its.state[p]) for p in other.parameters()]
+        kind, text = error_text(lambda: fsdp_optim.load(self.path, other, its))
+        self.assertEqual(kind, "StateError", text)
+        self.assertIn("step", text)
+        check_same("before", [dict(its.state[p]) for p in other.parameters()], before)
+
+
+# ------------------------------------------------------------------------------------------ of the checkpoint
+
+
+class SaidTest(InFolder):
+    def edited(self, edit: Callable[[dict[str, Any]], Any]) -> tuple[str, str]:
+        model, optim = stepped()
+        fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET)
+
+        def in_optim(checkpoint: Any) -> Any:
+            edit(checkpoint["optim"])
+            return checkpoint
+
+        self.rewrite(in_optim)
+        return error_text(lambda: fsdp_optim.load(self.path, model, optim))
+
+    @parameterized.expand(("system", "Tensor", "", 7, None, ["tensor"]))
+    def test_unknown_how(self, how: Any) -> None:
+        kind, text = self.edited(lambda said: said["params"]["weight"].update(values=[["exp_avg", how, "x"]]))
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn(str(self.path), text)
+
+    @parameterized.expand(
+        (
+            ("extra", {"extra": {"param_id_map": [1]}}),
+            ("extra of state", {"extra": {"state": {}}}),
+            ("extra is a list", {"extra": [1]}),
+            ("groups of words", {"groups": [{"hyperparameters": [], "params": "weight"}]}),
+            ("groups of lists", {"groups": [{"hyperparameters": [], "params": [["weight"], ["bias"]]}]}),
+            ("names that are numbers", {"params": {"$dict": [[1, {"values": [], "shape": []}]]}}),
+            ("class", {"optimizer_class": {"a": 1}}),
+        )
+    )
+    def test_other_types(self, _: str, values: dict[str, Any]) -> None:
+        kind, text = self.edited(lambda said: said.update(values))
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn(str(self.path), text)
+
+    def test_our_own_mistakes_are_not_called_damage(self) -> None:
+        model, optim = stepped()
+        fsdp_optim.save(self.path, model, optim, **QUIET)
+
+        def mistaken(*args: Any) -> Any:
+            raise AttributeError("a mistake in the library")
+
+        with mock.patch.object(targets, "normalize", mistaken):
+            kind, text = error_text(lambda: fsdp_optim.load(self.path, model, optim))
+        self.assertEqual((kind, text), ("AttributeError", "a mistake in the library"))
+
+
+class GrowthTest(InFolder):
+    def test_keys_twice_take_linear_time(self) -> None:
+        """Comparisons are counted: those of the keys."""
+
+        class Key(str):
+            compared = 0
+            __slots__ = ()
+
+            def __eq__(self, other: object) -> bool:
+                Key.compared += 1
+                return str.__eq__(self, other)  # type: ignore[arg-type]
+
+            __hash__ = str.__hash__
+
+        from fsdp_optim.formats import json_text
+
+        for number in (500, 2000):
+            pairs = [(Key(f"key {index}"), 0) for index in range(number)] + [(Key(f"key {number - 1}"), 1)]
+            Key.compared = 0
+            kind, text = error_text(lambda: json_text.without_duplicates(pairs))  # noqa: B023
+            self.assertEqual((kind, text), ("ValueError", f"'key {number - 1}' is in it twice"))
+            self.assertLess(Key.compared, 10 * number)
+        kind, text = error_text(lambda: parse_json("here", b'{"a": 1, "b": 2, "a": 3}'))
+        self.assertEqual((kind, text), ("CheckpointError", "here: is not readable: 'a' is in it twice"))
+
+    @parameterized.expand(
+        (
+            ("empty lists", "[" + ",".join(["[]"] * 300_000) + "]"),
+            ("empty objects", "[" + ",".join(["{}"] * 300_000) + "]"),
+            ("small objects", "[" + ",".join(['{"":0}'] * 150_000) + "]"),
+            ("lists in lists", "[" + ",".join(["[" * 50 + "]" * 50] * 9_000) + "]"),
+        )
+    )
+    def test_memory_of_a_marker(self, _: str, text: str) -> None:
+        model, optim = stepped()
+        fsdp_optim.save(self.path, model, optim, **QUIET)
+        marker = self.path / "fsdp_optim.json"
+        rest = json.dumps(read_marker(self.path), sort_keys=True)[1:]
+        for body in (f'{{"filling":{text},{rest}', f'{{"model":{text}}}'):
+            checksum = xxhash.xxh3_64_hexdigest(body.encode())
+            marker.write_text(f'{{"checksum":"{checksum}","checkpoint":{body}}}\n')
+            gc.collect()
+            tracemalloc.start()
+            try:
+                kind, found = error_text(lambda: fsdp_optim.load(self.path, model, optim))
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            self.assertEqual(kind, "CheckpointError", found)
+            self.assertIn(str(marker), found)
+            self.assertLess(peak, 5 * len(text) + (1 << 20))
+
+    def test_what_would_not_be_read_is_not_written(self) -> None:
+        model, optim = stepped()
+        fsdp_optim.save(self.path, model, optim, **QUIET)
+        optim.param_groups[0]["filling"] = [[] for _ in range(50_000)]
+        kind, text = error_text(lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET))
+        self.assertEqual(kind, "CheckpointError", text)
+        del optim.param_groups[0]["filling"]
+        fsdp_optim.load(self.path, model, optim)  # the older one is still there
+
+    def test_brackets_in_words_are_no_lists(self) -> None:
+        model, optim = stepped(words="[{" * 100_000, quoted='"[\\"{' * 1000)
+        fsdp_optim.save(self.path, model, optim, extra={"words": "[[" * 100_000, "lists": [[]] * 100_000}, **QUIET)
+        other, its = stepped(words="", quoted="")
+        restored = fsdp_optim.load(self.path, other, its)
+        self.assertEqual(its.param_groups[0]["words"], "[{" * 100_000)
+        self.assertEqual(restored["lists"], [[]] * 100_000)
+
+
+if __name__ == "__main__":
+    unittest.main()
