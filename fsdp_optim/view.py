@@ -67,7 +67,11 @@ class Handle:
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a state value as it lies in memory, or None when it is not cut like the parameter."""
-        return value.detach() if is_plain(value) and tuple(value.shape) == self.local_shape else None
+        return value.detach() if self.is_held(value) else None
+
+    def is_held(self, value: torch.Tensor) -> bool:
+        """Whether a state value is cut like the parameter."""
+        return is_plain(value) and value.shape == self.local_shape
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
         """The same as a 1-D tensor: a copy where it is not contiguous."""

@@ -187,10 +187,14 @@ class DTensorHandle(Handle):
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(value):
             return super().held(value)
-        alike = value.device_mesh == self.mesh and tuple(value.placements) == tuple(self.spec)
-        if not alike or tuple(value.shape) != self.shape or not is_plain(value.to_local()):
-            return None
-        return value.to_local().detach()
+        return value.to_local().detach() if self.is_held(value) else None
+
+    def is_held(self, value: torch.Tensor) -> bool:
+        if not is_dtensor(value):
+            return super().is_held(value)
+        if tuple(value.placements) != tuple(self.spec) or tuple(value.shape) != self.shape:
+            return False
+        return value.device_mesh == self.mesh and is_plain(value.to_local())
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)

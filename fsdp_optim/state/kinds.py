@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -44,8 +45,7 @@ _SHARDED_NAMES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(NamedTuple):
     """One value of one parameter: its name, the shape of the parameter's tensor there, and whether the value has it."""
 
     name: object
@@ -94,7 +94,9 @@ class Evidence:
         counts: dict[object, _Count] = {}
         tensors = set()
         for sight in sights:
-            count = counts.setdefault(sight.name, _Count())
+            count = counts.get(sight.name)
+            if count is None:
+                count = counts[sight.name] = _Count()
             if sight.is_tensor:
                 tensors.add(sight.name)
             if sight.is_scalar:

@@ -86,7 +86,7 @@ class LocalParam:
             return Kind.SCALAR
         if not isinstance(value, torch.Tensor):
             return Kind.OPAQUE
-        fits = self.handle.held(value) is not None
+        fits = self.handle.is_held(value)
         if self.handle.is_marked(value):
             return Kind.SHARDED if fits else Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
         apart = evidence.follows(name) is False or (evidence.marked and self.handle.marks)
@@ -97,7 +97,7 @@ class LocalParam:
         handle = self.handle
         for name, value in self.state.items() if self.state is not None and handle.local_shape else ():
             tensor = isinstance(value, torch.Tensor)
-            fits = tensor and handle.held(value) is not None
+            fits = tensor and handle.is_held(value)
             if fits or not tensor or not handle.is_marked(value):  # a DTensor that is cut in its own way says nothing
                 yield Sight(name, handle.local_shape, fits, is_scalar(value), tensor and value.dim() > 0)
 

@@ -58,7 +58,7 @@ class FullState:
         return Evidence.of(
             sight_of(name, value, shapes[fqn])
             for fqn, values in self.state.items()
-            if shapes.get(fqn)
+            if shapes.get(fqn) and fqn not in self.kinds
             for name, value in values.items()
         )
 

@@ -322,7 +322,10 @@ def _check_types(said: Mapping[str, Any]) -> None:
     """Raise ValueError where names are no words, or what is said of the optimizer is in the place of its state."""
     params, groups, extra = said["params"], said["groups"], said["extra"]
     names = [*params, *(name for group in groups for name in group["params"])]
-    names += [word for param in params.values() for name, how, _ in param["values"] for word in (name, how)]
+    names += [how for param in params.values() for _, how, _ in param["values"]]
+    hash(
+        tuple(name for param in params.values() for name, _, _ in param["values"])
+    )  # of values: numbers and tuples, too
     classes = said.get("optimizer_class")
     names += [name for name in (classes if isinstance(classes, list) else [classes]) if name is not None]
     if not all(isinstance(name, str) for name in names):
