@@ -74,7 +74,7 @@ def save_in_parts(root: Path, parts: list[list[int]], kind: str) -> dict[str, An
             meeting.tell(0)
         found["warnings"] = list(lines.found)
         own = [save(root / f"own-{mine}-{number}", overwrite=number == 1) for number in (0, 1, 1, 2, 3)]
-        found["paths of their own"] = [kind for kind, _ in own]
+        found["paths of their own"] = [text for _, text in own]
         meeting.tell(0)
         paths = [root / "once", root / "turns", *(root / f"own-{mine}-{number}" for number in range(4))]
         found["claims"] = [is_claimed(path) for path in paths]

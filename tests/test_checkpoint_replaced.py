@@ -70,10 +70,21 @@ class Place:
         shutil.copytree(self.root / "save-2", self.root / "path.saving-0123456789abcdef")
 
     def replace(self) -> None:
-        old = self.root / "path.old-0123456789abcdef"
-        os.rename(self.path, old)
+        self.set_aside()
+        self.put()
+
+    def set_aside(self) -> None:
+        os.rename(self.path, self.root / "path.old-0123456789abcdef")
+
+    def put(self, *, half_removed: bool = False) -> None:
+        """The other half of `replace`. `half_removed`: as a look finds it before the folder that was set aside has gone itself."""
         os.rename(self.root / "path.saving-0123456789abcdef", self.path)
-        shutil.rmtree(old)
+        old = self.root / "path.old-0123456789abcdef"
+        if half_removed:
+            for child in old.iterdir():
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        else:
+            shutil.rmtree(old)
 
 
 @contextlib.contextmanager
@@ -174,6 +185,22 @@ class ReplacedTest(unittest.TestCase):
         found = run_on_ranks(all_cases, 2, self.root, 8)
         check_same("on all ranks", found[1], found[0])
         self.check_found(found[0])
+
+    @parameterized.expand((("verified", {}), ("not verified", {"verify": False})))
+    def test_opened_between_two_renames(self, _: str, options: dict[str, Any]) -> None:
+        """The path is nothing when the load begins, so that it opens what was set aside, which is then removed."""
+        save_two(self.root, {})
+        place, target, found = Place(self.root), Trained("plain", steps=1), Counter[str]()
+        for nth in itertools.count():
+            place.reset()
+            place.set_aside()
+            fill(target, 9)
+            with before_call(nth, lambda: place.put(half_removed=True)) as count:
+                restored = load(place.path, target, options)
+            found[str(values(target, restored))] += 1
+            if count[0] <= nth:
+                break
+        self.assertEqual(set(found), {"[1.0]", "[2.0]"}, found)
 
     @parameterized.expand(((0,), (1,)))
     def test_replaced_after_the_first_rank_has_opened_it(self, late: int) -> None:

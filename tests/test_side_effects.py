@@ -109,18 +109,27 @@ def attributes(model: nn.Module, optim: Any) -> dict[str, Any]:
 def calls_of(model: Any, optim: Any, full: Any) -> list[Call]:
     """Every function of the library that takes a model and an optimizer; `full` is there on all ranks."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
+    tells = any(isinstance(module, (FSDP, FairscaleFSDP, DDP)) for module in model.modules())
+    group: dict[str, Any] = (
+        {} if tells else {"process_group": dist.group.WORLD}
+    )  # a plain model does not tell who shares it
     named = fsdp_optim.rekey_optim_state_dict(full, model, "name")
     calls: list[Call] = [
-        ("gather", lambda: fsdp_optim.gather_full_optim_state_dict(model, optim)),
-        ("gather by name", lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all")),
-        ("iter", lambda: list(fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=64))),
-        ("get_shard", lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)),
-        ("get_shard by name", lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, named)),
+        ("gather", lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, **group)),
+        (
+            "gather by name",
+            lambda: fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", **group),
+        ),
+        ("iter", lambda: list(fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=64, **group))),
+        ("get_shard", lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, **group)),
+        ("get_shard by name", lambda: fsdp_optim.get_shard_from_optim_state_dict(model, optim, named, **group)),
         (
             "scatter",
-            lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full if rank == last else None, last),
+            lambda: fsdp_optim.scatter_full_optim_state_dict(
+                model, optim, full if rank == last else None, last, **group
+            ),
         ),
-        ("scatter, full on all", lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full)),
+        ("scatter, full on all", lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, **group)),
         ("rekey", lambda: fsdp_optim.rekey_optim_state_dict(full, model, "name")),
         ("rekey back", lambda: fsdp_optim.rekey_optim_state_dict(named, model, "id")),
     ]

@@ -16,7 +16,7 @@ from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, ta
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import Extra, read_extra
-from fsdp_optim.formats.files import check_name
+from fsdp_optim.formats.files import absolute, check_name
 from fsdp_optim.formats.folder import existing
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
@@ -92,7 +92,7 @@ class Checkpoint:
         for attempt in range(1, _LOOKS + 1):
             where = existing(path)
             try:
-                opened = OpenFolder(where)
+                opened = OpenFolder(where, asked=absolute(path))
             except CheckpointError as error:
                 if not isinstance(error.__cause__, FileNotFoundError) or attempt == _LOOKS:
                     raise

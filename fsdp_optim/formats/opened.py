@@ -24,10 +24,16 @@ def _close(fd: int) -> None:
 
 
 class OpenFolder:
-    """A folder and its files. Files stay open, so that they can still be read when another save has removed them."""
+    """A folder and its files. Files stay open, so that they can still be read when another save has removed them.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the folder.
+        asked: the path of the checkpoint, where the folder is the one that a save has set aside.
+    """
+
+    def __init__(self, path: Path, *, asked: Path | None = None) -> None:
         self.path = path
+        self._asked = asked or path
         self._files: dict[str, int] = {}
         try:
             self._fd = os.open(path, _FOLDER)
@@ -70,12 +76,17 @@ class OpenFolder:
         return (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def was_replaced(self) -> bool:
-        """Whether the path leads to another folder by now, or to none."""
-        try:
-            now, held = os.stat(self.path), os.fstat(self._fd)
-        except OSError:
-            return True
-        return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino)
+        """Whether the path that was asked for leads to another folder by now, or the folder has lost its name."""
+        held = os.fstat(self._fd)
+        for path in (self._asked, self.path):
+            try:
+                now = os.stat(path)
+            except FileNotFoundError:
+                continue  # a folder that was set aside still is the checkpoint as long as no other has its place
+            except OSError:
+                return True
+            return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino)
+        return True
 
     def file(self, name: str) -> int:
         """A file descriptor of a regular file, to be used before the next one is asked for. Symbolic links are refused."""
