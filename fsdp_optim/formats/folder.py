@@ -99,9 +99,8 @@ class Staging:
         try:
             (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see it
             lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # a file system without locks: then no leftover is removed there either
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(folder)
+            _hold(lock)
+            new.rename(folder)  # fails where another save has just removed it
         except BaseException:
             if lock >= 0:
                 os.close(lock)
@@ -179,6 +178,20 @@ class Staging:
         if lock >= 0:
             with contextlib.suppress(OSError):  # it is closed, whatever the system says
                 os.close(lock)
+
+
+def _hold(lock: int) -> None:
+    """Take the lock of a new folder. A save that looks for leftovers may hold it for a moment."""
+    for _ in range(_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_AGAIN)
+        except OSError:
+            return  # a file system without locks: no leftover is removed there either
+        else:
+            return
+    raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
 
 
 def _make_parents(folder: Path, *, durable: bool) -> None:
@@ -275,17 +288,25 @@ def new_gone(folder: Path) -> Path:
 def _remove_leftovers(path: Path) -> None:
     """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
     for mark in UNFINISHED:
-        for folder, _ in aside(path.parent, mark):
-            if mark == _GONE or not _is_held(folder):
-                _remove_leftover(folder)
+        for folder, base in aside(path.parent, mark):
+            if mark == _GONE:
+                shutil.rmtree(folder, ignore_errors=True)
+            elif not _is_held(folder):
+                _remove_leftover(folder, base)
     for folder, base in aside(path.parent, OLD):
         if _is_replaced(folder, base):
-            _remove_leftover(folder)
+            _remove_leftover(folder, base)
 
 
-def _remove_leftover(folder: Path) -> None:
+def _remove_leftover(folder: Path, base: Path) -> None:
+    """Remove a folder under another name, so that its own save, should it have begun just now, finds it gone as a whole."""
+    gone = new_gone(base)
+    try:
+        folder.rename(gone)
+    except OSError:
+        return  # its save, or another one, was faster
     log.info("removed %s, which a save that died had left", folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _is_replaced(folder: Path, base: Path) -> bool:

@@ -1,0 +1,102 @@
+"""A save that looks for leftovers never takes a folder that another save is just making for one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fsdp_optim.formats import folder
+from fsdp_optim.formats.folder import LOCK, Staging
+
+
+class LeftoversTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.use_new_place()
+
+    def use_new_place(self) -> None:
+        place = tempfile.TemporaryDirectory()
+        self.addCleanup(place.cleanup)
+        self.path = Path(place.name) / "path"
+        self.neighbour = Path(place.name) / "neighbour"
+
+    def begin(self, path: Path) -> Staging:
+        staging = Staging.begin(path, overwrite=True, durable=False)
+        self.addCleanup(staging.abandon)
+        return staging
+
+    def check_is_held(self, staging: Staging) -> None:
+        self.assertTrue((staging.folder / LOCK).exists(), "it has lost its lock")
+        self.assertTrue(folder._is_held(staging.folder), "nobody holds it")
+        self.begin(self.neighbour)
+        self.assertTrue(staging.folder.exists(), "a later save took it for a leftover")
+
+    def test_lock_is_held_for_a_moment_by_a_save_that_looks(self) -> None:
+        real, looks = fcntl.flock, threading.Event()
+
+        def flock(fd: int, operation: int) -> None:
+            if not looks.is_set():
+                looks.set()
+                other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+                real(other, fcntl.LOCK_EX)
+                timers.append(threading.Timer(0.03, os.close, [other]))
+                timers[0].start()
+            real(fd, operation)
+
+        timers: list[threading.Timer] = []
+        with mock.patch.object(fcntl, "flock", flock):
+            staging = self.begin(self.path)
+        timers[0].join()
+        self.check_is_held(staging)
+
+    def test_lock_is_held_for_ever(self) -> None:
+        with mock.patch.object(fcntl, "flock", side_effect=BlockingIOError), self.assertRaises(OSError) as caught:
+            Staging.begin(self.path, overwrite=True, durable=False)
+        self.assertIn("took the new folder for a leftover", str(caught.exception))
+        self.assertEqual(list(self.path.parent.iterdir()), [])
+
+    def test_removed_while_it_is_made(self) -> None:
+        """Before each call that the one makes, the other looks and removes; before each call of the other, the one goes on."""
+        for first in ("mkdir", "open", "flock", "rename"):
+            with self.subTest(paused_before=first):
+                self.use_new_place()
+                self.check_is_held(self.made_while_removed(first))
+
+    def made_while_removed(self, first: str) -> Staging:
+        """Pause the one before its call `first`; the other goes as far as the removal of a file; then the one ends."""
+        paused, go_on, made = threading.Event(), threading.Event(), list[Any]()
+        one = threading.Thread(target=lambda: made.append(self.begin(self.path)))
+
+        def pausing(real: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if threading.current_thread() is one and not paused.is_set():
+                    paused.set()
+                    go_on.wait(10)
+                return real(*args, **kwargs)
+
+            return call
+
+        real_unlink = os.unlink
+
+        def unlink(*args: Any, **kwargs: Any) -> None:
+            if threading.current_thread() is not one:
+                go_on.set()
+                one.join(10)
+            real_unlink(*args, **kwargs)
+
+        where: Any = fcntl if first == "flock" else os
+        with mock.patch.object(where, first, pausing(getattr(where, first))), mock.patch.object(os, "unlink", unlink):
+            one.start()
+            self.assertTrue(paused.wait(10))
+            folder._remove_leftovers(self.neighbour)
+            go_on.set()
+            one.join(10)
+        self.assertEqual(len(made), 1, "the save that was beginning failed")
+        staging = made[0]
+        assert isinstance(staging, Staging)
+        return staging
