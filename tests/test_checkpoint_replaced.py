@@ -77,7 +77,7 @@ class Place:
         os.rename(self.path, self.root / "path.old-0123456789abcdef")
 
     def put(self, *, half_removed: bool = False) -> None:
-        """The other half of `replace`. `half_removed`: as a look finds it before the folder that was set aside has gone itself."""
+        """The other half of `replace`. `half_removed`: the folder that was set aside is empty, and still there."""
         os.rename(self.root / "path.saving-0123456789abcdef", self.path)
         old = self.root / "path.old-0123456789abcdef"
         if half_removed:
