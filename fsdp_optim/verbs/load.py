@@ -249,7 +249,7 @@ class _Load:
             for local_id, values in shard["state"].items()
             if local_id in params
             for name, value in values.items()
-            if name != "step" and _would_change(params[local_id], value)
+            if _would_change(params[local_id], name, value)
         }
         if cast and not isinstance(getattr(optim, "state", None), Mapping):
             (local_id, name), value = next(iter(cast.items()))
@@ -266,7 +266,7 @@ class _Load:
         An optimizer that has a load_state_dict of its own may want to see all of them: it gets them, and torch casts copies.
         """
         own = type(innermost(self.optim)).load_state_dict is not torch.optim.Optimizer.load_state_dict
-        withheld = {} if own else self.cast
+        withheld = {} if own else {key for key in self.cast if key[1] != "step"}  # which torch's __setstate__ looks for
         uncast = {
             local_id: {name: value for name, value in values.items() if (local_id, name) not in withheld}
             if local_id in self.params
@@ -307,10 +307,10 @@ def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[An
     }
 
 
-def _would_change(param: torch.Tensor, value: object) -> bool:
-    """torch casts tensors to a floating parameter's dtype, and rebuilds whatever can be iterated over, a str too."""
+def _would_change(param: torch.Tensor, name: object, value: object) -> bool:
+    """torch casts tensors to a floating parameter's dtype, `step` excepted, and rebuilds what can be iterated over, a str too."""
     if isinstance(value, torch.Tensor):
-        return param.is_floating_point() and value.dtype != param.dtype
+        return name != "step" and param.is_floating_point() and value.dtype != param.dtype
     return isinstance(value, Iterable)
 
 

@@ -109,6 +109,7 @@ class Subject:
         self.good, self.donor = all_bytes(root / "good"), all_bytes(root / "other")
         shutil.copytree(root / "good", self.folder)
         self.target = Trained("plain", kind.make, 1, Tiny)
+        self.blank = _copied([dict(self.target.optim.state[param]) for param in self.target.params])
         self.scrambled = self.scramble(1)
 
     def scramble(self, salt: int) -> dict[str, Any]:
@@ -129,6 +130,13 @@ class Subject:
         finally:
             for name in names:
                 _put(self.folder / name, self.good.get(name), self.outside)
+
+    def renew(self) -> None:
+        """Another optimizer: after a lie has been loaded, it may be anything."""
+        self.target.fresh_optimizer()
+        for param, values in zip(self.target.params, _copied(self.blank), strict=True):
+            self.target.optim.state[param] = values
+        self.scrambled = self.scramble(1)
 
     def load(self, verify: bool) -> Any:
         return fsdp_optim.load(self.folder, self.target.model, self.target.optim, verify=verify)
@@ -221,8 +229,7 @@ def judge(subject: Subject, change: Change, figures: Any) -> None:
         if isinstance(again, Exception):
             raise Differs(f"{what}: was loaded, and then refused: {again}")
         _compare(f"{what}: another load gives other values", contents(subject.target), first)
-    subject.target = Trained("plain", subject.kind.make, 1, Tiny)  # its optimizer may be anything now
-    subject.scrambled = subject.scramble(1)
+    subject.renew()
 
 
 def _compare(what: str, got: Any, wanted: Any) -> None:
@@ -298,8 +305,7 @@ def run(torture: Torture) -> None:
                     if number % 7 == 0:
                         _look(subject, made, torture.figures)
                 except BaseException:
-                    subject.target = Trained("plain", subject.kind.make, 1, Tiny)
-                    subject.scrambled = subject.scramble(1)
+                    subject.renew()
                     raise
 
 

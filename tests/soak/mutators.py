@@ -135,14 +135,19 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
     return {"$" + rng.choice(_TAGS): tagged}
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places_in(
+    value: Any, path: tuple[Any, ...] = (), alike: Callable[[Any], Any] | None = None
+) -> list[tuple[Any, ...]]:
+    """Where in JSON something stands: the keys that lead to each value, the whole first.
+
+    `alike`: of values that lie side by side and for which it gives the same, the first alone.
+    """
     found = [path]
-    if isinstance(value, dict):
-        for key, item in value.items():
-            found += _places(item, (*path, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            found += _places(item, (*path, index))
+    items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    if alike is not None:
+        items = list({repr(alike(item)): (key, item) for key, item in reversed(items)}.values())[::-1]
+    for key, item in items:
+        found += places_in(item, (*path, key), alike)
     return found
 
 
@@ -155,7 +160,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 def mutate_json(rng: random.Random, value: Any) -> Any:
     """A copy with one change somewhere."""
     whole = [json.loads(json.dumps(value))]
-    places = _places(whole, ())[1:]
+    places = places_in(whole)[1:]
     path = rng.choice(places)
     parent, key, now = _at(whole, path[:-1]), path[-1], _at(whole, path)
     kind = rng.randrange(9)
@@ -283,7 +288,7 @@ def by_a_known_lie(rng: random.Random, files: Files) -> Done:
             files[name] = change(struct.pack("<Q", len(parts[0])) + parts[0]) + parts[1]
         else:
             what, edit_marker = rng.choice(list(MARKERS.items()))
-            files[MARKER] = _marker(edit_marker(json.loads(files[MARKER])["checkpoint"]))  # type: ignore[arg-type]
+            files[MARKER] = sealed(edit_marker(json.loads(files[MARKER])["checkpoint"]))  # type: ignore[arg-type]
     except (ValueError, LookupError, TypeError, AttributeError):  # it is not there, or was changed before
         return in_bytes(rng, files)
     return f"{what} in {name}", name == MARKER
@@ -337,7 +342,8 @@ def _parsed(data: Any) -> Any:
         return None
 
 
-def _marker(checkpoint: Any) -> bytes:
+def sealed(checkpoint: Any) -> bytes:
+    """A marker with the right checksum."""
     limit = sys_digits(0)
     try:
         body = json.dumps(checkpoint, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -371,7 +377,7 @@ def repair(files: Files, *, tables: bool = True) -> None:
             if tables and table.startswith(SUMS_MAGIC):
                 table = files[f"{name}.sums"] = make_sums(parts[1])
             info["sums_xxh3_64"] = xxhash.xxh3_64_hexdigest(table)
-    files[MARKER] = _marker(checkpoint)
+    files[MARKER] = sealed(checkpoint)
 
 
 def _repaired_extra(data: bytes) -> bytes:
