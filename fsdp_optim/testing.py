@@ -40,6 +40,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not re-exported
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_optim.errors import FsdpOptimError, RankTimeoutError
 
@@ -622,7 +623,30 @@ def _leave_world() -> None:
     forget_fairscale_groups()
     _forget_dtensor_meshes()
     gc.collect()  # models are full of cycles, and they hold process groups
+    if _remove_gradient_hooks():
+        gc.collect()
     gc.freeze()  # what is left stays: the next collection does not walk it again
+
+
+def _remove_gradient_hooks() -> bool:
+    """Remove the hooks by which FSDP of torch and of fairscale see the gradients of parameters; whether there were any.
+
+    FSDP removes them at the end of most backward passes, but not after a forward pass alone. Such a hook holds the
+    model, the model its parameter, and the parameter the hook, the last in C++: a cycle that garbage collection does
+    not see. It would keep the model's process groups, with all their threads, as long as the process lives.
+    """
+    found = False
+    for thing in gc.get_objects():  # what this world has made: what was there before is frozen, and not listed
+        if issubclass(type(thing), torch.Tensor):
+            for name in ("_post_backward_hook_state", "_shard_bwd_hook"):  # of torch and of fairscale
+                if name in thing.__dict__:
+                    found = True
+                    handle = thing.__dict__.pop(name)[-1]
+                    hooks = handle.hooks_dict_ref() if type(handle) is RemovableHandle else None
+                    handle.remove()
+                    if hooks is not None:  # fairscale forgets the handle of a hook when it adds another
+                        hooks.clear()
+    return found
 
 
 def _forget_dtensor_meshes() -> None:

@@ -447,7 +447,42 @@ class TestRanksOnGpus(unittest.TestCase):
         self.assertEqual(run_on_ranks(torch.cuda.is_available, 2), [False, False])
 
 
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def leave_a_model_behind(wrapper: str) -> tuple[int, int]:
+    """Build a model and run it twice; this process, and the number of its threads beforehand."""
+    before = threads()
+    with fairscale_on_cpu():
+        model = _wrapped(wrapper)
+        model(torch.ones(2, 5))
+        if wrapper == "fairscale_trained":
+            model(torch.ones(2, 5)).sum().backward()
+        else:
+            model(torch.ones(2, 5))
+    return os.getpid(), before
+
+
+def _wrapped(wrapper: str) -> nn.Module:
+    if wrapper.startswith("fairscale"):
+        return nested(blocks())
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = blocks().requires_grad_(wrapper != "torch_frozen")
+    return FullyShardedDataParallel(model, use_orig_params=wrapper == "torch_orig", device_id=torch.device("cpu"))
+
+
 class TestRankPool(unittest.TestCase):
+    @parameterized.expand(["fairscale", "fairscale_trained", "torch_flat", "torch_orig", "torch_frozen"])
+    @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+    def test_models_and_their_groups_end_with_their_world(self, wrapper: str) -> None:
+        """Each process group has threads, and FSDP's hooks on parameters make cycles with parts in C++."""
+        first, second, *_, last = (run_on_ranks(leave_a_model_behind, 2, wrapper) for _ in range(5))
+        for (pid, after), (same_pid, before) in zip(last, second, strict=True):
+            self.assertEqual(pid, same_pid)  # the worker was not replaced
+            self.assertLess(after, before + 3, f"first {first}, then {second}, and after three more worlds {last}")
+
     def test_closing_ends_the_workers(self) -> None:
         with RankPool() as pool:
             self.assertEqual(pool.pids(), [])  # nothing is started before the first call
