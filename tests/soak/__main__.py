@@ -7,4 +7,5 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from soak.driver import main  # noqa: E402
 
-sys.exit(main())
+if __name__ == "__main__":  # ranks import this file again
+    sys.exit(main())

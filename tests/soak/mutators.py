@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
-from checkpoint_damage import HEADERS, LIES, MARKERS, packed, sys_digits
+from checkpoint_damage import HEADERS, LIES, MARKERS, brief_of, packed, sys_digits
 from checkpoint_format import MARKER, SUMS_MAGIC, make_sums
 
 Files = dict[str, bytes | str | None]
@@ -244,8 +244,10 @@ def in_json(rng: random.Random, files: Files) -> Done:
     inner = name == MARKER and isinstance(value, dict) and rng.random() < 0.9
     before = value["checkpoint"] if inner and "checkpoint" in value else value
     after = mutate_json(rng, before)
-    text = text_of(rng, after, canonical=True)
     lies = before is not value and rng.random() < 0.7
+    if lies and rng.random() < 0.8:
+        _repair_brief(after)
+    text = text_of(rng, after, canonical=True)
     if before is not value:
         checksum = xxhash.xxh3_64_hexdigest(text) if lies else str(value.get("checksum"))
         text = b'{"checksum":"%s","checkpoint":%s}' % (checksum.encode(errors="replace"), text)
@@ -288,7 +290,9 @@ def by_a_known_lie(rng: random.Random, files: Files) -> Done:
             files[name] = change(struct.pack("<Q", len(parts[0])) + parts[0]) + parts[1]
         else:
             what, edit_marker = rng.choice(list(MARKERS.items()))
-            files[MARKER] = sealed(edit_marker(json.loads(files[MARKER])["checkpoint"]))  # type: ignore[arg-type]
+            edited = edit_marker(json.loads(files[MARKER])["checkpoint"])  # type: ignore[arg-type]
+            _repair_brief(edited)
+            files[MARKER] = sealed(edited)
     except (ValueError, LookupError, TypeError, AttributeError):  # it is not there, or was changed before
         return in_bytes(rng, files)
     return f"{what} in {name}", name == MARKER
@@ -377,7 +381,20 @@ def repair(files: Files, *, tables: bool = True) -> None:
             if tables and table.startswith(SUMS_MAGIC):
                 table = files[f"{name}.sums"] = make_sums(parts[1])
             info["sums_xxh3_64"] = xxhash.xxh3_64_hexdigest(table)
+    _repair_brief(checkpoint)
     files[MARKER] = sealed(checkpoint)
+
+
+def _repair_brief(checkpoint: Any) -> None:
+    """What is said at the beginning of the marker agrees with the rest."""
+    if isinstance(checkpoint, dict) and isinstance(checkpoint.get("brief"), dict):
+        limit = sys_digits(0)
+        try:
+            checkpoint["brief"] = brief_of(checkpoint, checkpoint["brief"])
+        except (ValueError, TypeError):  # surrogates, or what cannot be sorted
+            pass
+        finally:
+            sys_digits(limit)
 
 
 def _repaired_extra(data: bytes) -> bytes:

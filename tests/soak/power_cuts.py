@@ -72,6 +72,7 @@ class Way:
 SPLIT = (("max_file_size", 1500),)
 WAYS = {
     "first save": Way("steps", 0),
+    "first save, in new folders": Way("steps", 0, inside="run/deep"),
     "overwrite": Way("overwrite", 1),
     "overwrite twice": Way("overwrite", 1, saves=2),
     "overwrite, split": Way("overwrite", 1, options=SPLIT),

@@ -133,6 +133,40 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
             note(order, rank, "end", number)
 
 
+def load_again_and_again(order: dict[str, Any], rank: int) -> None:
+    """The life of a process that reads what others write: each load is all of one save, and never an older one than before."""
+    root, end = Path(order["root"]), time.monotonic() + order["seconds"]
+    one, newest, count = plain(), 0, 0
+    while time.monotonic() < end:
+        before = saves_ended(order["saver"])
+        path = root / "current" if order["mode"].endswith("overwrite") else fsdp_optim.latest(root)
+        fill(one, 12345)
+        try:
+            if path is None:
+                raise Differs(f"latest finds nothing in {sorted(os.listdir(root))}")
+            number = fsdp_optim.load(path, one.model, one.optim, verify=order["verify"])["number"]
+        except fsdp_optim.CheckpointError as error:
+            if saves_ended(order["saver"]) - before < MOST_REPLACED:
+                raise Differs(
+                    f"load {count}, while {saves_ended(order['saver']) - before} saves ended: {error}"
+                ) from error
+            note(order, rank, "replaced", count)
+            continue
+        check_values(f"load {count} of {path}", one, number)
+        if number < max(newest, before):
+            raise Differs(f"load {count} gives save {number}, but {max(newest, before)} had been there")
+        newest, count = number, count + 1
+    note(order, rank, "loads", count)
+
+
+MOST_REPLACED = 2  # saves that end while one load looks: where a checkpoint is replaced so often, it may give up
+
+
+def saves_ended(notes: str) -> int:
+    """The last save that a process has noted the end of."""
+    return max((number for _, what, number, _ in read_notes(Path(notes)) if what == "end"), default=1)
+
+
 @contextlib.contextmanager
 def killed_at(nth: int | None, calls: str | None) -> Iterator[None]:
     """This process dies before the nth of the calls that change files. `calls`: a file for their names."""
@@ -212,7 +246,7 @@ def _collected(pids: Sequence[int], limit: float) -> list[int | None]:
     return found
 
 
-LIVES: dict[str, Callable[[dict[str, Any], int], None]] = {"save": save_again_and_again}
+LIVES: dict[str, Callable[[dict[str, Any], int], None]] = {"save": save_again_and_again, "load": load_again_and_again}
 
 # ------------------------------------------------------------------------------------------- the process that watches
 
