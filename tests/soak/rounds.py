@@ -1,0 +1,111 @@
+"""Everything, again and again, on ranks that stay: memory, descriptors, threads and keys of the rendezvous store do not grow."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from wrapping import Differs, Trained, adam, check_same, differences, local_of
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+from soak.ranks import Layers
+from soak.torture import Torture, temporary
+
+WORLD = 2
+WRAPPERS = ("FSDP2", "FSDP1 flat", "plain")
+ROUNDS, WARM = 40, 10  # of one case, and of them before anything is counted
+SHORT_ROUNDS, SHORT_WARM = 7, 3  # where the number of cases is given
+MOST_MEMORY = 24 << 20  # bytes more at the end than when it was warm
+
+
+def used() -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        memory = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "Python's threads": threading.active_count(),
+        "keys of the store": dist.distributed_c10d._get_default_store().num_keys(),
+        "memory": memory,
+    }
+
+
+def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
+    """Each verb once, and two calls that fail."""
+    group: Any = {"process_group": one.process_group, "timeout": 60.0}
+    full = one.gather(0, timeout=60.0)
+    named = one.gather(None, "name", timeout=60.0)
+    for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **group):
+        pass
+    fsdp_optim.load_optim_state_dict(target.optim, target.scatter(full))
+    fsdp_optim.load_optim_state_dict(target.optim, target.shard(named))
+    fsdp_optim.transfer_optim_state(one.model, one.optim, target.model, target.optim, **group)
+    extras = {"extra": {"number": number}, "per_rank_extra": {"rank": dist.get_rank()}}
+    fsdp_optim.save(root / "current", one.model, one.optim, overwrite=True, **extras, **group)
+    handle = fsdp_optim.async_save(root / f"step-{number}", one.model, one.optim, keep_last=2, **extras, **group)
+    handle.wait(60.0)
+    for path in (root / "current", fsdp_optim.latest(root)):
+        restored = fsdp_optim.load(path, target.model, target.optim, check="bitwise", **group)  # type: ignore[arg-type]
+        check_same("extras", (restored["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))
+    for mine, theirs in zip(one.params, target.params, strict=True):
+        found = list(differences(local_of(theirs).detach(), local_of(mine).detach()))
+        if found:
+            raise Differs(f"round {number}: {found[:3]}")
+    for path, options in ((root / "nothing", {}), (root / "current", {"strict": False, "keep": ("nobody",)})):
+        try:
+            fsdp_optim.load(path, target.model, target.optim, **options, **group)  # type: ignore[arg-type]
+        except fsdp_optim.FsdpOptimError:
+            continue
+        raise Differs(f"round {number}: {path.name} was loaded")
+
+
+def rounds(root: Path, wrapper: str, count: int, warm_after: int) -> tuple[dict[str, int], dict[str, int]]:
+    """On each rank: what it holds when it is warm, and at the end."""
+    torch.set_num_threads(1)
+    one, target = (Trained(wrapper, adam, steps, Layers) for steps in (2, 1))
+    one.forget_gradients()
+    warm: dict[str, int] = {}
+    for number in range(count):
+        if number == warm_after:
+            dist.barrier()
+            warm = used()
+        one_round(one, target, root, number)
+    dist.barrier()
+    time.sleep(0.05)  # for what ends by itself
+    return warm, used()
+
+
+def run(torture: Torture) -> None:
+    """Some rounds of each wrapper in turn."""
+    count, warm_after = (ROUNDS, WARM) if torture.cases is None else (SHORT_ROUNDS, SHORT_WARM)
+    with temporary() as folder:
+        for number in torture.numbers():
+            wrapper = WRAPPERS[number % len(WRAPPERS)]
+            with torture.case(number, wrapper):
+                root = folder / f"{number}"
+                root.mkdir()
+                by_rank = run_on_ranks(rounds, WORLD, root, wrapper, count, warm_after, timeout=600.0)
+                torture.figures["rounds"] += count
+                judge(by_rank, count - warm_after, torture.figures)
+
+
+def judge(by_rank: list[Any], more: int, figures: Counter[str]) -> None:
+    """Raise where something has grown."""
+    wrong = []
+    for rank, (warm, end) in enumerate(by_rank):
+        most = {name: count + (MOST_MEMORY if name == "memory" else 0) for name, count in warm.items()}
+        wrong += [f"rank {rank}: {name}: {warm[name]}, then {end[name]}" for name in warm if end[name] > most[name]]
+        grown = max(end["memory"] - warm["memory"], 0) >> 10
+        figures["KiB of memory more, at most"] = max(figures["KiB of memory more, at most"], grown)
+    if wrong:
+        raise Differs(f"after {more} more rounds more is held: {'; '.join(wrong)}")
