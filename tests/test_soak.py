@@ -15,7 +15,7 @@ SEED = 20251121
 class ShortTest(unittest.TestCase):
     @parameterized.expand([("mutations", 250), ("kills", 4), ("races", 1)])
     def test_torture(self, name: str, cases: int) -> None:
-        torture = Torture(name, SEED, cases=cases)
+        torture = Torture(name, SEED, cases=cases, short=True)
         importlib.import_module(f"soak.{name}").run(torture)
         if torture.failures:
             raise Differs("\n".join(torture.failures))

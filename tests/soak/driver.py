@@ -32,13 +32,16 @@ def main() -> int:
     seed = int(os.environ.get("SEED") or random.SystemRandom().getrandbits(32))
     names = [name for name in os.environ.get("SOAK_ONLY", "").split(",") if name] or list(SHARES)
     case = os.environ.get("SOAK_CASE")
+    cases = os.environ.get("SOAK_CASES")
     jobs = 1 if case else int(os.environ.get("SOAK_JOBS") or os.cpu_count() or 1)
     total = sum(SHARES[name] for name in names)
-    print(f"seed {seed}, {seconds:g} s, {jobs} at once", flush=True)
+    most = f" or {cases} cases of each" if cases else ""
+    print(f"{time.strftime('%Y-%m-%d')}, seed {seed}, {seconds:g} s{most}, {jobs} at once", flush=True)
     failures = 0
     for name in names:
         stride = 1 if name in _ALONE else jobs
         order = {"name": name, "seed": seed, "seconds": seconds * SHARES[name] / total, "stride": stride}
+        order |= {"cases": int(cases)} if cases else {}
         orders = [{**order, "first": first} for first in range(stride)] if not case else [{**order, "only": int(case)}]
         failures += _report(name, *_in_processes(orders))
     print(f"{failures} failures, seed {seed}")

@@ -22,7 +22,7 @@ from soak.torture import Torture, temporary
 WORLD = 2
 WRAPPERS = ("FSDP2", "FSDP1 flat", "plain")
 ROUNDS, WARM = 40, 10  # of one case, and of them before anything is counted
-SHORT_ROUNDS, SHORT_WARM = 7, 3  # where the number of cases is given
+SHORT_ROUNDS, SHORT_WARM = 7, 3  # in the short part
 MOST_MEMORY = 24 << 20  # bytes more at the end than when it was warm
 
 
@@ -87,7 +87,7 @@ def rounds(root: Path, wrapper: str, count: int, warm_after: int) -> tuple[dict[
 
 def run(torture: Torture) -> None:
     """Some rounds of each wrapper in turn."""
-    count, warm_after = (ROUNDS, WARM) if torture.cases is None else (SHORT_ROUNDS, SHORT_WARM)
+    count, warm_after = (SHORT_ROUNDS, SHORT_WARM) if torture.short else (ROUNDS, WARM)
     with temporary() as folder:
         for number in torture.numbers():
             wrapper = WRAPPERS[number % len(WRAPPERS)]

@@ -25,6 +25,7 @@ class Torture:
     Attributes:
         seconds, cases: when to stop: after this time, after so many cases, or after the first of both.
         only: the number of the one case to run again.
+        short: whether this is the part of `make test`, where a case that takes long does less.
         first, stride: which cases are this process's, where several share them.
         figures: what was done, by name.
         failures: what went wrong, each with its case.
@@ -35,6 +36,7 @@ class Torture:
     seconds: float | None = None
     cases: int | None = None
     only: int | None = None
+    short: bool = False
     first: int = 0
     stride: int = 1
     figures: Counter[str] = dataclasses.field(default_factory=Counter)
