@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soak.torture import Torture
+from soak.torture import PATIENCE, Torture
 
 TESTS = Path(__file__).parents[1]
 SHARES = {"mutations": 4.0, "kills": 4.0, "power_cuts": 2.0, "faults": 2.0, "races": 1.0, "rounds": 1.0}
 """Of the time, by the name of a module of this package."""
 _ALONE = {"rounds"}  # those that make ranks of their own, and watch what they use
-_GRACE = 300.0  # seconds that a torture may take to end
+_GRACE = 300.0 * PATIENCE  # seconds that a torture may take to end
 
 
 def main() -> int:

@@ -28,9 +28,9 @@ from fsdp_optim.testing import run_on_ranks
 from soak.failing import OUTCOMES, SHORT, Calls, Fault
 from soak.power_cuts import Small
 from soak.ranks import LEFTOVER, MODES, check_values, fill, path_of, values
-from soak.torture import Torture, temporary
+from soak.torture import PATIENCE, Torture, temporary
 
-PATIENCE = 60.0  # seconds that a rank waits for another
+WAITS = 60.0 * PATIENCE  # seconds that a rank waits for another
 WORLD = 2
 CASES_OF_RANKS = 12  # in one call of ranks
 RANKS_EVERY = 4  # of so many calls of ranks and cases on one process, one is of ranks
@@ -87,14 +87,14 @@ class Subject:
         fill(self.one, number)
         function: Any = fsdp_optim.async_save if later else fsdp_optim.save
         path, options = path_of(root, case.mode, number), {**MODES[case.mode], **dict(case.options)}
-        done = function(path, self.one.model, self.one.optim, extra={"number": number}, timeout=PATIENCE, **options)
+        done = function(path, self.one.model, self.one.optim, extra={"number": number}, timeout=WAITS, **options)
         if later:
-            done.wait(3 * PATIENCE)
+            done.wait(3 * WAITS)
 
     def load(self, path: Path) -> int:
         """The number of the save that is there. Raises Differs where not all of it is of one."""
         fill(self.target, 12345)
-        number = fsdp_optim.load(path, self.target.model, self.target.optim, timeout=PATIENCE)["number"]
+        number = fsdp_optim.load(path, self.target.model, self.target.optim, timeout=WAITS)["number"]
         check_values(path.name, self.target, number)
         return number
 
@@ -262,7 +262,7 @@ def _together(torture: Torture, folder: Path, cases: list[Case]) -> None:
     if not cases:
         return
     with torture.case(cases[0].number, f"{len(cases)} cases on ranks"):
-        by_rank = run_on_ranks(on_ranks, WORLD, folder / "ranks", cases, timeout=120.0 + 30.0 * len(cases))
+        by_rank = run_on_ranks(on_ranks, WORLD, folder / "ranks", cases, timeout=(120.0 + 30.0 * len(cases)) * PATIENCE)
         for (number, wrong, figures), *others in zip(*by_rank, strict=True):
             text = [line for _, lines, _ in others for line in lines]
             _note(torture, number, list(dict.fromkeys([*wrong, *text])), figures)

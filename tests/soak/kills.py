@@ -21,11 +21,24 @@ import torch
 from wrapping import check_same
 
 import fsdp_optim
-from soak.ranks import MODES, WORLD, Ranks, check_root, fill, leftovers, path_of, plain, read_notes, told, wait_for
-from soak.torture import Torture, temporary
+from soak.ranks import (
+    LIMIT,
+    MODES,
+    WORLD,
+    Ranks,
+    check_root,
+    fill,
+    leftovers,
+    path_of,
+    plain,
+    read_notes,
+    told,
+    wait_for,
+)
+from soak.torture import PATIENCE, Torture, temporary
 
-PATIENCE = 2.0  # seconds that a rank waits for one that is dead
-HUNG = 2 * PATIENCE + 25.0  # seconds after which a rank that waits for one that is dead has hung
+WAITS = 2.0 * PATIENCE  # seconds that a rank waits for one that is dead
+HUNG = 2 * WAITS + 25.0 * PATIENCE  # seconds after which a rank that waits for one that is dead has hung
 AT_ONCE = 10  # cases in which ranks wait for dead ones
 WRAPPERS = ("plain", "plain", "plain", "FSDP1 flat", "FSDP2")
 MOST_CALLS = 220  # those of some saves
@@ -136,7 +149,7 @@ class Kills:
             root=str(case.root),
             mode=case.mode,
             first=case.newest + 1,
-            patience=PATIENCE if alone else 60.0,
+            patience=WAITS if alone else LIMIT,
             **case.order,
             **calls,
         )

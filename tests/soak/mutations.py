@@ -27,9 +27,9 @@ from wrapping import Differs, Trained, adam, adamw_tensor_lr, differences
 
 import fsdp_optim
 from soak.mutators import BYTES, MUTATORS, Files, by_another_file, repair
-from soak.torture import Torture, temporary
+from soak.torture import PATIENCE, Torture, temporary
 
-HANGS = 60  # seconds of one load
+HANGS = int(60 * PATIENCE)  # seconds of one load
 MOST_CPU = 5.0  # seconds of one load
 MOST_MEMORY = 64 << 20  # bytes that one load may take, beyond what the files have
 TIMES_THEIR_SIZE = 64

@@ -21,7 +21,7 @@ from torch import nn
 from wrapping import Differs, Trained, adam
 
 import fsdp_optim
-from soak.ranks import LEFTOVER, MODES, check_values, fill, leftovers
+from soak.ranks import LEFTOVER, LIMIT, MODES, check_values, fill, leftovers
 from soak.recording import Disk, Event, Recorder, Tree, at_random_choice, choices, put
 from soak.torture import Torture, temporary
 
@@ -66,7 +66,7 @@ class Way:
         save: Any = fsdp_optim.async_save if self.mode.startswith("async") else fsdp_optim.save
         done = save(self.path(root, number), one.model, one.optim, extra={"number": number}, **options)
         if self.mode.startswith("async"):
-            done.wait(60.0)
+            done.wait(LIMIT)
 
 
 SPLIT = (("max_file_size", 1500),)

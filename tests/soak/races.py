@@ -14,9 +14,9 @@ import torch
 from wrapping import Differs, check_same
 
 from soak.ranks import LIMIT, Ranks, check_root, read_notes
-from soak.torture import Torture, temporary
+from soak.torture import PATIENCE, Torture, temporary
 
-SECONDS = 1.5  # of one race
+SECONDS = 1.5 * PATIENCE  # of one race
 READERS = 2
 
 

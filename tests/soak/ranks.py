@@ -30,9 +30,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from wrapping import Differs, Trained, adam, check_same, local_of
 
 import fsdp_optim
+from soak.torture import PATIENCE
 
 WORLD = 2
-LIMIT = 60.0  # seconds; what takes them has hung
+LIMIT = 60.0 * PATIENCE  # seconds; what takes them has hung
 LEFTOVER = (".saving-", ".old-", ".new-", ".gone-")
 
 

@@ -16,7 +16,7 @@ from wrapping import Differs, Trained, adam, check_same, differences, local_of
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
-from soak.ranks import Layers
+from soak.ranks import LIMIT, Layers
 from soak.torture import Torture, temporary
 
 WORLD = 2
@@ -42,9 +42,9 @@ def used() -> dict[str, int]:
 
 def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
     """Each verb once, and two calls that fail."""
-    group: Any = {"process_group": one.process_group, "timeout": 60.0}
-    full = one.gather(0, timeout=60.0)
-    named = one.gather(None, "name", timeout=60.0)
+    group: Any = {"process_group": one.process_group, "timeout": LIMIT}
+    full = one.gather(0, timeout=LIMIT)
+    named = one.gather(None, "name", timeout=LIMIT)
     for _ in fsdp_optim.iter_full_optim_state(one.model, one.optim, 0, **group):
         pass
     fsdp_optim.load_optim_state_dict(target.optim, target.scatter(full))
@@ -53,7 +53,7 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
     extras = {"extra": {"number": number}, "per_rank_extra": {"rank": dist.get_rank()}}
     fsdp_optim.save(root / "current", one.model, one.optim, overwrite=True, **extras, **group)
     handle = fsdp_optim.async_save(root / f"step-{number}", one.model, one.optim, keep_last=2, **extras, **group)
-    handle.wait(60.0)
+    handle.wait(LIMIT)
     for path in (root / "current", fsdp_optim.latest(root)):
         restored = fsdp_optim.load(path, target.model, target.optim, check="bitwise", **group)  # type: ignore[arg-type]
         check_same("extras", (restored["number"], restored.per_rank), (number, {"rank": dist.get_rank()}))
@@ -94,7 +94,7 @@ def run(torture: Torture) -> None:
             with torture.case(number, wrapper):
                 root = folder / f"{number}"
                 root.mkdir()
-                by_rank = run_on_ranks(rounds, WORLD, root, wrapper, count, warm_after, timeout=600.0)
+                by_rank = run_on_ranks(rounds, WORLD, root, wrapper, count, warm_after, timeout=10 * LIMIT)
                 torture.figures["rounds"] += count
                 judge(by_rank, count - warm_after, torture.figures)
 

@@ -15,6 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_FAILURES = 20  # of one torture; more say nothing new
+PATIENCE = float(os.environ.get("SOAK_PATIENCE") or 1)
+"""By how much longer than on an idle machine everything may take: what is slow has not hung."""
+
 _ROOM = 2 << 30  # bytes that a torture may need in memory
 
 
