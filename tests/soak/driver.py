@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -52,6 +53,7 @@ def _one(order: dict[str, Any]) -> int:
     """In a process of its own: one torture. The last line is what it did."""
     logging.getLogger("fsdp_optim").setLevel(logging.ERROR)
     torture = Torture(**order)
+    signal.signal(signal.SIGTERM, torture.stop)  # with the figures until then
     importlib.import_module(f"soak.{torture.name}").run(torture)
     print("\n" + json.dumps([torture.figures, torture.failures]), flush=True)
     return 0

@@ -13,6 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MOST_FAILURES = 20  # of one torture; more say nothing new
 PATIENCE = float(os.environ.get("SOAK_PATIENCE") or 1)
@@ -30,6 +31,7 @@ class Torture:
         only: the number of the one case to run again.
         short: whether this is the part of `make test`, where a case that takes long does less.
         first, stride: which cases are this process's, where several share them.
+        stopped: whether it is to end after the case at work.
         figures: what was done, by name.
         failures: what went wrong, each with its case.
     """
@@ -42,6 +44,7 @@ class Torture:
     short: bool = False
     first: int = 0
     stride: int = 1
+    stopped: bool = False
     figures: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
 
@@ -53,7 +56,8 @@ class Torture:
         end = time.monotonic() + self.seconds if self.seconds is not None else float("inf")
         number = self.first
         while (
-            (self.cases is None or number < self.cases)
+            not self.stopped
+            and (self.cases is None or number < self.cases)
             and time.monotonic() < end
             and len(self.failures) < MOST_FAILURES
         ):
@@ -63,6 +67,10 @@ class Torture:
     def rng(self, number: int) -> random.Random:
         """Chance that is the same whenever this case is run again."""
         return random.Random(f"{self.seed} {self.name} {number}")
+
+    def stop(self, *_: Any) -> None:
+        """End after the case at work, as a handler of a signal."""
+        self.stopped = True
 
     def fail(self, number: int, text: str) -> None:
         """Keep a failure."""
