@@ -13,7 +13,7 @@ SEED = 20251121
 
 
 class ShortTest(unittest.TestCase):
-    @parameterized.expand([("mutations", 250), ("kills", 4), ("races", 1)])
+    @parameterized.expand([("mutations", 250), ("kills", 4), ("faults", 16), ("races", 1), ("rounds", 1)])
     def test_torture(self, name: str, cases: int) -> None:
         torture = Torture(name, SEED, cases=cases, short=True)
         importlib.import_module(f"soak.{name}").run(torture)
