@@ -16,6 +16,7 @@ from fsdp_optim.adapters import NameOf
 from fsdp_optim.formats import catalog
 from fsdp_optim.formats.distrust import of_files
 from fsdp_optim.formats.files import local_path
+from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.state.fitting import GroupsFrom
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
@@ -32,6 +33,7 @@ from fsdp_optim.verbs.restored import Restored
 from fsdp_optim.verbs.save_options import Saved, SaveOptions, Strategy
 
 
+@ordinary_tensors()
 def gather_full_optim_state_dict(
     model: nn.Module,
     optim: Optimizers,
@@ -155,6 +157,7 @@ def get_shard_from_optim_state_dict(
 ) -> list[Shard]: ...
 
 
+@ordinary_tensors()
 def get_shard_from_optim_state_dict(
     model: nn.Module,
     optim: Optimizers,
@@ -194,12 +197,14 @@ def get_shard_from_optim_state_dict(
     return shard.shard(model, optim, full, options)
 
 
+@ordinary_tensors()
 def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:
     """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; behind fairscale's method."""
     made = shard.shard(model, None, full, Options(name_of=name_of))
     return made if isinstance(made, dict) else made[0]
 
 
+@ordinary_tensors()
 def scatter_full_optim_state_dict(
     model: nn.Module,
     optim: Optimizers,
@@ -230,6 +235,7 @@ def scatter_full_optim_state_dict(
     return scatter.scatter(model, optim, full, scatter.ScatterOptions(options, source_rank))
 
 
+@ordinary_tensors()
 def load_optim_state_dict(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
@@ -255,6 +261,7 @@ def load_optim_state_dict(
     return loading.load(optim, shard, keep)
 
 
+@ordinary_tensors()
 def transfer_optim_state(
     src_model: nn.Module,
     src_optim: Optimizers,
@@ -287,6 +294,7 @@ def transfer_optim_state(
     return transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
 
 
+@ordinary_tensors()
 def rekey_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, *, optim: Optimizers | None = None
 ) -> FullDict:
@@ -305,6 +313,7 @@ def rekey_optim_state_dict(
     return rekey.rekey(full, model, key_by, optim)
 
 
+@ordinary_tensors()
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     """A gathered dict (by id) as fairscale's own `get_shard_from_optim_state_dict` reads it.
 
@@ -314,6 +323,7 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     return rekey.for_fairscale(full)
 
 
+@ordinary_tensors()
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -372,6 +382,7 @@ def save(
         return saving.save(path, model, optim, _save_options(locals()))
 
 
+@ordinary_tensors()
 def async_save(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted_noun(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class FsdpOptimError(Exception):
     """Parent of every error that this library raises on purpose.
 

@@ -22,11 +22,17 @@ _ALIGNMENT = 64  # bytes, as torch aligns tensors
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Tensors that are made in inference mode cannot be changed outside of it: leave it for a while."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(mode=False), torch.no_grad():
-            yield
-    else:
+    """Make tensors as if the caller had no inference mode and no default device.
+
+    A tensor that is made in inference mode cannot be changed outside of it, and one that somebody else's class makes without
+    a device (when a value is copied, say) would go to the default one.
+    """
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.no_grad())
+        if torch.empty(0).device.type != "cpu":
+            stack.enter_context(torch.device("cpu"))
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_optim.errors import WrapperError
+from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
 from fsdp_optim.memory import flatten, is_plain
 
@@ -62,7 +62,7 @@ class Handle:
 
     def install(self, flat: torch.Tensor) -> None:
         """Overwrite the parameter on this rank with other elements, 1-D; those of `weights`."""
-        with torch.no_grad():
+        with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             self.weights().copy_(flat.view(self.local_shape))
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
@@ -152,8 +152,9 @@ def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
     on_meta = [fqn for named in handles if named.handle.param.is_meta for fqn in named.fqns]
     if on_meta:
         raise WrapperError(
-            f"{on_meta[0]}: on rank {rank} it is on the meta device, so it has no memory ({len(on_meta)} such parameters and "
-            "buffers): call model.to_empty(device=...) first, then load a checkpoint into it, or initialize it"
+            f"{on_meta[0]}: on rank {rank} it is on the meta device, so it has no memory "
+            f"({counted_noun(len(on_meta), 'such tensor')}): call model.to_empty(device=...) first, then "
+            "load a checkpoint into it, or initialize it"
         )
 
 

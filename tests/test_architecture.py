@@ -82,7 +82,7 @@ ARROWS: dict[str, set[str]] = {
     "transport": {"errors", "layout", "plan", "memory"},
     "formats": {"errors", "layout", "plan", "memory"},
     "verbs": {"errors", "layout", "plan", "memory", "view", "state", "adapters", "transport", "formats"},
-    "api": {"errors", "layout", "plan", "state", "view", "adapters", "transport", "formats", "verbs"},
+    "api": {"errors", "layout", "plan", "state", "view", "adapters", "transport", "memory", "formats", "verbs"},
     "drop_in": {"errors", "state", "adapters", "verbs", "api"},
     "cli": {"errors", "api"},
     "testing": {"errors"},

@@ -106,7 +106,7 @@ class GroupsTest(unittest.TestCase):
             by_rank = run_on_ranks(regrouped, 2, wrapper, str(Path(folder, "one")))
         for verb in by_rank[0]:
             check_refused(
-                verb, [mine[verb] for mine in by_rank], "StateError", "groups='live'", "1", "2", "param groups"
+                verb, [mine[verb] for mine in by_rank], "StateError", "groups='live'", "1", "2", "param group"
             )
 
     @parameterized.expand(("fairscale flat", "FSDP1 flat"))

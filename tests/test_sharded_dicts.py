@@ -201,7 +201,7 @@ class ShardedDictsTest(unittest.TestCase):
             ("head.bias: exp_avg", "rank 0", "rank 1"),
             ("head.bias: step", "rank 0", "rank 1", "tensor(3.)", "tensor(4.)"),
             ("lr", "0.01", "0.75", "rank 1"),
-            ("1 param groups on rank 0", "2 on rank 1"),
+            ("1 param group on rank 0", "2 on rank 1"),
             ("head.bias: further", "rank 0"),
         )
         for its, errors in zip(words, zip(*by_rank, strict=True), strict=True):

@@ -180,7 +180,7 @@ class DTensorHandle(Handle):
     shape: Shape
 
     def install(self, flat: torch.Tensor) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             if is_dtensor(self.param):
                 self.param.to_local().copy_(flat.view(self.local_shape))
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters.tree import ModuleTree
-from fsdp_optim.errors import WrapperError
+from fsdp_optim.adapters.tree import ModuleTree, summoned
+from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import FlatChunks, Ranks, ranks_in_order
 from fsdp_optim.view import Handle, Original
 
@@ -89,10 +89,14 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
     if recorded != num_padded[unit.rank if is_sharded else 0]:
         raise WrapperError(
             f"rank {dist.get_rank()}: fairscale padded parameter {index} of the unit {tree.path(unit)!r} by "
-            f"{recorded} elements, {num_padded[unit.rank]} were expected for {numel} elements on {len(ranks)} ranks"
+            f"{counted_noun(recorded, 'element')}, {num_padded[unit.rank]} were expected for "
+            f"{counted_noun(numel, 'element')} on {counted_noun(len(ranks), 'rank')}"
         )
+    is_summoned = unit.training_state.name == "SUMMON_FULL_PARAMS"  # at its end the whole copies may be put back
     if index < unit._num_flatten_params:
         originals, aliases = _flat_originals(param, chunk_numel, ranks)
+        if is_summoned:
+            raise summoned(tree.fqn(originals[0].module, originals[0].attribute), "fairscale FSDP")
     else:
         sites = tree.sites_of(param)
         if not sites:
@@ -108,11 +112,13 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
         collected=not unit.no_broadcast_optim_state,
         aliases=aliases,
         # while a unit is in use, `data` has all of it, perhaps in half precision
-        kept=lambda: _kept(param),
+        kept=lambda: _kept(param, tree.fqn(originals[0].module, originals[0].attribute) if is_summoned else ""),
     )
 
 
-def _kept(param: nn.Parameter) -> torch.Tensor:
+def _kept(param: nn.Parameter, summoned_fqn: str) -> torch.Tensor:
+    if summoned_fqn:
+        raise summoned(summoned_fqn, "fairscale FSDP")
     shard: torch.Tensor | None = getattr(param, "_fp32_shard", None)
     return shard if shard is not None else param.data
 

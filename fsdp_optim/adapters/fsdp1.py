@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.adapters.tree import ModuleTree, summoned
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, Placement, Ranks, Whole, ranks_in_order
 from fsdp_optim.view import Handle, Original
@@ -136,9 +136,16 @@ def _check(tree: ModuleTree, handle: FlatParamHandle) -> None:
             )
 
 
+def _is_summoned(handle: FlatParamHandle) -> bool:
+    """Whether the call is made inside `summon_full_params()`, at whose end torch may put the whole copies back."""
+    return bool(handle._training_state.name == "SUMMON_FULL_PARAMS")
+
+
 def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Handle:
     _check(tree, handle)
     flat = handle.flat_param
+    if _is_summoned(handle):
+        raise summoned(tree.fqn(flat._param_infos[0].module, flat._param_infos[0].param_name), "torch FSDP")
     starts, total = _starts(handle)
     num_shards = len(replicas[0])
     chunk = -(-total // num_shards)
@@ -192,7 +199,8 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
             placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
             local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
             skipped = placement.numel > 0 == local_shape[0]
-            kept: Callable[[], torch.Tensor] | None = _part_of_chunk(handle, placement)
+            fqn = tree.fqn(info.module, info.param_name)
+            kept: Callable[[], torch.Tensor] | None = _part_of_chunk(handle, placement, fqn)
         else:
             kept, skipped = None, False
             placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
@@ -211,7 +219,13 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
         )
 
 
-def _part_of_chunk(handle: FlatParamHandle, placement: FlatChunks) -> Callable[[], torch.Tensor]:
+def _part_of_chunk(handle: FlatParamHandle, placement: FlatChunks, fqn: str) -> Callable[[], torch.Tensor]:
     """Where an original lies in this rank's chunk; its own tensor has all of it while a unit is in use."""
     run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)
-    return lambda: _kept(handle)[run.offset : run.offset + run.stop - run.start]
+
+    def kept() -> torch.Tensor:
+        if _is_summoned(handle):
+            raise summoned(fqn, "torch FSDP")
+        return _kept(handle)[run.offset : run.offset + run.stop - run.start]
+
+    return kept

@@ -99,3 +99,12 @@ class ModuleTree:
 def join(path: str, name: str) -> str:
     """The name of something inside a module at `path`."""
     return f"{path}.{name}" if path else name
+
+
+def summoned(fqn: str, wrapper: str) -> WrapperError:
+    """What is wrong with a call inside `summon_full_params()`."""
+    return WrapperError(
+        f"{fqn}: {wrapper} has put a whole copy in its place, as the call is made inside "
+        "summon_full_params(): leave that context "
+        "first; no function of this library needs it"
+    )

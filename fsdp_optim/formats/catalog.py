@@ -101,7 +101,7 @@ def _names_of(root: Path) -> set[str]:
     except (FileNotFoundError, NotADirectoryError):
         return set()
     except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror or error}") from error
+        raise CheckpointError(f"{root}: cannot be listed: {error.strerror or error}") from None
 
 
 def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:

@@ -1,6 +1,6 @@
 """Plain values as JSON and tensors, exactly: tuples stay tuples, integers integers, NaN NaN. No pickle unless asked for.
 
-What JSON has not is an object with one key that begins with `$`: {"$tuple": [...]}, {"$tensor": 3} for the fourth
+What JSON does not have is an object with one key that begins with `$`: {"$tuple": [...]}, {"$tensor": 3} for the fourth
 tensor beside it, and so on. An object of the user's with such a key is written as {"$dict": [[key, value], ...]}.
 """
 

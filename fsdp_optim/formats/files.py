@@ -34,8 +34,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     """A user's path, with `~` expanded. Raises CheckpointError for what no file system takes, and for a URL."""
     try:
         text = os.fspath(path)
-    except TypeError as error:
-        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(path).__name__}") from error
+    except TypeError:
+        raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(path).__name__}") from None
     if not isinstance(text, str):
         raise CheckpointError(f"a path is a str or a pathlib.Path, not {type(text).__name__}: {text!r}")
     if "\0" in text:
@@ -43,7 +43,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{text!r}: is not a path that this file system can have: {error.reason}") from error
+        raise CheckpointError(f"{text!r}: is not a path that this file system can have: {error.reason}") from None
     scheme = _SCHEME.match(text)
     if scheme is not None:
         raise CheckpointError(
@@ -64,7 +64,7 @@ def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
             try:
                 done = os.preadv(fd, left, offset)
             except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror or error}") from error
+                raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror or error}") from None
             if not done:
                 raise CheckpointError(f"{path}: ends at byte {offset}: it was cut short")
             offset += done
@@ -81,7 +81,7 @@ def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
             except OSError as error:
                 raise CheckpointError(
                     f"{path}: cannot be written at byte {offset}: {error.strerror or error}"
-                ) from error
+                ) from None
             offset += done
             left = _after(left, done)
 
@@ -109,7 +109,7 @@ def write_file(path: Path, data: bytes, *, durable: bool) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from error
+        raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from None
     try:
         try:
             write_all(fd, path, [memoryview(data)], 0)
@@ -118,7 +118,7 @@ def write_file(path: Path, data: bytes, *, durable: bool) -> None:
         finally:
             os.close(fd)  # some file systems tell of a full disk only now
     except OSError as error:
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from error
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from None
 
 
 def sync_file(path: Path) -> None:
@@ -130,7 +130,7 @@ def sync_file(path: Path) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made durable: {error.strerror or error}") from error
+        raise CheckpointError(f"{path}: cannot be made durable: {error.strerror or error}") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -87,7 +87,7 @@ class Staging:
                         raise
             raise FileNotFoundError(errno.ENOENT, "unreachable")
         except OSError as error:
-            raise _failed(path, "cannot be saved", error) from error
+            raise _failed(path, "cannot be saved", error) from None
 
     @classmethod
     def _make(cls, path: Path, overwrite: bool, before: _Seen | None) -> Staging:
@@ -151,7 +151,7 @@ class Staging:
             if old is not None and not os.path.lexists(self.path):
                 with contextlib.suppress(OSError):  # else readers and the next save find it under its other name
                     old.rename(self.path)
-            raise _failed(self.path, "cannot be put in place", error) from error
+            raise _failed(self.path, "cannot be put in place", error) from None
         else:
             with contextlib.suppress(OSError):  # it is there now, whatever happens
                 (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
@@ -266,7 +266,7 @@ def aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
     except OSError as error:
-        raise CheckpointError(f"{parent}: cannot be listed: {error.strerror or error}") from error
+        raise CheckpointError(f"{parent}: cannot be listed: {error.strerror or error}") from None
     for entry in entries:
         base, found, token = entry.name.rpartition(mark)
         if found and base and _TOKEN.fullmatch(token) and _may_be_folder(entry):

@@ -37,10 +37,10 @@ class OpenFolder:
         self._files: dict[str, int] = {}
         try:
             self._fd = os.open(path, _FOLDER)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointError(f"{path}: there is no such folder, so no checkpoint") from error
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{path}: there is no such folder, so no checkpoint") from None
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
 
     def __enter__(self) -> OpenFolder:
         return self
@@ -129,8 +129,8 @@ class OpenFolder:
         path = self.path / check_name(str(self.path), name)
         try:
             fd = self._open_at(name)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from error
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from None
         except OSError as error:
             link = next((one for one in (path.parent, path) if one != self.path and one.is_symlink()), None)
             reason = "is a symbolic link; a checkpoint has none" if link is not None else error.strerror or error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.fits import group_of_unit
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.order import as_ids_count
@@ -27,7 +27,8 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
     unknown = [fqn for fqn in group_of if fqn not in known]
     if unknown and not others:
         raise StateError(
-            f"{unknown[0]}: the full dict has it, the model has not ({len(unknown)} such parameters; the model has "
+            f"{unknown[0]}: the full dict has it, the model does not "
+            f"({counted_noun(len(unknown), 'such parameter')}; the model has "
             f"{len(view.order)}, the full dict {len(group_of)}): give the dict of this model"
         )
     by_group: list[list[NamedHandle]] = [[] for _ in full.groups]

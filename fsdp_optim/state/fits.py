@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.kinds import Evidence, Kind, is_scalar
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.reading import FullState, Names
+from fsdp_optim.state.supported import is_sparse, sparse
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What does not fit: FQNs that a model's optimizer has and a full state has not (`missing`), and the reverse (`extra`).
+    """What does not fit: FQNs that a model's optimizer has and a full state does not have (`missing`), and the reverse (`extra`).
 
     And where the optimizers' classes differ, the names of the hyperparameters and state values that only one side has. `kept`:
     by FQN, the names of values of the live optimizer that stay beside those that are loaded.
@@ -106,7 +107,8 @@ def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | Non
 def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> None:
     if len(full.groups) != len(names.groups):
         raise StateError(
-            f"the full dict has {len(full.groups)} param groups, the optimizer has {len(names.groups)}: {LIVE_GROUPS}"
+            f"the full dict has {counted_noun(len(full.groups), 'param group')}, the optimizer has "
+            f"{len(names.groups)}: {LIVE_GROUPS}"
         )
     for index, group in enumerate(names.groups):
         for fqn in group:
@@ -121,6 +123,8 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
     evidence = full.evidence(shapes)
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():
+            if is_sparse(value):
+                raise StateError(sparse(fqn, name, value))
             recorded = full.recorded(fqn, name)
             if recorded is None:
                 wrong = _is_cut_short(
@@ -163,7 +167,8 @@ def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -
     hint = f" (it has {close[0]})" if close else ""
     more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     return (
-        f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {len(candidates)} parameters there. Is the dict of this model, and "
+        f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {counted_noun(len(candidates), 'parameter')} there. "
+        "Is the dict of this model, and "
         "does the optimizer hold the same parameters as when it was saved? Build it so (frozen layers may differ), or give "
         "strict=False, which takes what both have and lists the rest"
     )

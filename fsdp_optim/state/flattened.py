@@ -40,5 +40,5 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
         made[0]["params"] = [
             *made[0]["params"],
             *others,
-        ]  # refused later, by name, as parameters that the model has not
+        ]  # refused later, by name, as parameters that the model does not have
     return {"state": state, "param_groups": made}

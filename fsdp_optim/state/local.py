@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_optim.errors import WrapperError
+from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
 from fsdp_optim.state.packed import LocalId, packed_ids
@@ -210,12 +210,14 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         raise WrapperError(f"state_dict() of {type(optim).__name__} has no {' and no '.join(sorted(missing))}")
     live, packed = optim.param_groups, saved["param_groups"]
     if len(live) != len(packed):
-        raise WrapperError(f"{type(optim).__name__} has {len(live)} param groups, its state_dict() has {len(packed)}")
+        raise WrapperError(
+            f"{type(optim).__name__} has {counted_noun(len(live), 'param group')}, its state_dict() has {len(packed)}"
+        )
     params: list[LocalParam] = []
     for index, (live_group, packed_group) in enumerate(zip(live, packed, strict=True)):
         if len(live_group["params"]) != len(packed_group["params"]):
             raise WrapperError(
-                f"group {index} of {type(optim).__name__} has {len(live_group['params'])} parameters, "
+                f"group {index} of {type(optim).__name__} has {counted_noun(len(live_group['params']), 'parameter')}, "
                 f"in its state_dict() {len(packed_group['params'])}"
             )
         handles = [_handle_of(param, index, place, view) for place, param in enumerate(live_group["params"])]

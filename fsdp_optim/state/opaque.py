@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Shape, Whole
 from fsdp_optim.state.values import own
 
@@ -55,8 +55,8 @@ class OpaqueShards:
         if shard is None or cuts_of(placements) != self.cuts:
             raise StateError(
                 f"{fqn}: {name} is not shaped like the parameter, so it was saved as it was on each of "
-                f"{self.cuts[0].num_shards} shards and fits the same layout only; this model has "
-                f"{placements[0].num_shards} shards of it, cut in another way"
+                f"{counted_noun(self.cuts[0].num_shards, 'shard')} and fits the same layout only; this model has "
+                f"{counted_noun(placements[0].num_shards, 'shard')} of it, cut in another way"
             )
         if shard not in self.by_shard:
             raise StateError(

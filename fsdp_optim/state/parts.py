@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Placement, Whole
 
 WHOLE_HERE: tuple[int, ...] = ()
@@ -72,7 +72,8 @@ def _check_groups(told: Told) -> None:
     for part, ranks in others:
         if len(part.groups) != len(first.groups):
             raise StateError(
-                f"the ranks have different sharded dicts: {len(first.groups)} param groups on rank {first_ranks[0]}, "
+                f"the ranks have different sharded dicts: {counted_noun(len(first.groups), 'param group')} "
+                f"on rank {first_ranks[0]}, "
                 f"{len(part.groups)} on rank {ranks[0]}"
             )
         here = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Layout, Placement, Whole
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.kinds import is_known_moment
@@ -222,7 +222,8 @@ def _check_groups(told: Told) -> None:
     for report, ranks in others:
         if len(report.groups) != len(first.groups):
             raise StateError(
-                f"{_has(first_ranks)} {len(first.groups)} param groups, {_has(ranks)} {len(report.groups)}: build the optimizer "
+                f"{_has(first_ranks)} {counted_noun(len(first.groups), 'param group')}, {_has(ranks)} "
+                f"{len(report.groups)}: build the optimizer "
                 "alike on all ranks"
             )
         where = [f"param group {index}" for index in range(len(first.groups))]
@@ -337,8 +338,9 @@ def _check_replicas_are_equal(seen: list[_Seen]) -> None:
     """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
     for one, other in _replicas(seen) if len(seen) > 1 else ():
         if not _alike(one, other):
+            summary = one.live.summary or other.live.summary
             raise StateError(
-                f"{one.fqn}: its state differs between {_ranks(one.ranks)} and {_ranks(other.ranks)}, which hold the same "
+                f"{one.fqn}: its {summary} is not the same on {_ranks(one.ranks)} and {_ranks(other.ranks)}, which hold the same "
                 f"part of it, so they are not replicas{_NAME_OF}; if they are replicas that nobody keeps equal, give "
                 "on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
             )

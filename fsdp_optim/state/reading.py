@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.flattened import is_flattened, unflatten
 from fsdp_optim.state.kinds import LOOSE_KIND, Evidence, Kind, cut_named, kind_of, sight_of
@@ -186,7 +186,7 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
             continue
         if key not in to_name:
             raise StateError(
-                f"state has an entry {key!r} that is in none of the {len(groups)} param groups: gather it again"
+                f"state has an entry {key!r} that is in none of the {counted_noun(len(groups), 'param group')}: gather it again"
             )
         if values or key in kinds:  # what stands for a whole flat parameter is in the state of its first original only
             state[to_name[key]] = (
@@ -345,5 +345,5 @@ def _singleton(fqn: str, name: str, value: Any) -> Any:
 
 def _counts(groups: Sequence[Sequence[object]]) -> str:
     if len(groups) == 1:
-        return f"{len(groups[0])} parameters"
+        return counted_noun(len(groups[0]), "parameter")
     return f"{' + '.join(str(len(group)) for group in groups)} parameters in {len(groups)} groups"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeGuard
 
 import torch
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.memory import is_plain
 
 
 def check_supported(optim: object) -> None:
@@ -29,11 +31,13 @@ def check_supported(optim: object) -> None:
 
 
 def check_values(fqn: str, state: Mapping[str, object]) -> None:
-    """Refuse state values that have no elements to gather: partial sums, and tensors on the meta device.
+    """Refuse state values whose elements cannot be gathered: partial sums, sparse tensors, and tensors on the meta device.
 
     Raises WrapperError that names the parameter, the value and the way out.
     """
     for name, value in state.items():
+        if is_sparse(value):
+            raise WrapperError(sparse(fqn, name, value))
         for tensor in _tensors(value):
             if tensor.is_meta:
                 raise WrapperError(
@@ -46,6 +50,19 @@ def check_values(fqn: str, state: Mapping[str, object]) -> None:
                     "reduction (the norm of a DTensor is one), which is no value yet; store .full_tensor() of it, or "
                     ".redistribute() it to Replicate or Shard, in the optimizer's state"
                 )
+
+
+def is_sparse(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a state value is a tensor without a place in memory for every element, as the momentum of sparse gradients."""
+    return is_plain(value) and isinstance(value, torch.Tensor) and value.layout is not torch.strided
+
+
+def sparse(fqn: str, name: object, value: torch.Tensor) -> str:
+    """What is wrong with a sparse value, and the way out."""
+    return (
+        f"{fqn}: {name} is a sparse tensor ({value.layout}), which cannot be cut into shards: store .to_dense() of it in the "
+        "optimizer's state, or make dense gradients (torch.nn.Embedding with sparse=False)"
+    )
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

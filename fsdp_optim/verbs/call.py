@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader, NameOf
-from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.fitting import GroupsFrom, LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -152,10 +152,10 @@ def log_summary(done: str, summaries: Mapping[str, Summary | None], values: Mapp
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
     absent = [fqn for fqn, summary in summaries.items() if summary is None]
     log.info(
-        "%s the optimizer state of %d parameters: %d tensors, %d bytes on this rank; without state: %s",
+        "%s the optimizer state of %s: %s, %d bytes on this rank; without state: %s",
         done,
-        len(summaries),
-        len(tensors),
+        counted_noun(len(summaries), "parameter"),
+        counted_noun(len(tensors), "tensor"),
         sum(tensor.nbytes for tensor in tensors),
         ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "") if absent else "none",
     )
@@ -173,7 +173,8 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
     named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
     if len(groups) > 1 and not named:
         raise StateError(
-            f"this full dict has {len(groups)} param groups and no names, and a model does not tell which parameter is in "
+            f"this full dict has {counted_noun(len(groups), 'param group')} and no names, and a model does "
+            "not tell which parameter is in "
             "which group: give optim=, an optimizer of this model with the same groups"
         )
     everything = count([Listed(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
@@ -272,8 +273,8 @@ def meet(
     picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
     if picture.mismatched and callers.rank == callers.ranks[0]:
         log.warning(
-            "the replicas of %d parameters differ between ranks, and those of the lowest rank are taken: %s",
-            len(picture.mismatched),
+            "the replicas of %s differ between ranks, and those of the lowest rank are taken: %s",
+            counted_noun(len(picture.mismatched), "parameter"),
             ", ".join(picture.mismatched[:8]),
         )
     return local, picture

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import dtype_named, empty
 from fsdp_optim.plan import Copy, plan
@@ -142,7 +142,7 @@ def _move_parts(gathering: Gathering, parts: Sequence[Part], failure: Failure) -
         filled = sum(copy.numel for copy in mine if copy.target_rank == rank)
         if rank in part.targets and filled != part.placement.numel:  # memory comes uninitialised
             raise StateError(
-                f"{part.fqn}: {filled} of its {part.placement.numel} elements were planned for rank {rank}"
+                f"{part.fqn}: {filled} of its {counted_noun(part.placement.numel, 'element')} were planned for rank {rank}"
             )
         for name, dtype in part.dtypes.items():
             source = target = None

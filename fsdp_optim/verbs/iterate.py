@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.memory import dtype_named, ordinary_tensors
 from fsdp_optim.state.full import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
@@ -30,10 +30,21 @@ def iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iter
     """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         options.validate()  # at once: nobody else has to hear of it when the iterator is begun
-    return _iterate(model, optim, options)
+    return _ordinary(_iterate(model, optim, options))
 
 
-def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
+def _ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullParam]:
+    """Each item is made of ordinary tensors; what is done with it in between is the caller's own."""
+    with closing(items):
+        while True:
+            with ordinary_tensors():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+
+def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Generator[FullParam, None, None]:
     with calling("iter_full_optim_state", [model], options, options.call) as ((reader,), callers):
         gathering = begin(reader, callers, optim, options)
         unchanged = _Unchanged(gathering.local)

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.adapters import fsdp1
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.classes import innermost, is_of_torch
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.local import RESERVED_KEYS, OptimizerLike
+from fsdp_optim.state.opaque import within
 from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import INCOMPATIBLE
@@ -120,9 +122,9 @@ def load(
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
-        raise StateError(f"{len(optims)} optimizers cannot load {len(shards)} shards")
+        raise StateError(f"{counted_noun(len(optims), 'optimizer')} cannot load {counted_noun(len(shards), 'shard')}")
     found = shards[0].get(INCOMPATIBLE, {}) if shards else {}
-    shards = [{key: value for key, value in its.items() if key != INCOMPATIBLE} for its in shards]
+    shards = [_ordinary({key: value for key, value in its.items() if key != INCOMPATIBLE}) for its in shards]
     for its_optim, its in zip(optims, shards, strict=True):
         _refuse_full(its_optim, its)
     kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]
@@ -142,6 +144,13 @@ def load(
     if changes:
         log.info("hyperparameters that this load changed (old -> new): %s", changes)
     return Incompatible(**{name: tuple(names) for name, names in found.items()})
+
+
+def _ordinary(value: Any) -> Any:
+    """A shard that somebody made in inference mode, with copies of its tensors, which the next step can change."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.is_inference() else value
+    return within(value, _ordinary)
 
 
 def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:
@@ -180,7 +189,8 @@ def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
             sum(len(group["params"]) for group in one) for one in (shard["param_groups"], optim.param_groups)
         )
         raise StateError(
-            f"this is a full dict of {there} parameters ({why}), not this rank's part of one for an optimizer with {here}: "
+            f"this is a full dict of {counted_noun(there, 'parameter')} ({why}), not this rank's part of "
+            f"one for an optimizer with {here}: "
             f"{_WAYS_OUT}"
         )
 
@@ -193,6 +203,9 @@ _WAYS_OUT = (
     "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
     "scatter_full_optim_state_dict(model, optim, full, source_rank), and load what that returns"
 )
+
+
+_IF_FULL = f"If this is a full dict: {_WAYS_OUT}"
 
 
 def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
@@ -209,16 +222,20 @@ def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mappin
             held = param.to_local() if hasattr(param, "to_local") else param
             unlike = value.shape != held.shape
             if (of_torch and (unlike or held is not param)) or (unlike and value.shape == param.shape):
+                whole = fsdp1.has_cut(param) and held.dim() > 1
+                why = "Leave summon_full_params() first, which shows whole parameters" if whole else _IF_FULL
                 raise StateError(
                     f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "
-                    f"{list(held.shape)}. If this is a full dict: {_WAYS_OUT}"
+                    f"{list(held.shape)}. {why}"
                 )
 
 
 def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
     """The shard's groups with the live optimizer's values of some hyperparameters."""
     if len(shard["param_groups"]) != len(optim.param_groups):
-        raise StateError(f"this shard has {len(shard['param_groups'])} groups, the optimizer {len(optim.param_groups)}")
+        raise StateError(
+            f"this shard has {counted_noun(len(shard['param_groups']), 'group')}, the optimizer {len(optim.param_groups)}"
+        )
     groups = []
     for saved, live in zip(shard["param_groups"], optim.param_groups, strict=True):
         unknown = [key for key in keep if key not in live]

@@ -24,14 +24,14 @@ class HeldNote:
         try:
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
         except OSError as error:
-            raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from error
+            raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from None
         try:
             with contextlib.suppress(OSError):  # a file system without locks: then the others see none
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._put(b"")
         except OSError as error:
             self.close()
-            raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from error
+            raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from None
 
     def write(self, text: str) -> None:
         """Say something, in the room that is reserved. Raises nothing: who waits for it sees the lock become free."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.layout import Placement, Whole
@@ -40,7 +40,10 @@ def gather_opaque(
             value = arrived.get(index, NOTHING)
             if callers.rank == parcels[index].source and callers.rank in part.targets and failure.error is None:
                 value = _held(part, name, local)
-                value = value if value is NOTHING else own(value)
+                if isinstance(value, _OfShard):
+                    value = replace(value, value=own(value.value))
+                elif value is not NOTHING:
+                    value = own(value)
             if value is not NOTHING:
                 found.setdefault((part.fqn, name), {})[shard] = value
     except Exception as error:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.full import FullDict, KeyBy, kinds_of
@@ -41,7 +41,7 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optim
     unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in view.place_of]
     if unknown:
         raise StateError(
-            f"{unknown[0]}: the full dict has it, the model does not ({len(unknown)} such parameters): give the "
+            f"{unknown[0]}: the full dict has it, the model does not ({counted_noun(len(unknown), 'such parameter')}): give the "
             "model that it was gathered from"
         )
     shapes = {fqn: placement.shape for named in view.handles for fqn, placement in named.placements.items()}
@@ -77,7 +77,8 @@ def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...],
     if None in counted:
         fqns = saved[counted.index(None)]
         reason = (
-            f"the full dict lists the {len(fqns)} parameters of group {counted.index(None)} neither as the unwrapped model does "
+            f"the full dict lists the {counted_noun(len(fqns), 'parameter')} of group "
+            f"{counted.index(None)} neither as the unwrapped model does "
             "nor as this one, so that the order in which its optimizer counted them is not known"
         )
     return tuple(tuple(a) if a is not None else b for a, b in zip(counted, saved, strict=True)), reason

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -47,9 +46,8 @@ def restore(
     options: LoadOptions,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
-    in_inference = torch.is_inference_mode_enabled()
     with ordinary_tensors():  # else the next step could not change the state
-        return _look_again(path, model, optim, options, in_inference)
+        return _look_again(path, model, optim, options)
 
 
 def _look_again(
@@ -57,14 +55,13 @@ def _look_again(
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
-    in_inference: bool,
 ) -> Restored:
     for _ in range(_LOOKS - 1):
         try:
-            return _restore(path, model, optim, options, in_inference)
+            return _restore(path, model, optim, options)
         except ReplacedError as error:  # on all ranks alike; what is at the path by now is as good
             log.info("looking again: %s", error)
-    return _restore(path, model, optim, options, in_inference)
+    return _restore(path, model, optim, options)
 
 
 def _restore(
@@ -72,7 +69,6 @@ def _restore(
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
-    in_inference: bool,
 ) -> Restored:
     if model is None:
         if optim is not None:
@@ -112,8 +108,7 @@ def _restore(
             progress.done()
         if optim is not None and made is not None:
             _load_on_all(callers, optim, made, options.keep)
-        with torch.inference_mode(mode=in_inference):  # into a model that may be one for inference only
-            weights.install()
+        weights.install()
         reader.reshard()
         agree(callers, "installed")
         if options.check == "bitwise":

@@ -75,7 +75,7 @@ class Restored(Guarded):
     """The saved `extra`, and what else came back.
 
     Attributes:
-        missing, left_out: FQNs that the model or the optimizer has and the checkpoint has not, and the other way round
+        missing, left_out: FQNs that the model or the optimizer has and the checkpoint does not have, and the other way round
             (`strict=False`).
         left_out_hyperparameters, left_out_values: names that only one side has, where the optimizers' classes differ
             (`strict=False`).

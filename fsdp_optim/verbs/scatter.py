@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value
-from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Layout, Placement
 from fsdp_optim.memory import Slabs, flatten
 from fsdp_optim.plan import Copy, plan
@@ -259,4 +259,6 @@ def _check_filled(param: LocalParam, copies: Mapping[str, list[Copy]], rank: int
     for fqn, placement in param.named.placements.items():
         planned = sum(copy.numel for copy in copies.get(fqn, ()) if copy.target_rank == rank)
         if planned != placement.numel_on(rank) and fqn not in wanted.missing:
-            raise StateError(f"{fqn}: rank {rank} holds {placement.numel_on(rank)} elements, {planned} were planned")
+            raise StateError(
+                f"{fqn}: rank {rank} holds {counted_noun(placement.numel_on(rank), 'element')}, {planned} were planned"
+            )

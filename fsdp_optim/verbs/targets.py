@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
@@ -143,7 +143,7 @@ def _check_model(
         shown = "\n".join(differences[:_MOST_NAMED])
         more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
         ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
-        number = "1 difference" if len(differences) == 1 else f"{len(differences)} differences"
+        number = counted_noun(len(differences), "difference")
         raise StateError(
             f"{checkpoint.folder} is not of this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
         )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.kinds import cut_of
 from fsdp_optim.state.local import Optimizers
@@ -87,7 +87,7 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
     """Both models have the same parameters, of the same shapes, in the same groups; the same error on all ranks."""
     if src.num_groups != dst.num_groups and not regroup:
         raise StateError(
-            f"the source optimizer has {src.num_groups} param groups, the target {dst.num_groups}: {LIVE_GROUPS}"
+            f"the source optimizer has {counted_noun(src.num_groups, 'param group')}, the target {dst.num_groups}: {LIVE_GROUPS}"
         )
     for fqn in (*src.params, *dst.params):
         a, b = src.params.get(fqn), dst.params.get(fqn)
@@ -96,7 +96,8 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
                 continue
             has, lacks = ("source", "target") if b is None else ("target", "source")
             raise StateError(
-                f"{fqn}: the {has} model's optimizer has it, the {lacks} model's does not ({len(src.params)} parameters in "
+                f"{fqn}: the {has} model's optimizer has it, the {lacks} model's does not "
+                f"({counted_noun(len(src.params), 'parameter')} in "
                 f"the source, {len(dst.params)} in the target): build both for the same parameters, or give strict=False, which "
                 "transfers what both have"
             )

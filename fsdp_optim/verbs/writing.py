@@ -91,7 +91,7 @@ class Writer:
                 )
                 raise CheckpointError(
                     f"rank {self._rank} cannot open {path}: {error.strerror or error}{hint}"
-                ) from error
+                ) from None
         return self._open[path.name]
 
     def finish(self) -> None:
@@ -111,7 +111,7 @@ class Writer:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise CheckpointError(f"{self._folder / name}: cannot be written: {error.strerror or error}") from error
+            raise CheckpointError(f"{self._folder / name}: cannot be written: {error.strerror or error}") from None
 
     def discard(self) -> None:
         """Let go of the files, whatever they say, after a failure."""
