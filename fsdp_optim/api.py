@@ -372,7 +372,8 @@ def save(
         allow_pickle: pickle what is neither JSON nor tensor in the extras; else it is refused by name.
         progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves, and
             lines in the log elsewhere.
-        on_replica_mismatch: as for gather.
+        on_replica_mismatch: as for gather; also for weights and buffers, each of which has to be equal on the ranks that hold
+            the same part of it, BatchNorm statistics too.
 
     Raises (the same on all ranks):
         CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it; names the file.

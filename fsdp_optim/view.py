@@ -43,6 +43,7 @@ class Handle:
         aliases: other (module, attribute) places of the originals, by position in `originals`.
         kept: gives this rank's elements where the wrapper keeps them elsewhere than in `param` at times.
         skipped: True where the wrapper gives this rank no element and no gradient, so that an optimizer never has state for it.
+        cast_by_wrapper: True where the wrapper casts it in the first forward pass, so that its dtype says little (buffers).
     """
 
     param: torch.Tensor
@@ -55,6 +56,7 @@ class Handle:
     aliases: tuple[tuple[int, nn.Module, str], ...] = ()
     kept: Callable[[], torch.Tensor] | None = None
     skipped: bool = False
+    cast_by_wrapper: bool = False
 
     def weights(self) -> torch.Tensor:
         """The parameter itself on this rank, in the form of its state values; shares its memory."""

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import dtensor, fairscale, fsdp1, replicated
+from fsdp_optim.adapters.buffers import Buffers, Rename, read_buffers
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import Ranks, Whole
-from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
+from fsdp_optim.layout import Ranks
+from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 __all__ = ["ModelReader", "NameOf"]
 
@@ -89,34 +90,13 @@ class ModelReader:
         for adapter in (fairscale, fsdp1, dtensor):
             adapter.reshard(self._tree)
 
-    def buffers(self, view: ModelView, name_of: NameOf | None = None) -> tuple[NamedHandle, ...]:
+    def buffers(self, view: ModelView, name_of: NameOf | None = None) -> Buffers:
         """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
-        found = []
-        for fqn, value in self._tree.buffers():
-            ranks = self._ranks_near(fqn, view)
-            name = fqn if name_of is None else name_of(fqn, min(ranks))
-            if dtensor.is_dtensor(value):
-                handle = dtensor.handle_of(fqn, value, self._tree.root)
-            else:
-                place = Original(self._tree.root, fqn, Whole(tuple(value.shape), ranks))
-                handle = Handle(value, (place,), tuple(value.shape))
-            found.append(NamedHandle(handle, (name,)))
-        return tuple(found)
+        return read_buffers(self._tree, view, _renamed_by(name_of))
 
-    def _ranks_near(self, fqn: str, view: ModelView) -> Ranks:
-        """The ranks that hold a parameter of the module of a buffer, or of the nearest one around it that has any."""
-        places = [
-            (self._tree.fqn(original.module, original.attribute), original.placement.ranks)
-            for named in view.handles
-            for original in named.handle.originals
-        ]
-        parts = fqn.split(".")
-        for length in range(len(parts) - 1, 0, -1):
-            prefix = ".".join(parts[:length]) + "."
-            ranks = {rank for name, holders in places if name.startswith(prefix) for rank in holders}
-            if ranks:
-                return tuple(sorted(ranks))
-        return view.ranks
+
+def _renamed_by(name_of: NameOf | None) -> Rename:
+    return lambda fqn, ranks: fqn if name_of is None else name_of(fqn, min(ranks))
 
 
 def _check_unclaimed(tree: ModuleTree, claimed: set[int]) -> None:

@@ -69,6 +69,11 @@ def units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
     return tuple(m for m in tree.modules if isinstance(m, module.FullyShardedDataParallel))
 
 
+def cast_buffers(tree: ModuleTree) -> Iterator[torch.Tensor]:
+    """Buffers that fairscale casts to a dtype of its own in the first forward pass: all floating ones of its units."""
+    return (buffer for unit in units(tree) for buffer in unit.buffers() if buffer.is_floating_point())
+
+
 def param_order(tree: ModuleTree) -> tuple[torch.Tensor, ...]:
     """The live parameters in the order in which fairscale's own full dict counts them: unit after unit."""
     return tuple(p for unit in units(tree) for p in unit.non_shared_params())

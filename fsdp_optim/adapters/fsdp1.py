@@ -42,6 +42,16 @@ def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
     return (rank for unit in _units(tree) for rank in _replicas(unit, _handle_of(unit)))
 
 
+def cast_buffers(tree: ModuleTree) -> Iterator[torch.Tensor]:
+    """Buffers that torch FSDP casts in the first forward pass, because of a MixedPrecision with a buffer_dtype."""
+    module = sys.modules.get(_MODULE)
+    if module is None:
+        return
+    for unit in tree.modules:
+        if isinstance(unit, module.FullyShardedDataParallel) and unit.mixed_precision.buffer_dtype is not None:
+            yield from (buffer for buffer in unit.buffers() if buffer.is_floating_point())
+
+
 def handles(tree: ModuleTree) -> Iterator[Handle]:
     """The live parameters of every torch FSDP unit in the model; nothing when it is not loaded."""
     for unit in _units(tree):

@@ -83,14 +83,17 @@ class ModuleTree:
         """Every registered parameter once, with every (module, attribute) that refers to it, first place first."""
         return iter(self._sites_of_params.items())
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The persistent buffers, each by its first name."""
-        seen: set[int] = set()
+    def buffers(self) -> Iterable[tuple[str, torch.Tensor, list[str]]]:
+        """The persistent buffers, each once: by its first name, and with its other ones."""
+        found: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
         for module, site in self._sites.items():
             for name, value in module._buffers.items():
-                if value is not None and name not in module._non_persistent_buffers_set and id(value) not in seen:
-                    seen.add(id(value))
-                    yield join(site.path, name), value
+                if value is not None and name not in module._non_persistent_buffers_set:
+                    fqn = join(site.path, name)
+                    first, _, others = found.setdefault(id(value), (fqn, value, []))
+                    others += [fqn] if fqn != first else []
+                    others += self.other_fqns(module, name)
+        return found.values()
 
     def sites_of(self, param: torch.Tensor) -> list[tuple[nn.Module, str]]:
         return self._sites_of_params.get(param, [])

@@ -28,6 +28,8 @@ class LiveParam:
     equal, so that replicas can be told from different parameters of the same name.
 
     `loose`: no wrapper tells which ranks have it, and its placement names all that make the call.
+
+    `what`: how errors call the elements that the fingerprint stands for.
     """
 
     fqns: tuple[str, ...]
@@ -38,6 +40,7 @@ class LiveParam:
     summary: Summary | None
     fingerprint: str = ""
     loose: bool = False
+    what: str = "state"
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,9 @@ _NAME_OF = (
 )
 
 
+_SUCH = " (as each rank's own BatchNorm statistics are)"
+
+
 def _merge_placements(seen: list[_Seen]) -> Placement:
     said = {item.placement: item for item in reversed(seen)}
     first, *others = dict.fromkeys(item.placement for item in seen)
@@ -338,10 +344,12 @@ def _check_replicas_are_equal(seen: list[_Seen]) -> None:
     """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
     for one, other in _replicas(seen) if len(seen) > 1 else ():
         if not _alike(one, other):
-            summary = one.live.summary or other.live.summary
+            is_state = one.live.what == "state"
+            what = (one.live.summary or other.live.summary) if is_state else one.live.what
             raise StateError(
-                f"{one.fqn}: its {summary} is not the same on {_ranks(one.ranks)} and {_ranks(other.ranks)}, which hold the same "
-                f"part of it, so they are not replicas{_NAME_OF}; if they are replicas that nobody keeps equal, give "
+                f"{one.fqn}: its {what} {'is' if is_state else 'are'} not the same on {_ranks(one.ranks)} and "
+                f"{_ranks(other.ranks)}, which hold the same part of it, so they are not replicas{_NAME_OF}; if they are replicas "
+                f"that nobody keeps equal{'' if is_state else _SUCH}, give "
                 "on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
             )
 

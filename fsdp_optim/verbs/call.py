@@ -19,6 +19,7 @@ from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.fitting import GroupsFrom, LiveOptimizer
+from fsdp_optim.state.folding import fold_of, is_folded
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.order import Counted, Listed, count
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
@@ -244,16 +245,28 @@ def meet(
     *,
     with_state: bool,
     on_replica_mismatch: OnReplicaMismatch = "error",
+    every_replica: bool = False,
+    what: str = "state",
 ) -> tuple[Local, Picture]:
     """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all.
 
-    `more`: what the call is about besides what it was asked for.
+    Args:
+        more: what the call is about besides what it was asked for.
+        every_replica: compare those too that a wrapper keeps equal on all ranks, because each is used in part.
+        what: how errors call what is compared.
     """
     local, error, report = None, None, RankReport("")
     try:
         local = read()
         call = ", ".join(part for part in (more, asked.said()) if part)
-        report = _report(local, f"{callers.turn.call}({call})", callers, with_state=with_state)
+        report = _report(
+            local,
+            f"{callers.turn.call}({call})",
+            callers,
+            with_state=with_state,
+            every_replica=every_replica,
+            what=what,
+        )
     except Exception as reason:
         error = reason
     alike = compare(callers, "read", repr(report).encode(), error)
@@ -280,12 +293,18 @@ def meet(
     return local, picture
 
 
-def _report(local: Local, call: str, callers: Callers, *, with_state: bool) -> RankReport:
+def _report(
+    local: Local, call: str, callers: Callers, *, with_state: bool, every_replica: bool, what: str
+) -> RankReport:
     optim = local.optim
+    params = (
+        _live_param(p, optim, callers, with_state=with_state, every_replica=every_replica, what=what)
+        for p in optim.params
+    )
     return RankReport(
         call=call,
         order=local.order,
-        params=tuple(_live_param(param, optim, callers, with_state=with_state) for param in optim.params),
+        params=tuple(params),
         groups=tuple(
             _told(f"param group {index}", group, callers) if with_state else ()
             for index, group in enumerate(optim.groups)
@@ -314,13 +333,15 @@ def _told(where: str, values: Mapping[str, Any], callers: Callers) -> tuple[tupl
     return tuple(told)
 
 
-def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_state: bool) -> LiveParam:
+def _live_param(
+    param: LocalParam, optim: LocalOptim, callers: Callers, *, with_state: bool, every_replica: bool, what: str
+) -> LiveParam:
     handle = param.handle
     summary = param.summary(optim.evidence) if with_state else None
     ranks = handle.originals[0].placement.ranks if handle.originals else ()
     # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
     check = with_state and handle.collected and len(callers.ranks) > 1
-    sure = handle.synchronized and ranks == callers.ranks
+    sure = handle.synchronized and ranks == callers.ranks and (handle.is_cut or not every_replica)
     return LiveParam(
         fqns=param.named.fqns,
         placements=tuple(original.placement for original in handle.originals),
@@ -328,6 +349,7 @@ def _live_param(param: LocalParam, optim: LocalOptim, callers: Callers, *, with_
         num_padded=handle.num_padded,
         collected=handle.collected,
         summary=summary,
+        what=what,
         fingerprint=_fingerprint(param) if check and not sure else "",
         loose=handle.loose,
     )
@@ -338,7 +360,7 @@ def _fingerprint(param: LocalParam) -> str:
     prints = []
     for name, value in (param.state or {}).items():
         try:
-            prints.append((name, fingerprint_of(value)))
+            prints.append((name, fold_of(value) if is_folded(value) else fingerprint_of(value)))
         except Incomparable as error:
             raise StateError(
                 f"{param.named.fqns[0]}: {name!r} of its state: {error}, and nobody can say whether ranks that hold the same "

@@ -10,14 +10,26 @@ from fsdp_optim.formats.checkpoint import Stored
 from fsdp_optim.memory import dtype_named, flatten
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.packed import LocalId
-from fsdp_optim.verbs.contents import may_be_cast
+from fsdp_optim.verbs.contents import is_buffer
+from fsdp_optim.view import Handle
 
 
-def castable(param: torch.Tensor, dtype: str, *, cast: bool) -> bool:
-    """Whether what was saved in this dtype may go into this parameter or buffer, whatever its own dtype is."""
-    if cast and param.is_floating_point() and dtype_named(dtype).is_floating_point:
-        return True
-    return may_be_cast(param)
+def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
+    """Whether what was saved in this dtype may go into this parameter or buffer, whatever its own dtype is.
+
+    Wrappers cast floating buffers in the first forward pass: so one that was saved after it may be widened, which changes no
+    value, and one that is loaded after it is cast as the wrapper would.
+    """
+    param, saved = handle.param, dtype_named(dtype)
+    if not (param.is_floating_point() and saved.is_floating_point):
+        return False
+    return cast or (is_buffer(param) and (handle.cast_by_wrapper or _has_all_of(param.dtype, saved)))
+
+
+def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a floating dtype has every number of another."""
+    mine, its = torch.finfo(dtype), torch.finfo(other)
+    return mine.eps <= its.eps and mine.max >= its.max and mine.tiny * mine.eps <= its.tiny * its.eps
 
 
 def merged(

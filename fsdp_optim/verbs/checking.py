@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -14,7 +13,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.extents import Extent
-from fsdp_optim.memory import dtype_name, pieces
+from fsdp_optim.memory import dtype_name, dtype_named, pieces
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.same import same
@@ -27,9 +26,9 @@ from fsdp_optim.verbs.call import Local, read_local
 from fsdp_optim.verbs.casting import castable
 from fsdp_optim.verbs.contents import weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
-from fsdp_optim.verbs.runs import in_host_memory
+from fsdp_optim.verbs.runs import bytes_of, in_host_memory
 from fsdp_optim.verbs.targets import State, Weights
-from fsdp_optim.verbs.unfiling import Wanted, read_constants, runs_in
+from fsdp_optim.verbs.unfiling import Wanted, elements_in, read_constants, runs_in
 
 _RUNS_AT_ONCE = 512  # of short rows there are many
 
@@ -48,22 +47,18 @@ def check_bitwise(
     Called by all ranks. Raises CheckpointError on all of them where something differs, or was held by no rank.
     """
     failure = Failure()
-    cast: list[tuple[str, str]] = []
+    live: list[_Live] = []
+    cast: set[tuple[str, str]] = set()
+    compared = 0
     try:
         checkpoint = loaded_from.verified()
         model = weights_of(reader, callers.ranks, options.call)
-        cast = [(one.fqn, one.name) for one in weights.wanted() if _is_cast(model, one)]
-        cast += state.cast if state is not None else []
-    except Exception as error:
-        failure.note(error)
-    not_compared = _on_any(callers, cast, failure)
-    live: list[_Live] = []
-    compared = 0
-    try:
-        live = [_Live.of(model, one) for one in weights.wanted() if (one.fqn, one.name) not in not_compared]
+        live = [_Live.of(model, one) for one in weights.wanted()]
+        cast = {(one.wanted.fqn, one.wanted.name) for one in live if one.is_cast(castable_with=options.cast)}
+        cast |= state.cast if state is not None else frozenset()
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
-            live += [_Live.of(loaded, one) for one in state.wanted() if _is_loaded(state, one, not_compared)]
+            live += [_Live.of(loaded, one) for one in state.wanted() if one.fqn not in state.fit.missing]
             read_constants(checkpoint, [one for key, one in checkpoint.optim.items() if not one.entry.shape])
             _check_scalars(state, loaded)
             _check_opaque(state, loaded)
@@ -71,7 +66,7 @@ def check_bitwise(
             _check_extra(state, loaded)
         comparison = _Comparison(checkpoint, callers.rank, max(callers.bucket_nbytes // 4, 1))
         for one in live:
-            comparison.add(one)
+            comparison.add(one, cast=(one.wanted.fqn, one.wanted.name) in cast)
         comparison.finish()
         compared = comparison.nbytes
     except Exception as error:
@@ -82,16 +77,6 @@ def check_bitwise(
         raise CheckpointError(
             f"{loaded_from.folder}: {total} of {expected} bytes were found in the live model and optimizer"
         )
-
-
-def _on_any(callers: Callers, names: Sequence[tuple[str, str]], failure: Failure) -> frozenset[tuple[str, str]]:
-    """The (FQN, name) that any rank gives."""
-    told = exchange_reports(callers, json.dumps(names).encode(), failure.error)
-    return frozenset((fqn, name) for names in told for fqn, name in json.loads(names))
-
-
-def _is_loaded(state: State, one: Wanted, not_compared: frozenset[tuple[str, str]]) -> bool:
-    return one.fqn not in state.fit.missing and (one.fqn, one.name) not in not_compared
 
 
 @dataclass(frozen=True)
@@ -116,22 +101,20 @@ class _Live:
             return None
         return self.param.handle.held(self.param.state[self.wanted.name])
 
+    def is_cast(self, *, castable_with: bool) -> bool:
+        """Whether the model has it in another dtype than it was saved in, and may have. `castable_with`: as for load."""
+        dtype = self.wanted.stored.entry.dtype
+        held = self.param.handle if self.param is not None else None
+        return (
+            held is not None and dtype_name(held.weights().dtype) != dtype and castable(held, dtype, cast=castable_with)
+        )
+
     def counts_on(self, rank: int) -> int:
         """The bytes that count as this rank's: of replicas the first counts."""
         placement = self.wanted.placement
         shard = placement.shard_of(rank)
         first = shard is not None and placement.holders(shard)[0] == rank
         return self.wanted.nbytes_on(rank) if first else 0
-
-
-def _is_cast(live: Local, wanted: Wanted) -> bool:
-    """Whether the model has it in another dtype than it was saved in: a buffer, or with `cast=True`."""
-    param = live.by_fqn.get(wanted.fqn)
-    return (
-        param is not None
-        and castable(param.handle.param, wanted.stored.entry.dtype, cast=True)
-        and dtype_name(param.handle.weights().dtype) != wanted.stored.entry.dtype
-    )
 
 
 class _Comparison:
@@ -144,11 +127,19 @@ class _Comparison:
         self._keys: set[tuple[str, str]] = set()  # of what is pending
         self._left = most_nbytes
 
-    def add(self, live: _Live) -> None:
-        held = live.held()
+    def add(self, live: _Live, *, cast: bool) -> None:
+        """One tensor. `cast`: the load has cast it."""
+        held, entry = live.held(), live.wanted.stored.entry
         if held is None:
             return
-        for start, flat in pieces(held, max(self._most_nbytes // held.itemsize, 1)):
+        if not cast and dtype_name(held.dtype) != entry.dtype:
+            raise CheckpointError(
+                f"{live.wanted.fqn}: {live.wanted.name} is {dtype_name(held.dtype)} now, {entry.dtype} was saved"
+            )
+        for start, flat in pieces(held, max(self._most_nbytes // max(held.itemsize, entry.itemsize), 1)):
+            if cast:
+                self._compare_cast(live.wanted, start, flat)
+                continue
             runs = runs_in(live.wanted.stored, live.wanted.placement, flat, self._rank, start)
             while few := list(itertools.islice(runs, _RUNS_AT_ONCE)):
                 for batch in in_host_memory(few, self._most_nbytes):
@@ -184,6 +175,26 @@ class _Comparison:
         for (wanted, live), one in zip(pending, saved, strict=True):
             if live.memory != one.memory:
                 self._tell(wanted, live, one)
+
+    def _compare_cast(self, wanted: Wanted, start: int, flat: torch.Tensor) -> None:
+        """Cast what the files have as the load did: floating weights and buffers of another dtype, and their state."""
+        saved = torch.empty(len(flat), dtype=dtype_named(wanted.stored.entry.dtype), device="cpu")
+        here = list(elements_in(wanted.stored, wanted.placement, self._rank, start, len(flat)))
+        for first in range(0, len(here), _RUNS_AT_ONCE):
+            extents = [
+                Extent(wanted.stored.entry.start + there * saved.itemsize, bytes_of(saved[at : at + num]))
+                for there, at, num in here[first : first + _RUNS_AT_ONCE]
+            ]
+            self._checkpoint.read({wanted.stored.file.name: extents})
+        for there, at, num in here:
+            live, cast = flat[at : at + num].cpu(), saved[at : at + num].to(flat.dtype)
+            differs = ((live != cast) & ~(live.isnan() & cast.isnan())).nonzero()
+            if len(differs):
+                raise CheckpointError(
+                    f"{wanted.fqn}: {wanted.name} on rank {self._rank} is not what "
+                    f"{self._checkpoint.folder / wanted.stored.file.name} has, cast to {dtype_name(flat.dtype)}: the first "
+                    f"difference is at its element {there + int(differs[0])}"
+                )
 
     def _tell(self, wanted: Wanted, live: Extent, saved: Extent) -> NoReturn:
         at = next(i for i, (a, b) in enumerate(zip(live.memory, saved.memory, strict=True)) if a != b)

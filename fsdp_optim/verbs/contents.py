@@ -78,10 +78,10 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) ->
     """The parameters and buffers of this rank's model, read as the state of an optimizer."""
     view = reader.read(ranks, options.name_of)
     buffers = reader.buffers(view, options.name_of)
-    check_materialized((*view.handles, *buffers), view.rank)
-    handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers))
-    order = (*view.order, *(fqn for named in buffers for fqn in named.fqns))
-    everything = replace(view, handles=handles, order=order)
+    check_materialized((*view.handles, *buffers.handles), view.rank)
+    handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers.handles))
+    order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
+    everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
     return Local(everything, _as_optimizer(everything))
 
 
@@ -115,6 +115,8 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
         f"the model, {about}",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
+        every_replica=True,
+        what="elements",
     )
     check_not_empty(picture, reader)
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
@@ -128,9 +130,7 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
                 "which a safetensors file cannot hold"
             )
         placement = param.placement
-        if (
-            fqn in buffers and placement.num_shards == 1
-        ):  # nobody keeps replicas of these equal: as with state_dict(), the lowest rank's counts
+        if fqn in buffers and placement.num_shards == 1:  # small, so that one rank writes it
             placement = Whole(placement.shape, (placement.ranks[0],))
         tensors += [Tensor(fqn, fqn, name, dtype, placement, is_state=False) for name, dtype in dtypes.items()]
     return Half(local, picture, _aligned(tensors))
@@ -139,11 +139,6 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
 def is_buffer(param: torch.Tensor) -> bool:
     """Whether a Handle's tensor is a buffer of the model."""
     return not isinstance(param, torch.nn.Parameter)
-
-
-def may_be_cast(param: torch.Tensor) -> bool:
-    """Whether it is a buffer of which the dtype says little: wrappers cast floating ones in the first forward pass."""
-    return is_buffer(param) and param.is_floating_point()
 
 
 def read_state(
@@ -158,6 +153,7 @@ def read_state(
         f"the optimizer, {about}",
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
+        every_replica=True,
     )
     tensors, scalars = [], []
     for fqns in _units(picture):

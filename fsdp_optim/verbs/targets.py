@@ -135,8 +135,8 @@ def _check_model(
         if shape != entry.shape:
             differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
         dtype = dtype_name(held.dtype) if held is not None else entry.dtype
-        if dtype != entry.dtype and not (mine is not None and castable(mine.handle.param, entry.dtype, cast=cast)):
-            if mine is not None and castable(mine.handle.param, entry.dtype, cast=True):
+        if dtype != entry.dtype and not (mine is not None and castable(mine.handle, entry.dtype, cast=cast)):
+            if mine is not None and castable(mine.handle, entry.dtype, cast=True):
                 ways_out.add("cast=True converts floating dtypes")
             differences.append(f"{fqn}: {entry.dtype} in the checkpoint, {dtype} in the model")
     if differences:
@@ -210,14 +210,14 @@ class State:
         return tuple(fqn for fqn in self.picture.params if fqn not in self.full.state)
 
     @property
-    def cast(self) -> list[tuple[str, str]]:
-        """The values that this rank's optimizer gets in another dtype than they were saved in."""
-        found = []
+    def cast(self) -> frozenset[tuple[str, str]]:
+        """The (FQN, name) that this rank's optimizer gets in another dtype than they were saved in."""
+        found: set[tuple[str, str]] = set()
         for param, summary in self.plan.given if self.weights else ():
             for name, dtype in summary.dtypes.items():
                 if state_dtype(self.local.optim, param, name, dtype, self.weights) != dtype:
-                    found += [(fqn, name) for fqn in param.named.fqns]
-        return found
+                    found |= {(fqn, name) for fqn in param.named.fqns}
+        return frozenset(found)
 
     def dict_of(self) -> Shard | list[Shard]:
         flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats

@@ -142,11 +142,18 @@ def runs_in(
     if flat is None:
         raise CheckpointError(f"{stored.entry.key}: rank {rank} has no memory for it")
     memory = LocalMemory(flat)
+    for there, here, numel in elements_in(stored, placement, rank, first, flat.numel()):
+        yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
+
+
+def elements_in(
+    stored: Stored, placement: Placement, rank: int, first: int, num: int
+) -> Iterator[tuple[int, int, int]]:
+    """(offset in the stored tensor, offset from `first` on this rank, how many) of `num` of this rank's elements."""
     source = Layout({"": Whole(placement.shape, (FILE,))})
     for copy in plan_into(source, Layout({"": placement}), rank):
-        for part in part_into(copy, first, first + flat.numel()):
-            for there, here, numel in runs_of(part):
-                yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
+        for part in part_into(copy, first, first + num):
+            yield from runs_of(part)
 
 
 def _read_and_move(

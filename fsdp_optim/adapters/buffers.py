@@ -1,0 +1,79 @@
+"""Persistent buffers, as handles beside those of parameters: no wrapper cuts them, and none keeps them equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fsdp_optim.adapters import dtensor, fairscale, fsdp1
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.layout import Ranks, Whole
+from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
+
+Rename = Callable[[str, Ranks], str]
+"""(FQN on this rank, the ranks that hold it) -> FQN in the whole job"""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The buffers that a state_dict() has, each once, and their other names, to the name in `handles`."""
+
+    handles: tuple[NamedHandle, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_buffers(tree: ModuleTree, view: ModelView, rename: Rename) -> Buffers:
+    """The persistent buffers, whole on every rank that holds the parameters near them."""
+    near = Near(tree, view)
+    cast = {id(buffer) for adapter in (fairscale, fsdp1) for buffer in adapter.cast_buffers(tree)}
+    handles = []
+    aliases: dict[str, str] = {}
+    for fqn, value, others in tree.buffers():
+        ranks, loose = near.ranks(fqn), near.is_loose(fqn)
+        name = rename(fqn, ranks)
+        if dtensor.is_dtensor(value):
+            handle = dtensor.handle_of(fqn, value, tree.root)
+        else:
+            place = Original(tree.root, fqn, Whole(tuple(value.shape), ranks))
+            handle = Handle(
+                value,
+                (place,),
+                tuple(value.shape),
+                synchronized=False,
+                loose=loose,
+                cast_by_wrapper=id(value) in cast,
+            )
+        handles.append(NamedHandle(handle, (name,)))
+        aliases.update({rename(other, ranks): name for other in others})
+    return Buffers(tuple(handles), aliases)
+
+
+class Near:
+    """Which ranks have what lies in a module beside its parameters: those that hold parameters of it."""
+
+    def __init__(self, tree: ModuleTree, view: ModelView) -> None:
+        self._everyone = view.ranks
+        self._by_prefix: dict[str, tuple[set[int], bool]] = {}
+        for named in view.handles:
+            for original in named.handle.originals:
+                parts = tree.fqn(original.module, original.attribute).split(".")
+                for length in range(1, len(parts)):
+                    ranks, loose = self._by_prefix.get(".".join(parts[:length]), (set(), True))
+                    known = (ranks.union(original.placement.ranks), loose and named.handle.loose)
+                    self._by_prefix[".".join(parts[:length])] = known
+
+    def ranks(self, fqn: str) -> Ranks:
+        """The ranks that hold a parameter of the module of a buffer, or of the nearest one around it that has any."""
+        return tuple(sorted(self._nearest(fqn)[0]))
+
+    def is_loose(self, fqn: str) -> bool:
+        """Whether no wrapper says so, as of pipeline stages without one."""
+        return self._nearest(fqn)[1]
+
+    def _nearest(self, fqn: str) -> tuple[set[int], bool]:
+        parts = fqn.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            found = self._by_prefix.get(".".join(parts[:length]))
+            if found is not None and found[0]:
+                return found
+        return set(self._everyone), True
