@@ -78,17 +78,17 @@ class Encoder:
                 )
             return value
         if type(value) is str:
-            if not value.isascii():
-                _check_text(where, value)
-            return value
+            return (
+                value if _is_text(value) else self._pickled(where, value, f"{value!r} is no text that can be written")
+            )
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": str(value)}
         if type(value) in (list, tuple, set, frozenset, torch.Size):
             items = [self.encode(f"{where}[{index}]", item) for index, item in enumerate(value)]
             tags: dict[object, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$size"}
             return items if type(value) is list else {tags[type(value)]: items}
-        if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {_checked(where, key): self.encode(f"{where}[{key!r}]", item) for key, item in value.items()}
+        if type(value) is dict and all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
+            return {key: self.encode(f"{where}[{key!r}]", item) for key, item in value.items()}
         for tag, cls in _DICTS.items():
             if type(value) is cls:
                 pairs = [[self.encode(where, key), self.encode(f"{where}[{key!r}]", v)] for key, v in value.items()]
@@ -121,12 +121,16 @@ class Encoder:
             parts = self._parts(where, value)
             if parts is not None:
                 return {"$subclass": parts}
-        if self._allow_pickle:
-            return {"$pickle": base64.b64encode(pickle.dumps(value)).decode()}
-        raise CheckpointError(
-            f"{where}: a {type(value).__module__}.{type(value).__qualname__} is neither JSON nor a tensor: save its "
-            "state_dict(), or plain values, or say allow_pickle=True on save and load"
+        of = f"{type(value).__module__}.{type(value).__qualname__}"
+        return self._pickled(
+            where, value, f"a {of} is neither JSON nor a tensor: save its state_dict(), or plain values"
         )
+
+    def _pickled(self, where: str, value: Any, why: str) -> Any:
+        """A value that nothing else can hold. Raises CheckpointError with the reason where no pickle is allowed."""
+        if not self._allow_pickle:
+            raise CheckpointError(f"{where}: {why}, or say allow_pickle=True on save and load")
+        return {"$pickle": base64.b64encode(pickle.dumps(value)).decode()}
 
     def _parts(self, where: str, value: Any) -> list[Any] | None:
         """A tensor of a class of its own as what it is made of; None where that is more than tensors and plain values."""
@@ -146,17 +150,13 @@ class Encoder:
         return len(self.tensors) - 1
 
 
-def _check_text(where: str, value: str) -> None:
+def _is_text(value: str) -> bool:
+    """Whether it can be written: half of a character cannot."""
     try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise CheckpointError(f"{where}: {value!r} is no text that can be written: {error.reason}") from None
-
-
-def _checked(where: str, key: str) -> str:
-    if not key.isascii():
-        _check_text(where, key)
-    return key
+        value.isascii() or value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _from_numpy(where: str, value: Any) -> torch.Tensor:
