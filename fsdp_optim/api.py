@@ -349,7 +349,8 @@ def save(
     """Write one full checkpoint: a folder of safetensors files, which all ranks write at once, each its own bytes.
 
     Called by all ranks of the model. Nothing is gathered and nothing is changed; memory beyond the training's own:
-    `bucket_nbytes`. The folder gets its name when all of it is written: a save that is killed leaves what was there before.
+    `bucket_nbytes`. What modules keep besides parameters and buffers (`get_extra_state`) is saved too; state-dict hooks are not
+    run. The folder gets its name when all of it is written: a save that is killed leaves what was there before.
 
     Args:
         path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
@@ -369,7 +370,8 @@ def save(
         keep_last: remove older complete checkpoints in the same folder, until there are so many. Only those count that have
             the same content (names of parameters, with or without an optimizer) and are of the same series: names that differ
             in their digits only, or both saved with `step` and `keep_last`. Each removal is logged.
-        allow_pickle: pickle what is neither JSON nor tensor in the extras; else it is refused by name.
+        allow_pickle: pickle what is neither JSON nor tensor in the extras, in the state and in what modules keep besides
+            parameters and buffers; else it is refused by name.
         progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves, and
             lines in the log elsewhere.
         on_replica_mismatch: as for gather; also for weights and buffers, each of which has to be equal on the ranks that hold
@@ -460,12 +462,14 @@ def load(
             are listed in the result.
         groups: as for `get_shard_from_optim_state_dict`.
         keep: hyperparameters whose current values stay (`keep=("lr",)`).
-        cast: weights may be of another floating dtype in the model than in the checkpoint. Their state keeps its dtype, unless
-            the live optimizer has another for it, or is one of torch.optim, which needs the weights' dtype, and the state had it.
+        cast: weights and buffers may be of another floating dtype in the model than in the checkpoint. State keeps its dtype,
+            unless the live optimizer has another for it, or is one of torch.optim, which needs the weights' dtype, and the
+            state had it.
         verify: compare checksums.
         check: "bitwise": at the end read all once more and compare it with what the model and the optimizer hold.
         allow_pickle: load pickled values, which can run any code: only from someone you trust. Without it a model loads all the
-            same; a pickled value of the extras raises CheckpointError when it is asked for, and the others are there.
+            same; a pickled value of the extras raises CheckpointError when it is asked for, and the others are there. One that a
+            module of the model keeps (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
 
     Returns:
         The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,

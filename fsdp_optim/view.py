@@ -146,6 +146,49 @@ class NamedHandle:
         return {fqn: original.placement for fqn, original in zip(self.fqns, self.handle.originals, strict=True)}
 
 
+@dataclass(frozen=True)
+class ModuleValue:
+    """One entry that a module's state_dict() has besides its parameters and buffers.
+
+    Attributes:
+        key: its name in the module (`_extra_state`).
+        value: as the module gives it, which may share memory with it.
+        others: its names by other paths to the same module.
+    """
+
+    module: nn.Module
+    key: str
+    value: Any
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModuleValues:
+    """What state_dict() has of the modules on this rank besides parameters and buffers.
+
+    Attributes:
+        values: by FQN.
+        takers: modules that may take values that they do not have now, by path.
+        lost: FQNs of values that their modules could not take back.
+        hooked: modules whose state_dict() is changed by hooks, which nobody has run.
+    """
+
+    values: Mapping[str, ModuleValue] = field(default_factory=dict)
+    takers: Mapping[str, nn.Module] = field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return {other: fqn for fqn, one in self.values.items() for other in one.others}
+
+    def taker_of(self, fqn: str) -> tuple[nn.Module, str] | None:
+        """The innermost module that may take a value of this name, and its name there."""
+        paths = [path for path in self.takers if not path or fqn.startswith(f"{path}.")]
+        path = max(paths, key=len, default=None)
+        return (self.takers[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
+
+
 def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
     """Refuse a model with parameters or buffers on the meta device: they have no memory to read or to fill.
 

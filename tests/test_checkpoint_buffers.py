@@ -49,7 +49,11 @@ def buffer_named(name: str) -> Callable[[Trained], torch.Tensor]:
 DIFFERENT: Mapping[str, tuple[str, Callable[[Trained], torch.Tensor], tuple[str, ...]]] = {
     "a weight of DDP": ("DDP", weight_of, ("first.weight: its elements are not the same", "name_of")),
     "a moment of DDP": ("DDP", moment_of, ("first.weight: its ",)),
-    "statistics of DDP": ("DDP", buffer_named("running_mean"), ("norm.running_mean: its elements are not the same", "BatchNorm")),
+    "statistics of DDP": (
+        "DDP",
+        buffer_named("running_mean"),
+        ("norm.running_mean: its elements are not the same", "BatchNorm"),
+    ),
     "a counter of DDP": ("DDP", buffer_named("num_batches_tracked"), ("norm.num_batches_tracked",)),
     "statistics of FSDP2": ("FSDP2", buffer_named("running_var"), ("norm.running_var: its elements are not the same",)),
     "statistics of FSDP1": ("FSDP1 flat", buffer_named("running_var"), ("norm.running_var",)),

@@ -10,10 +10,11 @@ from torch import nn
 
 from fsdp_optim.adapters import dtensor, fairscale, fsdp1, replicated
 from fsdp_optim.adapters.buffers import Buffers, Rename, read_buffers
+from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
-from fsdp_optim.view import Handle, ModelView, NamedHandle
+from fsdp_optim.view import Handle, ModelView, ModuleValues, NamedHandle
 
 __all__ = ["ModelReader", "NameOf"]
 
@@ -93,6 +94,10 @@ class ModelReader:
     def buffers(self, view: ModelView, name_of: NameOf | None = None) -> Buffers:
         """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
         return read_buffers(self._tree, view, _renamed_by(name_of))
+
+    def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
+        """What a state_dict() has besides parameters and buffers."""
+        return read_module_values(self._tree, view, _renamed_by(name_of))
 
 
 def _renamed_by(name_of: NameOf | None) -> Rename:

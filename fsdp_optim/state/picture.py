@@ -59,6 +59,8 @@ class RankReport:
         values: the names of the state values of each class, where they are needed.
         stateless: where they are needed, the parameters that have no state, of an optimizer that has some; but for those that
             an optimizer leaves out on this rank.
+        module_values: what state_dict() has besides parameters and buffers, by FQN; what stands for it, where it is needed.
+        module_takers: paths of modules that may take such values without having them.
     """
 
     call: str
@@ -71,6 +73,8 @@ class RankReport:
     classes: tuple[OptimizerClass, ...] = ()
     values: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
+    module_values: tuple[tuple[str, str], ...] = ()
+    module_takers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class Picture:
         counts: what each distinct report says of the order of ids, group by group.
         values: the names of the state values that any rank's optimizer has, by its class.
         stateless: parameters that have no state on the ranks that would have it.
+        module_values: what state_dict() has besides parameters and buffers, by FQN, with the ranks that have it.
+        module_takers: paths of modules that may take such values without having them.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -117,6 +123,8 @@ class Picture:
     mismatched: tuple[str, ...] = ()  # of which replicas differ, so that only those of the lowest rank count
     values: Mapping[str, frozenset[str]] = field(default_factory=dict)
     stateless: frozenset[str] = frozenset()
+    module_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    module_takers: tuple[str, ...] = ()
 
     @property
     def with_state(self) -> frozenset[str]:
@@ -187,15 +195,38 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     lowest = frozenset(mismatched)
     params = {fqn: _merge(seen[fqn], take_lowest_rank=fqn in lowest) for fqn in order if fqn in seen}
     _check_classes(told)  # after what says more
+    module_values, differing = _merge_module_values(told, take_lowest_rank=take_lowest_rank)
     return Picture(
         params=params,
         live=tuple(live),
         num_groups=len(told[0][0].groups),
-        mismatched=mismatched,
+        mismatched=(*mismatched, *differing),
         counts=tuple(report.counted for report, _ in told),
         values=values,
         stateless=frozenset(fqn for report, _ in told for fqn in report.stateless),
+        module_values=module_values,
+        module_takers=tuple(dict.fromkeys(path for report, _ in told for path in report.module_takers)),
     )
+
+
+def _merge_module_values(told: Told, *, take_lowest_rank: bool) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """The values of modules, with the ranks that have each, the lowest first; and the names of those that differ."""
+    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for report, ranks in told:
+        for fqn, stands_for in report.module_values:
+            found.setdefault(fqn, []).append((stands_for, ranks))
+    differing = []
+    for fqn, said in found.items():
+        (first, first_ranks), *others = said
+        for other, ranks in others:
+            if other != first and not take_lowest_rank:
+                raise StateError(
+                    f"{fqn}: what state_dict() has of it differs between {_ranks(first_ranks)} and {_ranks(ranks)}{_NAME_OF}; "
+                    "if nobody keeps it equal, give on_replica_mismatch='lowest_rank', which takes that of the lowest rank"
+                )
+        if len({stands_for for stands_for, _ in said}) > 1:
+            differing.append(fqn)
+    return {fqn: tuple(sorted(r for _, ranks in said for r in ranks)) for fqn, said in found.items()}, tuple(differing)
 
 
 @dataclass(frozen=True)
@@ -348,8 +379,8 @@ def _check_replicas_are_equal(seen: list[_Seen]) -> None:
             what = (one.live.summary or other.live.summary) if is_state else one.live.what
             raise StateError(
                 f"{one.fqn}: its {what} {'is' if is_state else 'are'} not the same on {_ranks(one.ranks)} and "
-                f"{_ranks(other.ranks)}, which hold the same part of it, so they are not replicas{_NAME_OF}; if they are replicas "
-                f"that nobody keeps equal{'' if is_state else _SUCH}, give "
+                f"{_ranks(other.ranks)}, which hold the same part of it, so they are not replicas{_NAME_OF}; if they are "
+                f"replicas that nobody keeps equal{'' if is_state else _SUCH}, give "
                 "on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
             )
 

@@ -40,7 +40,7 @@ from fsdp_optim.verbs.asked import (
     said_as,
     seconds_of,
 )
-from fsdp_optim.view import ModelView, check_materialized
+from fsdp_optim.view import ModelView, ModuleValues, check_materialized
 
 Collect = Literal["wrapper", "all"]
 OnReplicaMismatch = Literal["error", "lowest_rank"]
@@ -89,6 +89,7 @@ class Local:
 
     view: ModelView
     optim: LocalOptim
+    module_values: ModuleValues = field(default_factory=ModuleValues)
 
     @cached_property
     def by_fqn(self) -> dict[str, LocalParam]:
@@ -317,7 +318,20 @@ def _report(
         if with_state
         else tuple((name, tuple(sorted(its))) for name, its in sorted(optim.values_by_class.items())),
         stateless=() if with_state else local.stateless,
+        module_values=_module_values(local.module_values, callers, with_state=with_state),
+        module_takers=tuple(local.module_values.takers),
     )
+
+
+def _module_values(local: ModuleValues, callers: Callers, *, with_state: bool) -> tuple[tuple[str, str], ...]:
+    """By FQN, what stands for the value: only a save has to know it."""
+    told = []
+    for fqn, one in local.values.items():
+        try:
+            told.append((fqn, fingerprint_of(one.value) if with_state and len(callers.ranks) > 1 else ""))
+        except Incomparable as error:
+            raise StateError(f"{fqn}: {error}, and nobody can say whether all ranks have the same") from None
+    return tuple(told)
 
 
 def _told(where: str, values: Mapping[str, Any], callers: Callers) -> tuple[tuple[str, str], ...]:

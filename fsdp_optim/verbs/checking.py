@@ -54,6 +54,7 @@ def check_bitwise(
         checkpoint = loaded_from.verified()
         model = weights_of(reader, callers.ranks, options.call)
         live = [_Live.of(model, one) for one in weights.wanted()]
+        weights.values.check(model.module_values)
         cast = {(one.wanted.fqn, one.wanted.name) for one in live if one.is_cast(castable_with=options.cast)}
         cast |= state.cast if state is not None else frozenset()
         if state is not None and optim is not None:

@@ -18,6 +18,7 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
+from fsdp_optim.verbs import module_values
 from fsdp_optim.verbs.asked import Asked
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
 from fsdp_optim.verbs.gather import Part
@@ -56,12 +57,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Half:
-    """The model's weights, or the optimizer's state: read on this rank, and drawn for all."""
+    """The model's weights, or the optimizer's state: read on this rank, and drawn for all.
+
+    `opaque`, `module_values`: values that are no tensors of a parameter, on the lowest rank.
+    """
 
     local: Local
     picture: Picture
     tensors: tuple[Tensor, ...]
     opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    module_values: Mapping[str, Any] = field(default_factory=dict)
 
     def held(self, tensor: Tensor) -> torch.Tensor:
         """This rank's part of one of the tensors, as it lies in memory."""
@@ -82,7 +87,7 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) ->
     handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers.handles))
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
-    return Local(everything, _as_optimizer(everything))
+    return Local(everything, _as_optimizer(everything), reader.module_values(view, options.name_of))
 
 
 def check_not_empty(picture: Picture, reader: ModelReader) -> None:
@@ -133,7 +138,9 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
         if fqn in buffers and placement.num_shards == 1:  # small, so that one rank writes it
             placement = Whole(placement.shape, (placement.ranks[0],))
         tensors += [Tensor(fqn, fqn, name, dtype, placement, is_state=False) for name, dtype in dtypes.items()]
-    return Half(local, picture, _aligned(tensors))
+    return Half(
+        local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
+    )
 
 
 def is_buffer(param: torch.Tensor) -> bool:

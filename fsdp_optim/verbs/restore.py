@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -106,8 +107,13 @@ def _restore(
                     failure.note(error)
             agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
+        had = _install_values(callers, weights)
         if optim is not None and made is not None:
-            _load_on_all(callers, optim, made, options.keep)
+            try:
+                _load_on_all(callers, optim, made, options.keep)
+            except BaseException:
+                weights.values.put_back(had)
+                raise
         weights.install()
         reader.reshard()
         agree(callers, "installed")
@@ -144,6 +150,26 @@ def _open_on_all(callers: Callers, where: Path, options: LoadOptions) -> Checkpo
         f"{where}: the ranks see different checkpoints there: it has to be on a file system that all ranks share, and nobody "
         "may save to it again and again meanwhile"
     )
+
+
+def _install_values(callers: Callers, weights: Weights) -> dict[str, Any]:
+    """Give modules what state_dict() has of them besides tensors; where one refuses, on any rank, all have what they had.
+
+    Returns what they had.
+    """
+    if not weights.picture.module_values and not weights.picture.module_takers:
+        return {}
+    failure, had = Failure(), weights.values.before()
+    try:
+        weights.values.install()
+    except Exception as error:
+        failure.note(error)
+    try:
+        agree(callers, "modules loaded", failure.error)
+    except Exception:
+        weights.values.put_back(had)
+        raise
+    return had
 
 
 def _load_on_all(

@@ -37,6 +37,7 @@ from fsdp_optim.verbs.alone import warn_if_alone
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
 from fsdp_optim.verbs.filing import File, Held, Move, Part, batches_of, cut_into_files, moves_of, staged
+from fsdp_optim.verbs.module_values import FILE as MODULE_VALUES
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.proving import prove_loadable
@@ -381,6 +382,10 @@ def _said(
 ) -> dict[str, Any]:
     """What the marker says. What it cannot hold needs a file of its own, which is added to `extras`."""
     optim = None
+    if weights.module_values:
+        extras[MODULE_VALUES] = encode_extra(
+            "state_dict()", dict(weights.module_values), allow_pickle=options.allow_pickle
+        )
     if state is not None:
         value = _optim_said(state)
         encoder = Encoder(allow_pickle=options.allow_pickle, records=RECORDS)
@@ -394,7 +399,7 @@ def _said(
         "world_size": len(callers.ranks),
         "model": {
             "params": {tensor.fqn: {"shape": list(tensor.placement.shape)} for tensor in weights.tensors},
-            "aliases": dict(weights.local.view.aliases),
+            "aliases": {**weights.local.view.aliases, **weights.local.module_values.aliases},
         },
         "optim": optim,
         "has_optim": state is not None,

@@ -28,6 +28,7 @@ from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
+from fsdp_optim.verbs.module_values import StoredValues
 from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
 from fsdp_optim.verbs.unfiling import read_constants
 from fsdp_optim.verbs.wanted import Wanted, decide
@@ -39,7 +40,7 @@ _MOST_NAMED = 20  # differences in one error
 
 @dataclass(frozen=True)
 class Weights:
-    """The model's parameters and buffers, and the memory that they are read into."""
+    """The model's parameters and buffers, and the memory that they are read into; and the values of its modules."""
 
     local: Local
     picture: Picture
@@ -47,6 +48,7 @@ class Weights:
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
     extra: tuple[str, ...]
+    values: StoredValues
 
     @classmethod
     def meet(
@@ -62,7 +64,17 @@ class Weights:
         used = {one.entry.key for one in stored.values()}
         missing = [fqn for fqn in picture.params if fqn not in stored]
         extra = [key for key in checkpoint.model if key not in used]
-        _check_model(checkpoint, local, picture, stored, missing, extra, options.strict, cast=asked.cast)
+        values = StoredValues.find(
+            local.module_values,
+            picture,
+            checkpoint,
+            verify=asked.verify,
+            allow_pickle=asked.allow_pickle,
+            strict=options.strict,
+        )
+        lacking = (*missing, *values.missing)
+        extra += values.extra
+        _check_model(checkpoint, local, picture, stored, lacking, extra, options.strict, cast=asked.cast)
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # their own: the state's stay with the optimizer, these do not
         for param in local.optim.params:
@@ -71,7 +83,7 @@ class Weights:
                 summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
                 flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
                 flats[param.local_id][dtype] = flat
-        return cls(local, picture, stored, flats, tuple(missing), tuple(extra))
+        return cls(local, picture, stored, flats, lacking, tuple(extra), values)
 
     def wanted(self) -> Iterator[WantedTensor]:
         for fqn, param in self.picture.params.items():

@@ -1,0 +1,153 @@
+"""What state_dict() has of modules besides parameters and buffers: extra state, and what their _save_to_state_dict adds."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim.adapters.buffers import Near, Rename
+from fsdp_optim.adapters.tree import ModuleTree, join
+from fsdp_optim.errors import StateError
+from fsdp_optim.view import ModelView, ModuleValue, ModuleValues
+
+_EXTRA = "_extra_state"  # what torch calls the result of get_extra_state()
+_WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "fairscale.")
+_OF_TORCH = ("torch.", "fairscale.")
+
+
+def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> ModuleValues:
+    """The values of all modules, without touching parameters: nothing is gathered for them, and hooks are not run.
+
+    Raises StateError where a module's own code fails.
+    """
+    values: dict[str, ModuleValue] = {}
+    takers: dict[str, nn.Module] = {}
+    lost: list[str] = []
+    adding = [module for module in tree.modules if _adds(module)]
+    near, taken = Near(tree, view if adding else replace(view, handles=())), _names_of_params(view) if adding else {}
+    for module in adding:
+        path = tree.path(module)
+        if _is_taker(module):
+            takers[path] = module
+        own = {*module._parameters, *module._buffers, *taken.get(module, ())} - module._non_persistent_buffers_set
+        for key, value in _saved(path, module).items():
+            if key in own:
+                continue
+            fqn = join(path, key)
+            if not _is_restored(module, key):
+                lost.append(fqn)
+                continue
+            ranks = near.ranks(fqn)
+            others = tuple(rename(other, ranks) for other in tree.other_fqns(module, key))
+            values[rename(fqn, ranks)] = ModuleValue(module, key, value, others)
+    return ModuleValues(values, takers, tuple(lost), tuple(_hooked(tree)))
+
+
+def _function(method: Any) -> Callable[..., Any]:
+    while isinstance(method, functools.partial):
+        method = method.func
+    found: Callable[..., Any] = getattr(method, "__func__", method)
+    return found
+
+
+def _is_of(method: Any, places: tuple[str, ...]) -> bool:
+    """Whether a method or a hook is defined in one of some packages."""
+    function = _function(method)
+    return str(getattr(function, "__module__", None) or type(function).__module__).startswith(places)
+
+
+def _overrides(module: nn.Module, name: str) -> bool:
+    """Whether a module has a method of its own in the place of torch's, which is no wrapper's."""
+    method = getattr(module, name)
+    return _function(method) is not getattr(nn.Module, name) and not _is_of(method, _WRAPPERS)
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return _overrides(module, "get_extra_state")
+
+
+def _adds(module: nn.Module) -> bool:
+    return _has_extra(module) or _overrides(module, "_save_to_state_dict")
+
+
+def _is_taker(module: nn.Module) -> bool:
+    """Whether it may take values that it does not have now: which ones it has may depend on what it has seen."""
+    return _overrides(module, "_save_to_state_dict") and _overrides(module, "_load_from_state_dict")
+
+
+def _is_restored(module: nn.Module, key: str) -> bool:
+    return _overrides(module, "_load_from_state_dict") or (key == _EXTRA and _overrides(module, "set_extra_state"))
+
+
+def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
+    """The names that parameters have in their modules, also of those that a wrapper has taken out."""
+    names: dict[nn.Module, set[str]] = {}
+    for named in view.handles:
+        for original in named.handle.originals:
+            names.setdefault(original.module, set()).add(original.attribute)
+        for _, module, attribute in named.handle.aliases:
+            names.setdefault(module, set()).add(attribute)
+    return names
+
+
+def _saved(path: str, module: nn.Module) -> dict[str, Any]:
+    """What a module itself puts into a state_dict(); parameters and buffers as they are, not copied."""
+    if not _overrides(module, "_save_to_state_dict"):
+        return {_EXTRA: _of_module(path, module, "get_extra_state")}
+    found: OrderedDict[str, Any] = OrderedDict()
+    found._metadata = OrderedDict()  # type: ignore[attr-defined]  # some look for it
+    _of_module(path, module, "_save_to_state_dict", found, "", True)
+    return dict(found)
+
+
+def _of_module(path: str, module: nn.Module, name: str, *args: Any) -> Any:
+    """The result of a method of a module's own."""
+    try:
+        with torch.no_grad():
+            return getattr(module, name)(*args)
+    except Exception as error:
+        raise StateError(
+            f"{path or 'the model'}: {name}() of this {type(module).__name__} raised {type(error).__name__}: {error}; what "
+            "state_dict() has of it beside parameters and buffers is neither saved nor loaded without it"
+        ) from error
+
+
+def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> None:
+    """Give a module what `read_module_values` had of it. Raises StateError where it does not take it.
+
+    `version`: of the code of the module that had it.
+    """
+    if set(values) == {_EXTRA} and not _overrides(module, "_load_from_state_dict"):
+        _of_module(path, module, "set_extra_state", values[_EXTRA])
+        return
+    metadata = {} if version is None else {"version": version}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    errors: list[str] = []
+    _of_module(
+        path, module, "_load_from_state_dict", OrderedDict(values), "", metadata, True, missing, unexpected, errors
+    )
+    refused = [key for key in unexpected if key in values]
+    if errors or refused:
+        why = "; ".join(errors) or f"it does not know {refused[0]!r}"
+        raise StateError(
+            f"{path or 'the model'}: this {type(module).__name__} does not take what was saved of it: {why}"
+        )
+
+
+def _hooked(tree: ModuleTree) -> Iterator[str]:
+    """The modules whose state_dict() is changed by code that this library does not run."""
+    for module in tree.modules:
+        hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
+        foreign = [hook for hook in hooks if not _is_of(hook, _OF_TORCH)]
+        if _function(module.state_dict) is not nn.Module.state_dict and not _is_of(module.state_dict, _OF_TORCH):
+            foreign.append(module.state_dict)
+        if foreign:
+            name = getattr(_function(foreign[0]), "__qualname__", type(foreign[0]).__name__)
+            yield f"{tree.path(module) or 'the model'} ({type(module).__name__}: {name})"

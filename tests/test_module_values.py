@@ -1,0 +1,385 @@
+"""What state_dict() has besides parameters and buffers is saved and restored: extra state, and what modules themselves add."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+from wrapping import WRAPPERS, Trained, adam, check_refused, check_same, cpu, error_text
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+
+class Scaled(nn.Linear):
+    """With an extra state, as TransformerEngine's fp8 scales."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: Any = {"scale": torch.tensor([1.0, 2.0]), "history": (1, 2.5), "recipe": None}
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == "refused":
+            raise ValueError("no such recipe")
+        self.told = state
+
+
+class Packed(nn.Module):
+    """With values of its own beside a parameter and a buffer, as quantised modules of torch.ao and bitsandbytes have them."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 2))
+        self.register_buffer("zero", torch.zeros(2))
+        self.blocks = torch.arange(5, dtype=torch.uint8)
+        self.seen: list[float] = []  # saved where there is any
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "blocks"] = self.blocks
+        if self.seen:
+            destination[prefix + "seen"] = list(self.seen)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: Any
+    ) -> None:
+        if local_metadata.get("version") != 3:
+            raise ValueError(f"version {local_metadata.get('version')}")
+        self.blocks = state_dict.pop(prefix + "blocks", self.blocks)
+        self.seen = state_dict.pop(prefix + "seen", [])
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+class Deep(nn.Module):
+    units = ("inner", "")
+    tensor_parallel = {"last": ColwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Scaled(5, 3), Packed())
+        self.outer = Scaled(3, 2)
+        self.last = nn.Linear(2, 2)
+
+
+NAMES = ["inner.0._extra_state", "inner.1.blocks", "outer._extra_state"]
+
+
+def modules_of(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, (Scaled, Packed))]
+
+
+def values_of(model: nn.Module) -> list[Any]:
+    return [m.told if isinstance(m, Scaled) else (m.blocks.clone(), list(m.seen)) for m in modules_of(model)]
+
+
+def give(model: nn.Module, number: int) -> None:
+    for place, module in enumerate(modules_of(model)):
+        if isinstance(module, Scaled):
+            module.told = {"scale": torch.tensor([number, place / 7]), "history": (number, 2.5), "recipe": None}
+        else:
+            module.blocks = torch.full((4,), number, dtype=torch.uint8)
+
+
+def stored_in(folder: Path) -> dict[str, Any]:
+    with safe_open(folder / "extra/model.safetensors", "pt") as file:
+        found: dict[str, Any] = json.loads(file.metadata()["json"])
+        return found
+
+
+@contextmanager
+def warnings() -> Iterator[list[str]]:
+    """The warnings of the library in the block."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_optim")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
+
+
+def untouched(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    raise AssertionError("state_dict() of a module was called, which gathers in some wrappers")
+
+
+def save_in_all(folder: str) -> None:
+    with cpu(), warnings() as told:
+        for number, wrapper in enumerate(WRAPPERS):
+            target = Trained(wrapper, adam, 1, Deep)
+            give(target.model, number)
+            path, group = Path(folder, wrapper), target.process_group
+            with mock.patch.object(nn.Module, "state_dict", untouched):
+                fsdp_optim.save(path, target.model, process_group=group)
+            if dist.get_rank() == 0:
+                check_same(wrapper, sorted(stored_in(path)), NAMES)
+    check_same("no warning because of hooks of wrappers", told, [])
+
+
+def load_in_all(folder: str) -> None:
+    """What was saved from one wrapper goes into the next one."""
+    with cpu():
+        names = list(WRAPPERS)
+        for number, wrapper in enumerate(WRAPPERS):
+            alike, target = Deep(), Trained(names[number - 1], adam, 0, Deep)
+            give(alike, number)
+            fsdp_optim.load(Path(folder, wrapper), target.model, process_group=target.process_group, check="bitwise")
+            check_same(f"{wrapper} to {names[number - 1]}", values_of(target.model), values_of(alike))
+
+
+def between_ranks(folder: str) -> dict[str, tuple[str, str]]:
+    told, rank = {}, dist.get_rank()
+    with cpu():
+        target = Trained("FSDP2", adam, 1, Deep)
+        load = partial(fsdp_optim.load, f"{folder}/a", target.model, target.optim)
+        give(target.model, 3)
+        target.model.outer.told["scale"][0] += rank // 2
+        save = partial(fsdp_optim.save, f"{folder}/a", target.model, target.optim)
+        told["differ"] = error_text(save)
+        save(on_replica_mismatch="lowest_rank")
+        load(check="bitwise")
+        alike = Deep()
+        give(alike, 3)
+        check_same("the lowest rank's", values_of(target.model), values_of(alike))
+        save(overwrite=True)
+        # one rank's module refuses what it gets: all have what they had
+        give(target.model, 5)
+        had, weight = values_of(target.model), target.optim.state_dict()
+        refuse = mock.patch.object(Scaled, "set_extra_state", refused_on(1))
+        with refuse:
+            told["refused"] = error_text(load)
+        check_same("what they had", values_of(target.model), had)
+        # the optimizer refuses: the same
+        with mock.patch.object(
+            type(target.optim), "load_state_dict", raising if rank == 2 else type(target.optim).load_state_dict
+        ):
+            told["optimizer"] = error_text(load)
+        check_same("what they had before the optimizer", values_of(target.model), had)
+        check_same("and the optimizer", list(target.optim.state_dict()["state"]), list(weight["state"]))
+        # a value that is altered between the load and its check
+        with mock.patch.object(Scaled, "get_extra_state", altered_on(1)):
+            told["check"] = error_text(partial(load, check="bitwise"))
+    return told
+
+
+def refused_on(number: int) -> Callable[..., None]:
+    real = Scaled.set_extra_state
+
+    def put(module: Any, state: Any) -> None:
+        real(module, "refused" if dist.get_rank() == number and int(state["history"][0]) == 3 else state)
+
+    return put
+
+
+def altered_on(number: int) -> Callable[..., Any]:
+    def get(module: Any) -> Any:
+        is_other = dist.get_rank() == number and module.told["history"][0] == 3
+        return {**module.told, "recipe": "another"} if is_other else module.told
+
+    return get
+
+
+def raising(optim: Any, state: Any) -> None:
+    raise ValueError("no such state")
+
+
+class Stage(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.add_module(f"stage{rank}", Scaled(2, 2))
+
+
+def stages(folder: str) -> None:
+    """Each rank has a module of its own: its values come to the rank that writes, and back."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model = Stage(rank)
+    give(model, rank)
+    fsdp_optim.async_save(f"{folder}/stages", model, process_group=group).wait()
+    wanted = values_of(model)
+    give(model, 9)
+    restored = fsdp_optim.load(f"{folder}/stages", model, process_group=group, check="bitwise")
+    check_same("each its own", values_of(model), wanted)
+    check_same("nothing missing", (restored.missing, restored.left_out), ((), ()))
+    experts = nn.Sequential(Scaled(2, 2))
+    give(experts, rank)
+    name_of = lambda fqn, rank: f"{rank}{fqn[1:]}"  # noqa: E731
+    options = {"process_group": group, "name_of": name_of}
+    wanted = values_of(experts)
+    # Nothing but the values tells these ranks apart: the buffers and parameters of each are named by its rank.
+    kind, _ = error_text(partial(fsdp_optim.save, f"{folder}/alike", experts, process_group=group))
+    check_same("not told apart", kind, "StateError")
+    del options, wanted
+
+
+class Object:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Object) and self.number == other.number
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Dumb(nn.Linear):
+    """What it tells it cannot take back."""
+
+    def get_extra_state(self) -> Any:
+        return 5
+
+
+def rename_keys(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    state[prefix + "renamed"] = state.pop(prefix + "weight")
+
+
+class ModuleValuesTest(unittest.TestCase):
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = temporary.name
+        self.path = Path(temporary.name, "a")
+
+    def test_in_every_wrapper_at_every_size(self) -> None:
+        for size in (2, 3):
+            folder = f"{self.folder}/{size}"
+            run_on_ranks(save_in_all, size, folder)
+            run_on_ranks(load_in_all, 5 - size, folder)
+            run_on_ranks(load_in_all, 1, folder)
+
+    def test_names_are_those_of_state_dict(self) -> None:
+        model = Deep()
+        fsdp_optim.save(self.path, model)
+        tensors = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+        self.assertEqual(sorted(stored_in(self.path)), sorted(set(model.state_dict()) - tensors))
+
+    def test_between_ranks(self) -> None:
+        found = run_on_ranks(between_ranks, 3, self.folder)
+        told = {name: [one[name] for one in found] for name in found[0]}
+        words = ("outer._extra_state", "ranks 0, 1", "rank 2", "on_replica_mismatch='lowest_rank'")
+        check_refused("differ", told["differ"], "StateError", *words)
+        check_refused("refused", told["refused"], "StateError", "inner.0", "Scaled", "no such recipe", "rank 1")
+        check_refused("optimizer", told["optimizer"], "StateError", "no such state", "rank 2")
+        check_refused("check", told["check"], "CheckpointError", "inner.0._extra_state", "rank 1")
+
+    def test_stages(self) -> None:
+        run_on_ranks(stages, 3, self.folder)
+
+    def test_without_pickle(self) -> None:
+        """As any value that is neither JSON nor a tensor: named at save, and at load when it is needed."""
+        model, target = Deep(), Deep()
+        model.outer.told = Object(3)
+        kind, text = error_text(partial(fsdp_optim.save, self.path, model))
+        check_same(
+            "refused", (kind, "outer._extra_state" in text, "allow_pickle" in text), ("CheckpointError", True, True)
+        )
+        self.assertFalse(self.path.exists())
+        fsdp_optim.save(self.path, model, allow_pickle=True)
+        kind, text = error_text(partial(fsdp_optim.load, self.path, target))
+        words = ("outer._extra_state" in text, "allow_pickle" in text, "strict=False" in text)
+        check_same("not read", (kind, *words), ("CheckpointError", True, True, True))
+        restored = fsdp_optim.load(self.path, target, strict=False)
+        check_same(
+            "left as it is", (restored.missing, values_of(target)[2]), (("outer._extra_state",), values_of(Deep())[2])
+        )
+        check_same("the others", values_of(target)[:2], values_of(model)[:2])
+        fsdp_optim.load(self.path, target, allow_pickle=True, check="bitwise")
+        self.assertEqual(target.outer.told, Object(3))
+        plain = nn.Sequential(nn.Sequential(nn.Linear(5, 3)))
+        fsdp_optim.load(self.path, plain, strict=False)  # who does not have the module needs no trust
+
+    def test_what_one_side_lacks(self) -> None:
+        model = nn.ModuleDict({"a": Scaled(2, 2), "b": nn.Linear(2, 2)})
+        target = nn.ModuleDict({"a": nn.Linear(2, 2), "b": Scaled(2, 2)})
+        fsdp_optim.save(self.path, model)
+        kind, text = error_text(partial(fsdp_optim.load, self.path, target))
+        check_same("kind", kind, "StateError")
+        self.assertIn("b._extra_state: the model has it, the checkpoint does not", text)
+        self.assertIn("a._extra_state: the checkpoint has it, the model does not", text)
+        restored = fsdp_optim.load(self.path, target, strict=False)
+        check_same("listed", (restored.missing, restored.left_out), (("b._extra_state",), ("a._extra_state",)))
+
+    def test_values_that_a_module_has_at_times(self) -> None:
+        model, target = Deep(), Deep()
+        model.inner[1].seen = [0.5, 1.5]
+        fsdp_optim.save(self.path, model)
+        fsdp_optim.load(self.path, target, check="bitwise")
+        check_same("given", target.inner[1].seen, [0.5, 1.5])
+
+    def test_a_module_in_two_places(self) -> None:
+        model = nn.Sequential(*[Scaled(2, 2)] * 2)
+        give(model, 4)
+        fsdp_optim.save(self.path, model)
+        self.assertEqual(list(stored_in(self.path)), ["0._extra_state"])
+        target = nn.Sequential(Scaled(2, 2), Scaled(2, 2))
+        fsdp_optim.load(self.path, target)
+        check_same("both", [one["scale"] for one in values_of(target)], [values_of(model)[0]["scale"]] * 2)
+
+    def test_what_changes_after_async_save_returns(self) -> None:
+        model = Deep()
+        give(model, 2)
+        wanted = values_of(Deep())
+        handle = fsdp_optim.async_save(self.path, model)
+        for module in modules_of(model):
+            if isinstance(module, Scaled):
+                module.told["scale"].zero_()
+        handle.wait()
+        del wanted
+        target, alike = Deep(), Deep()
+        give(alike, 2)
+        fsdp_optim.load(self.path, target)
+        check_same("as it was", values_of(target), values_of(alike))
+
+    def test_what_cannot_be_saved_is_named(self) -> None:
+        model = nn.Sequential(Dumb(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].register_state_dict_post_hook(rename_keys)
+        model[2].register_state_dict_pre_hook(lambda module, prefix, keep_vars: None)
+        with warnings() as told:
+            fsdp_optim.save(self.path, model)
+        self.assertEqual(len(told), 2, told)
+        self.assertIn("0._extra_state", told[0])
+        self.assertRegex(told[1], r"hooks are not run.*1 \(Linear: rename_keys\), 2 \(Linear: .*<lambda>\)")
+        fsdp_optim.load(self.path, model, check="bitwise")  # under the names of modules and attributes
+
+    def test_a_module_that_fails(self) -> None:
+        model = Deep()
+        with mock.patch.object(Packed, "_save_to_state_dict", raising_save):
+            for call in (fsdp_optim.save, fsdp_optim.load):
+                kind, text = error_text(partial(call, self.path, model))
+                check_same("kind", kind, "StateError" if call is fsdp_optim.save else "CheckpointError")
+                self.assertTrue(call is fsdp_optim.load or ("inner.1" in text and "not packed yet" in text), text)
+
+    def test_a_damaged_file_of_values(self) -> None:
+        fsdp_optim.save(self.path, Deep())
+        file = self.path / "extra/model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        target = Deep()
+        give(target, 6)
+        had = values_of(target)
+        kind, text = error_text(partial(fsdp_optim.load, self.path, target))
+        check_same("named", (kind, "extra/model.safetensors" in text), ("CheckpointError", True))
+        check_same("as before", values_of(target), had)
+
+
+def raising_save(module: Any, *args: Any) -> None:
+    raise ValueError("not packed yet")
