@@ -450,6 +450,11 @@ class MeshBoxes(Placement):
         """How many parts each split makes."""
         return tuple(self.mesh_shape[mesh_dim] for mesh_dim, _ in self.splits)
 
+    @cached_property
+    def _split_parts(self) -> tuple[tuple[int, int], ...]:
+        """Each split: the dimension of the parameter, and how many parts it makes of it."""
+        return tuple((dim, parts) for (_, dim), parts in zip(self.splits, self._parts, strict=True))
+
     @property
     def num_shards(self) -> int:
         return prod(self._parts)
@@ -472,13 +477,7 @@ class MeshBoxes(Placement):
 
     def box(self, shard: int) -> Box:
         """What a shard holds; a Box without elements where the cut left it nothing."""
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        for (_, dim), parts, index in zip(self.splits, self._parts, _coordinates(shard, self._parts), strict=True):
-            chunk = -(-sizes[dim] // parts)
-            start = min(index * chunk, sizes[dim])
-            offsets[dim] += start
-            sizes[dim] = min(chunk, sizes[dim] - start)
-        return Box(tuple(offsets), tuple(sizes))
+        return _box_of_shard(self.full_shape, self._split_parts, shard)
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         box = self.box(shard)
@@ -521,6 +520,18 @@ class MeshBoxes(Placement):
             f"dimension {dim} over {parts}" for (_, dim), parts in zip(self.splits, self._parts, strict=True)
         )
         return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
+
+
+@functools.lru_cache(maxsize=4096)
+def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Box:
+    """What a shard holds when `splits`, (dimension, parts), cut a shape one after the other. Cached: layers are alike."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for (dim, parts), index in zip(splits, _coordinates(shard, tuple(parts for _, parts in splits)), strict=True):
+        chunk = -(-sizes[dim] // parts)
+        start = min(index * chunk, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:

@@ -6,6 +6,7 @@ stream cut it alike, from the plan alone. A large run travels as it lies in memo
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -205,10 +206,10 @@ class _Streams:
                         failure.note(error)
             elif copy.source_rank == self._rank:
                 view = _view(memory.source_block, copy, item.source, failure)
-                self._to.setdefault(copy.target_rank, _Stream(self._limit)).add(copy, item.dtype, view)
+                _stream(self._to, copy.target_rank, self._limit).add(copy, item.dtype, view)
             elif copy.target_rank == self._rank:
                 view = _view(memory.target_block, copy, item.target, failure)
-                self._from.setdefault(copy.source_rank, _Stream(self._limit)).add(copy, item.dtype, view)
+                _stream(self._from, copy.source_rank, self._limit).add(copy, item.dtype, view)
 
     def outgoing(self, rank: int) -> list[_Message]:
         stream = self._to.pop(rank, None)
@@ -252,6 +253,13 @@ class _Stream:
 
     def messages(self) -> list[_Message]:
         return [*(m for m in self._packed if m.blocks), *self._alone]
+
+
+def _stream(streams: dict[int, _Stream], peer: int, limit: int) -> _Stream:
+    found = streams.get(peer)
+    if found is None:
+        found = streams[peer] = _Stream(limit)
+    return found
 
 
 def _cut(sizes: tuple[int, ...], view: torch.Tensor | None, limit: int) -> Iterator[tuple[torch.Tensor | None, int]]:
@@ -352,18 +360,14 @@ class _Post:
 
     def _pack(self, message: _Message, buffer: torch.Tensor) -> None:
         try:
-            for block in message.blocks:
-                if block.view is not None:
-                    _inside(block, buffer).view(block.view.shape).copy_(block.view)
+            _copy_all([(inside, view) for view, inside in _inside(message, buffer)])
         except Exception as error:  # what goes out is garbage then, and no rank will use it
             self._failure.note(error)
 
     def _unpack(self, one: _InFlight) -> None:
         if one.buffer is None or not one.received or self._failure.error is not None:
             return
-        for block in one.message.blocks:
-            if block.view is not None:
-                block.view.copy_(_inside(block, one.buffer).view(block.view.shape))
+        _copy_all(_inside(one.message, one.buffer))
 
     def _connection_lost(self, peers: list[int], error: Exception) -> None:
         names = ", ".join(f"rank {peer}" for peer in peers)
@@ -374,5 +378,21 @@ class _Post:
         self._failure.note(RankError(message), fatal=True)
 
 
-def _inside(block: Block, buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.narrow(0, block.offset, block.nbytes).view(block.dtype)
+def _inside(message: _Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The blocks of a message that this rank has: (the local tensor's part, the same elements in the buffer)."""
+    found = []
+    for dtype, blocks in itertools.groupby(message.blocks, key=lambda block: block.dtype):
+        run = list(blocks)  # they lie together: only another dtype begins where it can be viewed
+        start, stop = run[0].offset, run[-1].offset + run[-1].nbytes
+        parts = buffer[start:stop].view(dtype).split_with_sizes([block.numel for block in run])
+        for block, part in zip(run, parts, strict=True):
+            if block.view is not None:
+                found.append((block.view, part if block.view.dim() == 1 else part.view(block.view.shape)))
+    return found
+
+
+def _copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the first, with one call of torch."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)

@@ -188,16 +188,41 @@ def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
 
 
 def _copies(parts: Sequence[Part], rank: int) -> list[list[Copy]]:
-    """This rank's copies of every part, planned together for parts that go to the same recipients."""
-    by_targets: dict[tuple[int, ...], dict[str, Placement]] = {}
-    for index, part in enumerate(parts):
-        by_targets.setdefault(part.targets, {})[str(index)] = part.placement
+    """This rank's copies of every part, planned together for parts that go to the same recipients.
+
+    Parts that lie alike, as those of equal layers do, share one plan; where there are replicas to choose from, each has its own.
+    """
     found: list[list[Copy]] = [[] for _ in parts]
-    for targets, placements in by_targets.items():
-        source = Layout(placements)
+    for targets, indices in _by_targets(parts).items():
+        alike: dict[Placement, list[int]] = {}
+        for index in indices:
+            alike.setdefault(parts[index].placement, []).append(index)
+        source = Layout(
+            {
+                str(index): placement
+                for placement, same in alike.items()
+                for index in (same[:1] if _has_one_holder(placement) else same)
+            }
+        )
         for copy in plan(source, source.whole_on(targets), rank=rank):
             found[int(copy.fqn)].append(copy)
+        for placement, same in alike.items():
+            if _has_one_holder(placement):
+                for index in same[1:]:
+                    found[index] = found[same[0]]
     return found
+
+
+def _by_targets(parts: Sequence[Part]) -> dict[tuple[int, ...], list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, part in enumerate(parts):
+        found.setdefault(part.targets, []).append(index)
+    return found
+
+
+def _has_one_holder(placement: Placement) -> bool:
+    """Whether no shard has replicas, so that nothing beside it decides who sends."""
+    return not placement.num_shards or len(placement.holders(0)) == 1
 
 
 class Sources:
