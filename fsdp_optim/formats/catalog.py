@@ -6,13 +6,13 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import Brief
+from fsdp_optim.formats.files import remove_tree
 from fsdp_optim.formats.folder import LOCK, OLD, UNFINISHED, aside, is_nothing, new_gone
 from fsdp_optim.formats.marker import read_marker
 from fsdp_optim.formats.standing import read_brief, standing_of
@@ -183,7 +183,7 @@ def keep_newest(path: Path, brief: Brief, keep_last: int) -> None:
             continue
         with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
         log.info("removed %s: keep_last=%d, and %s is newer%s", one.folder, keep_last, path, with_them)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_tree(gone)
 
 
 def _strangers_in(folder: Path) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -131,6 +133,12 @@ def sync_file(path: Path) -> None:
             os.close(fd)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made durable: {error.strerror or error}") from None
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder and what is in it, as far as that can be done. Raises nothing, where rmtree does for a failed close."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import sync_folder
+from fsdp_optim.formats.files import remove_tree, sync_folder
 from fsdp_optim.formats.filesystem import this_host
 from fsdp_optim.formats.marker import NAME
 from fsdp_optim.formats.standing import Standing, is_there, standing_of, token_of
@@ -104,7 +103,7 @@ class Staging:
         except BaseException:
             if lock >= 0:
                 os.close(lock)
-            shutil.rmtree(new, ignore_errors=True)
+            remove_tree(new)
             raise
         return cls(path, folder, overwrite, lock, before)
 
@@ -130,7 +129,7 @@ class Staging:
                     f"{self.path}: is written, but its name could not be made durable: {reason}{kept}"
                 ) from error
         if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+            remove_tree(old)
 
     def _put_in_place(self, *, durable: bool) -> Path | None:
         """Rename the folder. Where what was at the path is now."""
@@ -170,7 +169,7 @@ class Staging:
 
     def abandon(self) -> None:
         """Remove the folder, after a failure."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_tree(self.folder)
         self._unlock()
 
     def _unlock(self) -> None:
@@ -236,12 +235,19 @@ def _is_empty_folder(path: Path) -> bool:
 def _failed(path: Path, what: str, error: OSError) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
-    file = next((one for one in path.parents if one.exists() and not one.is_dir()), None)
+    file = next((one for one in path.parents if _is_file(one)), None)
     if file is not None:
         return CheckpointError(f"{path}: {what}: {file} is a file, not a folder: give another path, or remove the file")
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return _overtaken(path, what)
     return CheckpointError(f"{path}: {what}: {error.strerror or error}")
+
+
+def _is_file(path: Path) -> bool:
+    """Whether something else than a folder is there, as far as that can be told."""
+    with contextlib.suppress(OSError):
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    return False
 
 
 def _overtaken(path: Path, what: str) -> CheckpointError:
@@ -290,7 +296,7 @@ def _remove_leftovers(path: Path) -> None:
     for mark in UNFINISHED:
         for folder, base in aside(path.parent, mark):
             if mark == _GONE:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
             elif not _is_held(folder):
                 _remove_leftover(folder, base)
     for folder, base in aside(path.parent, OLD):
@@ -306,7 +312,7 @@ def _remove_leftover(folder: Path, base: Path) -> None:
     except OSError:
         return  # its save, or another one, was faster
     log.info("removed %s, which a save that died had left", folder)
-    shutil.rmtree(gone, ignore_errors=True)
+    remove_tree(gone)
 
 
 def _is_replaced(folder: Path, base: Path) -> bool:

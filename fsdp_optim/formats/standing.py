@@ -56,7 +56,7 @@ def standing_of(folder: Path, *, whole: bool = True) -> Standing:
             return Standing(reason=f"{folder / NAME} is not a regular file")
     except OSError as error:
         has_marker, is_sure = error.errno not in _IS_NOT_THERE + _IS_CLOSED, error.errno in _IS_NOT_THERE
-        moved = is_sure and not _is_there(folder)
+        moved = is_sure and not may_be_there(folder)
         return Standing(None, has_marker, is_sure, moved, f"{folder / NAME}: {error.strerror or error}")
     try:
         with OpenFolder(folder) as opened:
@@ -65,7 +65,7 @@ def standing_of(folder: Path, *, whole: bool = True) -> Standing:
                 return replace(standing, is_sure=False, has_moved=True)
             return standing
     except OSError as error:
-        return Standing(is_sure=is_sure_that_not(error), has_moved=not _is_there(folder), reason=str(error))
+        return Standing(is_sure=is_sure_that_not(error), has_moved=not may_be_there(folder), reason=str(error))
 
 
 def _standing_in(folder: OpenFolder, *, whole: bool) -> Standing:
@@ -81,7 +81,7 @@ def _standing_in(folder: OpenFolder, *, whole: bool) -> Standing:
     return Standing(brief)
 
 
-def _is_there(path: Path) -> bool:
+def may_be_there(path: Path) -> bool:
     """What cannot be told is there."""
     with contextlib.suppress(OSError):
         return is_there(path)

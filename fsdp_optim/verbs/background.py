@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.marker import read_marker
+from fsdp_optim.formats.standing import is_there, may_be_there
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.collective import Failure
@@ -143,7 +145,7 @@ def _write(job: Job, writer: Writer, snapshot: Snapshot, notes: Notes) -> Saved:
             if isinstance(notes.outcome, HeldNote):
                 _lead(job, notes.outcome, notes.others, failed)
             else:
-                _follow(job, notes.outcome)
+                _follow(job, notes.outcome, failed)
             progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
@@ -176,8 +178,8 @@ def _lead(job: Job, outcome: HeldNote, others: Mapping[int, WatchedNote], failed
         outcome.write(f"{_NOT_SAVED}{text}")
         deadline = time.monotonic() + _FAREWELL
         unseen = set(job.callers.ranks[1:])
-        while unseen and time.monotonic() < deadline and job.folder.exists():
-            seen = {rank for rank in unseen if (job.folder / f"{_SEEN}{rank}").exists()}
+        while unseen and time.monotonic() < deadline and may_be_there(job.folder):
+            seen = {rank for rank in unseen if _is_seen(job.folder / f"{_SEEN}{rank}")}
             unseen -= seen | {rank for rank in unseen if rank in others and others[rank].is_dead()}
             time.sleep(_LOOK_EVERY)
         if job.staging is not None:
@@ -186,23 +188,30 @@ def _lead(job: Job, outcome: HeldNote, others: Mapping[int, WatchedNote], failed
     outcome.write(_SAVED)  # whoever holds it open reads it, wherever the folder is taken now
 
 
+def _is_seen(note: Path) -> bool:
+    """Whether a note is there; what cannot be told is not seen yet."""
+    with contextlib.suppress(OSError):
+        return is_there(note)
+    return False
+
+
 def _notes(job: Job, others: Mapping[int, WatchedNote]) -> list[bytes]:
     """What all ranks say when they are done. Raises CheckpointError with the reasons of those that failed, and names the dead."""
     deadline, for_life = time.monotonic() + job.callers.timeout, 0.0
     paths = {rank: job.folder / f"{_DONE}{rank}" for rank in job.callers.ranks}
     waiting = set(job.callers.ranks)
     while waiting:
-        if not job.folder.exists():
+        if not may_be_there(job.folder):
             raise CheckpointError(f"{job.path}: {job.folder} went away while it was written")
         dead: list[int] = []
         if time.monotonic() >= for_life:
             dead = [rank for rank in sorted(waiting) if rank in others and others[rank].is_dead()]
             for_life = time.monotonic() + _LOOK_FOR_LIFE_EVERY
-        failed = [rank for rank in job.callers.ranks if (job.folder / f"{_FAILED}{rank}").exists()]
+        failed = [rank for rank in job.callers.ranks if _is_seen(job.folder / f"{_FAILED}{rank}")]
         if failed:
             reasons = [(rank, (job.folder / f"{_FAILED}{rank}").read_text().strip()) for rank in failed]
             raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in reasons))
-        waiting = {rank for rank in waiting if not paths[rank].exists()}
+        waiting = {rank for rank in waiting if not _is_seen(paths[rank])}
         gone = [rank for rank in dead if rank in waiting]  # its lock was free, and it has left no note
         if gone:
             raise CheckpointError(f"{job.path}: rank {gone[0]} ended before it had written its part: look at its log")
@@ -218,18 +227,31 @@ def _notes(job: Job, others: Mapping[int, WatchedNote]) -> list[bytes]:
     return contents
 
 
-def _follow(job: Job, outcome: WatchedNote) -> None:
-    """Wait until the rank that made the folder says how it ended, or has given the folder its name."""
+def _is_still_there(job: Job, failed: str | None) -> bool:
+    """Whether the folder is there. What cannot be told is, unless this rank has failed: it need not hear how that ended."""
+    try:
+        return is_there(job.folder)
+    except OSError as error:
+        if failed is not None:
+            raise CheckpointError(f"rank {job.callers.rank}: {failed}") from error
+        return True
+
+
+def _follow(job: Job, outcome: WatchedNote, failed: str | None) -> None:
+    """Wait until the rank that made the folder says how it ended, or has given the folder its name.
+
+    `failed`: why this rank could not do its part.
+    """
     deadline = time.monotonic() + 2 * job.callers.timeout + _FAREWELL  # the leader gives up first
     for_life = time.monotonic()
-    while job.folder.exists():
+    while _is_still_there(job, failed):
         leader_is_dead = False
         if time.monotonic() >= for_life:
             leader_is_dead = outcome.is_dead()
             for_life = time.monotonic() + _LOOK_FOR_LIFE_EVERY
         if _has_ended(job, outcome):
             return
-        if leader_is_dead and job.folder.exists():
+        if leader_is_dead and may_be_there(job.folder):
             text = f"{job.path}: rank {job.callers.ranks[0]}, which finishes it, ended before it had: look at its log"
             with contextlib.suppress(OSError):  # for those on machines where its lock is not seen
                 (job.folder / _OUTCOME).write_text(f"{_NOT_SAVED}{text}")

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.files import write_all
 
 _ROOM = 2048  # bytes that are reserved, so that a full disk is no hindrance
 
@@ -22,12 +23,12 @@ class HeldNote:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from None
         try:
             with contextlib.suppress(OSError):  # a file system without locks: then the others see none
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._put(b"")
         except OSError as error:
             self.close()
@@ -39,15 +40,11 @@ class HeldNote:
             self._put(text.encode(errors="replace")[:_ROOM])
 
     def _put(self, data: bytes) -> None:
-        data, at = data.ljust(_ROOM), 0
-        self._file.seek(0)
-        while at < len(data):
-            at += self._file.write(data[at:])
+        write_all(self._fd, self.path, [memoryview(data.ljust(_ROOM))], 0)
 
     def close(self) -> None:
         """Let go of it, and of the lock."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._fd = _closed(self._fd)
 
 
 class WatchedNote:
@@ -85,6 +82,12 @@ class WatchedNote:
 
     def close(self) -> None:
         """Let go of it."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fd = _closed(self._fd)
+
+
+def _closed(fd: int) -> int:
+    """Close it where it is open. It is closed, whatever the system says."""
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    return -1
