@@ -19,6 +19,7 @@ import functools
 import gc
 import multiprocessing
 import multiprocessing.util  # its exit handler joins children: import it first, so that ours runs before it
+import operator
 import os
 import pickle
 import random
@@ -263,11 +264,11 @@ class RankPool:
         """Run `fn(*args, **kwargs)` on ranks 0 to `world_size - 1`; the list has one result per rank.
 
         On each rank torch.distributed is initialised with a new default group of exactly these ranks, and
-        destroyed when all of them are through; fairscale's cached groups are forgotten. torch, random and
-        numpy start from the same seed on every rank, with one thread per rank. The workers take over
-        `sys.path` and the working directory of the caller. Anything else that `fn` leaves behind in its
-        process (monkeypatches, environment variables, default dtypes) stays for later calls: nobody tracks
-        it.
+        destroyed when all of them are through; fairscale's cached groups are forgotten, and models of torch
+        FSDP and fairscale FSDP that `fn` keeps somewhere are of no use any more. torch, random and numpy start
+        from the same seed on every rank, with one thread per rank. The workers take over `sys.path` and the
+        working directory of the caller. Anything else that `fn` leaves behind in its process (monkeypatches,
+        environment variables, default dtypes) stays for later calls: nobody tracks it.
 
         `fn`, arguments and results travel as pickled bytes, tensors by value, so `fn` must be importable: a
         function at module level, or a `functools.partial` of one (which is also how to give it arguments that
@@ -623,37 +624,48 @@ def _leave_world() -> None:
     forget_fairscale_groups()
     _forget_dtensor_meshes()
     gc.collect()  # models are full of cycles, and they hold process groups
-    if _remove_gradient_hooks():
+    if _take_fsdp_apart():
         gc.collect()
     gc.freeze()  # what is left stays: the next collection does not walk it again
 
 
-def _remove_gradient_hooks() -> bool:
-    """Remove the hooks by which FSDP of torch and of fairscale see the gradients of parameters; whether there were any.
+def _take_fsdp_apart() -> bool:
+    """Cut what keeps models of torch FSDP and fairscale FSDP alive that nobody uses any more; whether there were any.
 
-    FSDP removes them at the end of most backward passes, but not after a forward pass alone. Such a hook holds the
-    model, the model its parameter, and the parameter the hook, the last in C++: a cycle that garbage collection does
-    not see. It would keep the model's process groups, with all their threads, as long as the process lives.
+    A parameter holds its model, by the hook that sees its gradient and by its list of originals; the model holds the
+    parameter. A part of these cycles is in C++, where garbage collection does not see them. Models would live as long as
+    the process, with their process groups and the threads of these.
     """
     found = False
     for thing in gc.get_objects():  # what this world has made: what was there before is frozen, and not listed
-        if issubclass(type(thing), torch.Tensor):
-            for name in ("_post_backward_hook_state", "_shard_bwd_hook"):  # of torch and of fairscale
-                if name in thing.__dict__:
-                    found = True
-                    handle = thing.__dict__.pop(name)[-1]
-                    hooks = handle.hooks_dict_ref() if type(handle) is RemovableHandle else None
-                    handle.remove()
-                    if hooks is not None:  # fairscale forgets the handle of a hook when it adds another
-                        hooks.clear()
+        if not issubclass(type(thing), torch.Tensor):
+            continue
+        for name in ("_post_backward_hook_state", "_shard_bwd_hook"):  # of torch and of fairscale
+            if name in thing.__dict__:
+                found = True
+                handle = thing.__dict__.pop(name)[-1]
+                hooks = handle.hooks_dict_ref() if type(handle) is RemovableHandle else None
+                handle.remove()
+                if hooks is not None:  # fairscale forgets the handle of a hook when it adds another
+                    hooks.clear()
+        if "_param_infos" in thing.__dict__:  # a flat parameter, of either
+            found = True
+            thing.__dict__.clear()
     return found
 
 
 def _forget_dtensor_meshes() -> None:
-    """Empty DTensor's cache of results: it finds meshes by their ranks, and returns ones whose groups are gone."""
+    """Empty DTensor's caches: they find meshes by their ranks, return ones whose groups are gone, and keep these."""
     api = sys.modules.get("torch.distributed.tensor._api")
     if api is not None:
         api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for module, clear in (  # since torch 2.9 or so: some versions have some of them
+        ("_redistribute", "clear_redistribute_planner_cache"),
+        ("_redistribute", "_gen_transform_infos.cache_clear"),
+        ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+    ):
+        with contextlib.suppress(AttributeError):
+            operator.attrgetter(clear)(sys.modules.get(f"torch.distributed.tensor.{module}"))()
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # since torch 2.10
     if clear_fast_path is not None:
         clear_fast_path()

@@ -451,34 +451,69 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def leave_a_model_behind(wrapper: str) -> tuple[int, int]:
-    """Build a model and run it twice; this process, and the number of its threads beforehand."""
+class Beside(nn.Module):
+    """Parameters of its own, beside a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.own = nn.Parameter(torch.ones(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.own.T  # type: ignore[no-any-return]
+
+
+def run_a_model(kind: str, world: int) -> tuple[int, int]:
+    """Wrap a model and run it twice; this process, and the number of its threads beforehand."""
     before = threads()
     with fairscale_on_cpu():
-        model = _wrapped(wrapper)
-        model(torch.ones(2, 5))
-        if wrapper == "fairscale_trained":
-            model(torch.ones(2, 5)).sum().backward()
+        if kind == "torch_dtensor":
+            gather_rows(3 + world)
         else:
+            model = _wrapped(kind)
             model(torch.ones(2, 5))
+            last = model(torch.ones(2, 5))
+            if kind == "fairscale_trained":
+                last.sum().backward()
     return os.getpid(), before
 
 
-def _wrapped(wrapper: str) -> nn.Module:
-    if wrapper.startswith("fairscale"):
+def _wrapped(kind: str) -> nn.Module:
+    if kind in ("fairscale", "fairscale_trained"):
         return nested(blocks())
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from fairscale.nn import FullyShardedDataParallel as Fairscale
+    from torch.distributed.fsdp import FullyShardedDataParallel as Torch
 
-    model = blocks().requires_grad_(wrapper != "torch_frozen")
-    return FullyShardedDataParallel(model, use_orig_params=wrapper == "torch_orig", device_id=torch.device("cpu"))
+    def wrap(module: nn.Module) -> nn.Module:
+        if kind == "fairscale_beside":
+            return Fairscale(module)  # type: ignore[no-any-return]
+        return Torch(module, use_orig_params=kind == "torch_orig", device_id=torch.device("cpu"))
+
+    model = Beside().requires_grad_(kind != "torch_frozen")
+    model.inner = wrap(model.inner)  # type: ignore[assignment]
+    return wrap(model)
+
+
+def gather_rows(num_rows: int) -> None:
+    """DTensor caches how each shape is gathered, and on which mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    distribute_tensor(torch.ones(num_rows, 2), mesh, [Shard(0)]).full_tensor()
 
 
 class TestRankPool(unittest.TestCase):
-    @parameterized.expand(["fairscale", "fairscale_trained", "torch_flat", "torch_orig", "torch_frozen"])
+    @parameterized.expand(
+        [
+            *("fairscale", "fairscale_trained", "fairscale_beside"),
+            *("torch_flat", "torch_orig", "torch_frozen", "torch_dtensor"),
+        ]
+    )
     @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
-    def test_models_and_their_groups_end_with_their_world(self, wrapper: str) -> None:
-        """Each process group has threads, and FSDP's hooks on parameters make cycles with parts in C++."""
-        first, second, *_, last = (run_on_ranks(leave_a_model_behind, 2, wrapper) for _ in range(5))
+    def test_models_and_their_groups_end_with_their_world(self, kind: str) -> None:
+        """Each process group has threads; models make cycles that are partly in C++, and DTensor has caches."""
+        first, second, *_, last = (run_on_ranks(run_a_model, 2, kind, world) for world in range(5))
         for (pid, after), (same_pid, before) in zip(last, second, strict=True):
             self.assertEqual(pid, same_pid)  # the worker was not replaced
             self.assertLess(after, before + 3, f"first {first}, then {second}, and after three more worlds {last}")
