@@ -12,8 +12,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import Brief
-from fsdp_optim.formats.files import remove_tree
-from fsdp_optim.formats.folder import LOCK, OLD, UNFINISHED, aside, is_nothing, new_gone
+from fsdp_optim.formats.folder import LOCK, OLD, UNFINISHED, aside, is_nothing, new_gone, remove_gone
 from fsdp_optim.formats.marker import read_marker
 from fsdp_optim.formats.standing import read_brief, standing_of
 from fsdp_optim.formats.strangers import strangers_in
@@ -173,17 +172,19 @@ def keep_newest(path: Path, brief: Brief, keep_last: int) -> None:
     except OSError as error:
         log.warning("nothing was removed for keep_last=%d: %s", keep_last, error)
         return
+    gone = []
     for one in older:
         strangers = _strangers_in(one.folder)
-        gone = new_gone(one.folder)
+        renamed = new_gone(one.folder)
         try:
-            one.folder.rename(gone)  # from here on it is no checkpoint, and whoever saves next removes it
+            one.folder.rename(renamed)  # from here on it is no checkpoint, and whoever saves next removes it
         except OSError as error:
             log.warning("%s cannot be removed, though keep_last=%d: %s", one.folder, keep_last, error.strerror or error)
             continue
         with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
         log.info("removed %s: keep_last=%d, and %s is newer%s", one.folder, keep_last, path, with_them)
-        remove_tree(gone)
+        gone.append(renamed)
+    remove_gone(gone)
 
 
 def _strangers_in(folder: Path) -> list[str]:

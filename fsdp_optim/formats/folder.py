@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -291,13 +291,28 @@ def new_gone(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{_GONE}{secrets.token_hex(8)}")
 
 
+def remove_gone(folders: Sequence[Path]) -> None:
+    """Remove folders that are called as `new_gone` says, when that name is on the disk.
+
+    After a power cut one would else be there under its old name again, with a marker and without some of its files.
+    """
+    if not folders:
+        return
+    try:
+        sync_folder(folders[0].parent)
+    except OSError as error:
+        log.warning("%s is not removed yet: its new name is not on the disk: %s", folders[0], error.strerror or error)
+        return
+    for folder in folders:
+        remove_tree(folder)
+
+
 def _remove_leftovers(path: Path) -> None:
     """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
+    remove_gone([folder for folder, _ in aside(path.parent, _GONE)])
     for mark in UNFINISHED:
         for folder, base in aside(path.parent, mark):
-            if mark == _GONE:
-                remove_tree(folder)
-            elif not _is_held(folder):
+            if mark != _GONE and not _is_held(folder):
                 _remove_leftover(folder, base)
     for folder, base in aside(path.parent, OLD):
         if _is_replaced(folder, base):

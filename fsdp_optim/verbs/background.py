@@ -112,8 +112,7 @@ def async_save(
         pending.begin(handle)
     except BaseException as error:  # no thread to be had: the others are told through the folder
         _give_up(job, notes, f"{type(error).__name__}: {error}")
-        if job.staging is not None:
-            job.staging.abandon()
+        _let_go(job)
         notes.held.close()
         raise
     return handle
@@ -182,8 +181,7 @@ def _lead(job: Job, outcome: HeldNote, others: Mapping[int, WatchedNote], failed
             seen = {rank for rank in unseen if _is_seen(job.folder / f"{_SEEN}{rank}")}
             unseen -= seen | {rank for rank in unseen if rank in others and others[rank].is_dead()}
             time.sleep(_LOOK_EVERY)
-        if job.staging is not None:
-            job.staging.abandon()
+        _let_go(job)
         raise CheckpointError(text) from error
     outcome.write(_SAVED)  # whoever holds it open reads it, wherever the folder is taken now
 
@@ -193,6 +191,15 @@ def _is_seen(note: Path) -> bool:
     with contextlib.suppress(OSError):
         return is_there(note)
     return False
+
+
+def _let_go(job: Job) -> None:
+    """Remove the folder of a save that has failed, and let others have its path. Raises nothing: it has failed already."""
+    if job.staging is not None:
+        job.staging.abandon()
+    if job.claim is not None:
+        with contextlib.suppress(Exception):  # the store may have gone with the rank that keeps it
+            job.claim.release()
 
 
 def _notes(job: Job, others: Mapping[int, WatchedNote]) -> list[bytes]:
