@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Shape, Whole
+from fsdp_optim.memory import is_plain
+from fsdp_optim.state.kinds import is_scalar
+from fsdp_optim.state.same import same
 from fsdp_optim.state.values import own
+from fsdp_optim.view import Handle
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,36 @@ def within(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-@dataclass(frozen=True)
+def has_local_part(value: Any) -> bool:
+    """Whether something in a value is a part of a DTensor."""
+    if type(value) is dict:
+        return any(map(has_local_part, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(has_local_part, value))
+    return isinstance(value, LocalPart)
+
+
+def depends_on_cut(value: Any) -> bool:
+    """Whether a value may be another one where the parameter is cut in another way; a few numbers and words are not."""
+    if isinstance(value, torch.Tensor):
+        return not is_plain(value) or value.numel() > 1
+    if type(value) is dict:
+        return any(map(depends_on_cut, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(depends_on_cut, value))
+    return not is_scalar(value)
+
+
+def holds_all(handle: Handle) -> bool:
+    """Whether this rank's tensor is one whole parameter in its own shape, and no other rank has a part of it."""
+    if len(handle.originals) != 1:
+        return False
+    placement = handle.originals[0].placement
+    skips_others = isinstance(placement, FlatChunks) and placement.own_tensor
+    return handle.local_shape == placement.shape and (placement.num_shards == 1 or skips_others)
+
+
+@dataclass(frozen=True, eq=False)
 class OpaqueShards:
     """One opaque value of one live parameter in a full dict: what each shard has of it.
 
@@ -46,11 +81,27 @@ class OpaqueShards:
     cuts: tuple[Placement, ...]
     by_shard: Mapping[int, Any]
 
-    def of_rank(self, fqn: str, name: str, placements: tuple[Placement, ...], rank: int) -> Any:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpaqueShards) and self.cuts == other.cuts and same(self.by_shard, other.by_shard)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def is_one_for_all(self) -> bool:
+        """Whether all shards have the same value, and one that does not depend on how the parameter is cut."""
+        first, *others = self.by_shard.values()
+        is_all = len(self.cuts) == 1 and len(self.by_shard) == _num_shards(self.cuts[0])
+        return is_all and not depends_on_cut(first) and all(same(first, other) for other in others)
+
+    def of_rank(self, fqn: str, name: str, placements: tuple[Placement, ...], rank: int, *, alone: bool) -> Any:
         """The value of one rank of a model whose live parameter has these placements.
+
+        `alone`: that rank has all of the parameter, in its own shape.
 
         Raises StateError when it is cut in another way than when it was saved.
         """
+        if alone and placements[0].num_shards == 1 and self._is_mesh_of_one:
+            return self.by_shard[0]
         shard = placements[0].shard_of(rank)
         if shard is None or cuts_of(placements) != self.cuts:
             raise StateError(
@@ -68,6 +119,17 @@ class OpaqueShards:
         """Whether a rank gets a value: one that holds no element of the parameter may have had none."""
         shard = placements[0].shard_of(rank)
         return shard in self.by_shard or any(placement.numel_on(rank) for placement in placements)
+
+    @property
+    def _is_mesh_of_one(self) -> bool:
+        """Whether there was one shard, in the parameter's own shape, and the value says nothing of a mesh."""
+        cut = self.cuts[0]
+        return isinstance(cut, MeshBoxes) and _num_shards(cut) == 1 and not has_local_part(self.by_shard[0])
+
+
+def _num_shards(cut: Placement) -> int:
+    """As the placement says, but without leaving in it what it computes: it is part of a dict that is saved."""
+    return len(cut.replicas[0]) if isinstance(cut, (FlatChunks, MeshBoxes)) else cut.num_shards
 
 
 def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:

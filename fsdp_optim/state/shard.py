@@ -14,7 +14,7 @@ from fsdp_optim.plan import plan_into
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.kinds import Evidence
 from fsdp_optim.state.local import LOOSE, LocalOptim, LocalParam
-from fsdp_optim.state.opaque import OpaqueShards
+from fsdp_optim.state.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary, own
@@ -133,30 +133,41 @@ def local_values(
 
 
 def opaque_values(
-    param: LocalParam, summary: Summary | None, saved: Callable[[str, str], Any], rank: int
+    param: LocalParam, summary: Summary | None, saved: Callable[[str, str], Any], rank: int, *, is_own: bool = False
 ) -> dict[str, Any]:
     """This rank's opaque values of one live parameter; `saved(fqn, name)` gives that of the full dict.
+
+    They are copies, unless `is_own` says that those of `saved` are.
 
     Raises StateError for a value that cannot be had for this layout.
     """
     fqn = param.named.fqns[0]
     values = {name: (saved(fqn, name), odd.cut) for name, odd in (summary.opaque if summary else ())}
     placements = tuple(original.placement for original in param.handle.originals)
+    # Few numbers beside values of a whole parameter, which this model has cut, are of an optimizer that goes by the cut.
+    is_free = not any(
+        depends_on_cut(value) for value, cut in values.values() if not cut and not isinstance(value, OpaqueShards)
+    )
     return {
-        name: _opaque(param, name, value, cut, rank)
+        name: _opaque(param, name, value, cut, rank, is_free, (lambda value: value) if is_own else own)
         for name, (value, cut) in values.items()
         if not isinstance(value, OpaqueShards) or value.has(placements, rank)
     }
 
 
-def _opaque(param: LocalParam, name: str, value: Any, cut: str, rank: int) -> Any:
+def _opaque(
+    param: LocalParam, name: str, value: Any, cut: str, rank: int, is_free: bool, copied: Callable[[Any], Any]
+) -> Any:
+    """`is_free`: values that do not depend on the cut are given to every shard; `copied` copies a value, or takes it as it is."""
     fqn, handle = param.named.fqns[0], param.handle
     placements = tuple(original.placement for original in handle.originals)
     if isinstance(value, OpaqueShards):
-        return handle.rewrap(own(value.of_rank(fqn, name, placements, rank)))
+        return handle.rewrap(copied(value.of_rank(fqn, name, placements, rank, alone=holds_all(handle))))
     if len(placements) == 1 and isinstance(placements[0], Whole):
-        return own(value)
+        return copied(value)
     place = handle.place_like(tuple(value.shape), cut) if is_plain(value) else None
+    if place is None and (is_free or holds_all(handle)):
+        return copied(value)
     if place is None:
         raise StateError(
             f"{fqn}: {name} is {Odd.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "

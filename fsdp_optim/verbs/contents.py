@@ -195,7 +195,7 @@ def _opaque(callers: Callers, local: Local, picture: Picture) -> Mapping[tuple[s
     if not parts:
         return {}
     failure = Failure()
-    found = gather_opaque(callers, local, parts, callers.ranks[:1], failure)
+    found = gather_opaque(callers, local, parts, failure)
     agree(callers, "opaque", failure.error, fatal=failure.fatal)
     return found
 

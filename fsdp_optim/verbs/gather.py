@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,9 +125,19 @@ def move(gathering: Gathering, params: Sequence[Param], failure: Failure) -> dic
     return _move_parts(gathering, parts, failure)
 
 
-def move_odd(gathering: Gathering, failure: Failure) -> dict[tuple[str, str], Any]:
-    """As `move`, of all parameters, but only values that are not cut like their parameter."""
-    parts = [part for param in gathering.picture.params.values() for part in _parts(param, gathering.recipients)]
+Needs = Callable[[str], tuple[tuple[int, ...], Mapping[int, tuple[int, ...]]]]
+"""FQN -> the ranks that need its values, and by shard those that need the opaque values of that shard, where not all do."""
+
+
+def move_odd(gathering: Gathering, needs: Needs, failure: Failure) -> dict[tuple[str, str], Any]:
+    """As `move`, of all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
+    parts = [
+        replace(part, targets=targets, needs=by_shard)
+        for fqn, param in gathering.picture.params.items()
+        for targets, by_shard in [needs(fqn)]
+        for part in _parts(param, gathering.recipients)
+        if targets
+    ]
     odd = [part if part.odd else replace(part, dtypes={}) for part in parts if part.odd or part.opaque]
     return _move_parts(gathering, odd, failure) if odd else {}
 
@@ -158,7 +168,7 @@ def _move_parts(gathering: Gathering, parts: Sequence[Part], failure: Failure) -
             items.append(Item(mine, dtype, source, target))
     exchange(gathering.callers, items, failure)
     if any(part.opaque for part in parts):
-        values.update(gather_opaque(gathering.callers, gathering.local, parts, gathering.recipients, failure))
+        values.update(gather_opaque(gathering.callers, gathering.local, parts, failure))
     return values
 
 
@@ -172,6 +182,7 @@ class Part:
     targets: tuple[int, ...]
     opaque: tuple[str, ...] = ()
     odd: bool = False  # the placement is the value's own, not the parameter's
+    needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by shard, which targets need its opaque values
 
 
 def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsdp_optim.adapters import fsdp1
-from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.classes import innermost, is_of_torch
 from fsdp_optim.state.kinds import is_known_moment
@@ -138,12 +138,27 @@ def load(
         for one in loads:
             begun += 1
             one.run()
-    except BaseException:
+    except BaseException as error:
         before.put_back(begun)
+        refused = _refused(error, type(optims[begun - 1]).__name__) if isinstance(error, Exception) else error
+        if refused is not error:
+            raise refused from error
         raise
     if changes:
         log.info("hyperparameters that this load changed (old -> new): %s", changes)
     return Incompatible(**{name: tuple(names) for name, names in found.items()})
+
+
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what state that does not fit causes
+
+
+def _refused(error: Exception, name: str) -> Exception:
+    """What an optimizer's own load_state_dict raises for state that it cannot take, as an error of this library."""
+    if isinstance(error, FsdpOptimError) or not isinstance(error, _REFUSALS):
+        return error
+    return StateError(
+        f"{name}'s own load_state_dict() refused what was saved, with {type(error).__name__}: {error}; nothing was loaded"
+    )
 
 
 def _ordinary(value: Any) -> Any:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fsdp_optim.layout import Placement, Whole
-from fsdp_optim.state.opaque import OpaqueShards, cuts_of
+from fsdp_optim.state.opaque import OpaqueShards, cuts_of, has_local_part, holds_all
 from fsdp_optim.state.values import own
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def gather_opaque(
-    callers: Callers, local: Local, parts: Sequence[Part], recipients: tuple[int, ...], failure: Failure
+    callers: Callers, local: Local, parts: Sequence[Part], failure: Failure
 ) -> dict[tuple[str, str], Any]:
     """The opaque values of some parts, by (FQN, name), on recipients. Called by all ranks.
 
     A parameter that is whole has one value, that of the first rank that holds it. That of a sharded one comes as
-    `OpaqueShards`.
+    `OpaqueShards`, unless one rank holds all of the parameter, or the value does not depend on how it is cut.
     """
     keys = [(part, name, shard) for part in parts for name in part.opaque for shard in range(part.placement.num_shards)]
-    parcels = [Parcel(part.placement.holders(shard)[0], part.targets) for part, _, shard in keys]
+    parcels = [Parcel(part.placement.holders(shard)[0], part.needs.get(shard, part.targets)) for part, _, shard in keys]
 
     def value_of(index: int) -> Any:
         part, name, _ = keys[index]
@@ -38,7 +40,11 @@ def gather_opaque(
     try:
         for index, (part, name, shard) in enumerate(keys):
             value = arrived.get(index, NOTHING)
-            if callers.rank == parcels[index].source and callers.rank in part.targets and failure.error is None:
+            if (
+                callers.rank == parcels[index].source
+                and callers.rank in parcels[index].targets
+                and failure.error is None
+            ):
                 value = _held(part, name, local)
                 if isinstance(value, _OfShard):
                     value = replace(value, value=own(value.value))
@@ -53,10 +59,15 @@ def gather_opaque(
 
 @dataclass(frozen=True)
 class _OfShard:
-    """The value of one shard of a parameter that is cut."""
+    """The value of one shard of a parameter that is cut.
+
+    `is_free`: it could stand for itself; `alone`: it does, as this shard is all of the parameter, in its own shape.
+    """
 
     cuts: tuple[Placement, ...]
     value: Any
+    is_free: bool
+    alone: bool
 
 
 def _held(part: Part, name: str, local: Local) -> Any:
@@ -69,12 +80,17 @@ def _held(part: Part, name: str, local: Local) -> Any:
         return NOTHING
     value = param.handle.unwrap(param.state[name])
     if len(placements) != 1 or not isinstance(placements[0], Whole):
-        return _OfShard(cuts_of(placements), value)
+        # A tensor beside DTensors would come back as one of them.
+        is_free = not (param.handle.marks and (isinstance(value, torch.Tensor) or has_local_part(value)))
+        return _OfShard(cuts_of(placements), value, is_free, is_free and holds_all(param.handle))
     return value
 
 
 def _joined(said: dict[int, Any]) -> Any:
     first = next(iter(said.values()))
-    if isinstance(first, _OfShard):
-        return OpaqueShards(first.cuts, {shard: value.value for shard, value in sorted(said.items())})
-    return first
+    if not isinstance(first, _OfShard):
+        return first
+    joined = OpaqueShards(first.cuts, {shard: value.value for shard, value in sorted(said.items())})
+    if (first.alone and len(said) == 1) or (first.is_free and joined.is_one_for_all):
+        return first.value
+    return joined

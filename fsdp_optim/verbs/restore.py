@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.errors import CheckpointError, FsdpOptimError, ReplacedError, StateError, WrapperError
+from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.files import absolute
 from fsdp_optim.memory import ordinary_tensors
@@ -34,8 +34,6 @@ from fsdp_optim.verbs.targets import State, Weights
 from fsdp_optim.verbs.unfiling import fetch
 
 _LOOKS = 2  # at a path that is given to another checkpoint while this one is loaded
-
-_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what state that does not fit causes
 
 log = logging.getLogger("fsdp_optim")
 
@@ -184,24 +182,13 @@ def _load_on_all(
     try:
         load_shard(optim, made, keep, logs=callers.rank == callers.ranks[0])
     except Exception as error:  # this rank has put back what it had
-        failure.note(_refused(error))
+        failure.note(error)
     try:
         agree(callers, "optimizer loaded", failure.error)
     except Exception:
         if failure.error is None:
             before.put_back()
         raise
-
-
-def _refused(error: Exception) -> Exception:
-    """What an optimizer's own load_state_dict raises for state that it cannot take, as an error of this library."""
-    if isinstance(error, FsdpOptimError) or not isinstance(error, _REFUSALS):
-        return error
-    refused = StateError(
-        f"the optimizer's own load_state_dict() refused what was saved, with {type(error).__name__}: {error}; nothing was loaded"
-    )
-    refused.__cause__ = error
-    return refused
 
 
 def _summarized(

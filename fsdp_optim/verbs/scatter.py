@@ -56,6 +56,7 @@ class Contents:
     opaque: Mapping[tuple[str, str], Any]
     fit: Fit
     uncollected: frozenset[str] = frozenset()
+    is_own: bool = False  # the opaque values are this rank's own already, so that they need not be copied
 
 
 def scatter(
@@ -102,7 +103,10 @@ def deliver(
     Called by all ranks, inside `all_hear`. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where
     it has none. `apart`: values that lie in another way than `source` says of their parameter.
     """
-    wanted = decide(local, contents.summaries, contents.fit, lambda fqn, name: contents.opaque[fqn, name])
+    opaque = contents.opaque
+    wanted = decide(
+        local, contents.summaries, contents.fit, lambda fqn, name: opaque[fqn, name], is_own=contents.is_own
+    )
     failure = Failure()
     tensors = _move(callers, picture, contents, wanted, source, source_of, apart, failure)
     made: Shard | list[Shard] = []
@@ -130,7 +134,8 @@ def _tell_contents(
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
         content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
     contents: Contents = pickle.loads(tell(callers, "contents", content).by(source_rank))
-    return state, replace(contents, opaque=_scatter_opaque(callers, picture, state, contents, source_rank))
+    opaque = _scatter_opaque(callers, picture, state, contents, source_rank)
+    return state, replace(contents, opaque=opaque, is_own=state is None)
 
 
 def _without(value: Any) -> OpaqueShards | None:

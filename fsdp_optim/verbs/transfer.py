@@ -13,6 +13,7 @@ from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.kinds import cut_of
 from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.opaque import cuts_of
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
@@ -65,7 +66,7 @@ def _transfer(
     _check_same(picture, dst_picture, strict=options.strict, regroup=regroup)
     live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
     full, fit = live.fit(_described(local, picture), strict=options.strict, groups=options.groups)
-    contents = _contents(callers, local, picture, full, fit)
+    contents = _contents(callers, local, picture, dst_picture, full, fit)
     source = picture.layout.only([fqn for fqn in picture.params if fqn in dst_picture.params])
     shard = deliver(callers, dst_local, dst_picture, contents, source, Sources(local).flat)
     found = load(dst_optim, shard)
@@ -111,11 +112,11 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
             )
 
 
-def _contents(callers: Callers, local: Local, picture: Picture, full: FullState, fit: Fit) -> Contents:
-    """What every rank knows of the source already; values that are not cut like their parameter come to all of them."""
+def _contents(callers: Callers, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit) -> Contents:
+    """What every rank knows of the source already; values that are not cut like their parameter come to those that need them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
-    odd = move_odd(everywhere, failure)
+    odd = move_odd(everywhere, lambda fqn: _needs(fqn, picture, dst), failure)
     agree(callers, "odd values", failure.error, fatal=failure.fatal)
     return Contents(
         summaries={
@@ -126,7 +127,23 @@ def _contents(callers: Callers, local: Local, picture: Picture, full: FullState,
         extra=full.extra,
         opaque=odd,
         fit=fit,
+        is_own=True,
     )
+
+
+def _needs(fqn: str, src: Picture, dst: Picture) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+    """The ranks that need odd values of a parameter; where both models cut it alike, by shard, each that of its own shard."""
+    sources, targets = ([live for live in picture.live if live.fqns[:1] == (fqn,)] for picture in (src, dst))
+    param = dst.params.get(fqn)
+    places = [param.placement, *(place for place, _ in param.variants)] if param is not None else []
+    ranks = tuple(sorted({rank for place in places for rank in place.ranks}))
+    if not sources or not targets or len({cuts_of(live.placements) for live in (*sources, *targets)}) != 1:
+        return ranks, {}
+    by_shard: dict[int, tuple[int, ...]] = dict.fromkeys(range(sources[0].placements[0].num_shards), ())
+    for rank in ranks:
+        for shard in {place.shard_of(rank) for place in places} - {None}:
+            by_shard[shard] += (rank,)  # type: ignore[index]
+    return ranks, by_shard
 
 
 def _only(summary: Summary, names: Collection[str]) -> Summary:

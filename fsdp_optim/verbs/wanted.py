@@ -70,8 +70,13 @@ class Wanted:
                 state.pop(param.local_id, None)
 
 
-def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any]) -> Wanted:
-    """Check everything that can be refused. `saved(fqn, name)` gives an opaque value of the full state."""
+def decide(
+    local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any], *, is_own: bool = False
+) -> Wanted:
+    """Check everything that can be refused.
+
+    `saved(fqn, name)` gives an opaque value of the full state; `is_own`: one that this rank may keep.
+    """
     missing = frozenset(fit.missing)
     wanted: dict[LocalId, Summary | None] = {}
     opaque: dict[LocalId, Mapping[str, Any]] = {}
@@ -80,7 +85,7 @@ def decide(local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, s
             continue  # keeps its live state as it is; or is one that optimizers leave out on this rank
         summary = summary_for(param, summaries, missing, local.optim.evidence)
         wanted[param.local_id] = summary
-        opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank)
+        opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank, is_own=is_own)
     return Wanted(local, fit, wanted, opaque)
 
 
