@@ -1,0 +1,223 @@
+"""The golden checkpoint of version 2 of the format: always read, bit for bit, and written today in the same structure.
+
+`python tests/test_golden.py` makes it, once. That of version 1 is in tests/test_safetensors_format.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from checkpoint_format import all_bytes, check_folder, extra, in_order, read_marker
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from wrapping import OfModel, Trained, check_same, local_of
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+GOLDEN = Path(__file__).parent / "data" / "golden-2"
+
+# What `python tests/test_golden.py` printed. It is made once: a golden checkpoint that a newer version cannot load is a bug of
+# that version.
+GOLDEN_SHA256 = "89fae9b8c99f97c6a37698bfd2b9a968053a13cf5c8d08e8b36a42309c1aab28"
+
+STEP, KEEP_LAST = 1000, 3
+CHANGES = ("created_ns", "token", "checksum", "xxh3_64")  # in the marker, whenever something is saved
+
+
+class Counting(nn.Module):
+    """Keeps something besides parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = (3, "größe", torch.tensor([0.5, -0.0]))
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+class Tied(nn.Module):
+    """Uneven parameters of two dtypes, one that has two names, buffers (one with two), extra state, a name that is not ASCII."""
+
+    units = ("stem", "low", "")
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 7)
+        self.low = nn.Linear(3, 5, bias=False, dtype=torch.bfloat16)
+        self.named = nn.ModuleDict({"größe": nn.Linear(2, 3)})
+        self.same = self.named["größe"]
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("count", torch.tensor(5))
+        self.counting = Counting()
+        self.counting.register_buffer("count", self.count)
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of this file's own, so that no version of torch changes what it keeps; with one value of each kind."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5, "betas": (0.5, 0.75), "rate": torch.tensor([1.5, -0.0])})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {
+                    "step": torch.tensor(7.0),
+                    "exp_avg": torch.zeros_like(param),
+                    "phase": "warm",
+                    "seen": 3,
+                    "nothing": None,
+                    "small": _beside(param),
+                }
+
+
+def _beside(param: torch.Tensor) -> torch.Tensor:
+    """A value of a shape of its own: of a DTensor parameter one that every rank has."""
+    value = torch.tensor([0.25, -2.0, 3.0])
+    return DTensor.from_local(value, param.device_mesh, [Replicate()]) if isinstance(param, DTensor) else value
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    return Momentum([{"params": params[:2]}, {"params": params[2:], "lr": 0.125}])
+
+
+def trained(wrapper: str, filled: bool) -> Trained:
+    """Every value is a simple function of the element's number, not of anybody's arithmetic."""
+    one = Trained(wrapper, OfModel(two_groups), steps=1, model=Tied)
+    one.forget_gradients()
+    with torch.no_grad():
+        for param, index in zip(one.params, one.index, strict=True):
+            values = one.optim.state[param]
+            local_of(param).copy_(index.reshape(local_of(param).shape) if filled else torch.zeros(()))
+            local = local_of(values["exp_avg"])
+            local.copy_((-index / 4).reshape(local.shape) if filled else torch.zeros(()))
+            if param.dim() == 2 and isinstance(param, DTensor):  # cut in another way than the parameter
+                whole = values["exp_avg"].full_tensor().mul(2)
+                values["columns"] = _by_columns(whole, param)
+            elif param.dim() == 2:
+                values["columns"] = values["exp_avg"] * 2
+            if not filled:
+                values |= {"step": torch.tensor(0.0), "phase": "", "seen": 0, "small": values["small"] * 0}
+        for buffer in () if filled else one.model.buffers():
+            buffer.zero_()
+    if not filled:
+        one.model.counting.seen = None
+    for group in () if filled else one.optim.param_groups:
+        group |= {"lr": 99.0, "betas": (0, 0), "rate": torch.zeros(2)}
+    return one
+
+
+def _by_columns(whole: torch.Tensor, param: DTensor) -> DTensor:
+    """A tensor cut at its second dimension."""
+    return torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, [Shard(1)])
+
+
+def contents(one: Trained) -> dict[str, Any]:
+    """This rank's part of all that a checkpoint restores."""
+    return {
+        "parameters": [local_of(param).detach() for param in one.params],
+        "buffers": dict(one.model.named_buffers(remove_duplicate=False)),
+        "extra state": list(one.model.counting.seen),
+        "state": [
+            in_order({k: local_of(v) if isinstance(v, torch.Tensor) else v for k, v in one.optim.state[p].items()})
+            for p in one.params
+        ],
+        "groups": [in_order({k: v for k, v in g.items() if k != "params"}) for g in one.optim.param_groups],
+    }
+
+
+def save(path: Path) -> None:
+    one = trained("FSDP2", filled=True)
+    mine = {"rank": dist.get_rank(), "rng": torch.arange(3) + dist.get_rank()}
+    options: dict[str, Any] = {"extra": extra(), "per_rank_extra": mine}
+    fsdp_optim.save(path, one.model, one.optim, step=STEP, keep_last=KEEP_LAST, **options)
+
+
+def load(path: Path, wrapper: str) -> None:
+    wanted, one = trained(wrapper, filled=True), trained(wrapper, filled=False)
+    restored = fsdp_optim.load(path, one.model, one.optim, process_group=one.process_group, check="bitwise")
+    check_same("loaded", contents(one), contents(wanted))
+    check_same("extra", dict(restored), extra())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = rank if rank < 2 else 0  # it was saved by two
+    check_same("per_rank", dict(restored.per_rank), {"rank": rank, "rng": torch.arange(3) + rank})
+    check_same("summary", (restored.summary.step, restored.summary.world_size), (STEP, 2))
+
+
+def save_and_load(path: Path) -> None:
+    """On each of two ranks."""
+    save(path)
+    load(path, "FSDP2")
+    load(GOLDEN, "FSDP2")
+
+
+def structure(folder: Path) -> dict[str, Any]:
+    """All that a checkpoint says and holds, but what differs with each save."""
+    found: dict[str, Any] = {"marker": _without(CHANGES, read_marker(folder))}
+    for name, data in all_bytes(folder).items():
+        if name.endswith(".safetensors"):
+            (length,) = struct.unpack("<Q", data[:8])
+            found[name] = (json.loads(data[8 : 8 + length]), data[8 + length :])
+        elif name.endswith(".sums"):
+            found[name] = data
+    return found
+
+
+def _without(keys: tuple[str, ...], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(keys, item) for key, item in value.items() if key not in keys}
+    return [_without(keys, item) for item in value] if isinstance(value, list) else value
+
+
+def digest(folder: Path) -> str:
+    """Of the names and bytes of all files."""
+    found = hashlib.sha256()
+    for name, data in sorted(all_bytes(folder).items()):
+        found.update(f"{name}\0{len(data)}\0".encode() + data)
+    return found.hexdigest()
+
+
+class GoldenTest(unittest.TestCase):
+    def test_it_is_still_what_it_was(self) -> None:
+        self.assertEqual(digest(GOLDEN), GOLDEN_SHA256)
+        self.assertEqual(read_marker(GOLDEN)["version"], 2)
+        check_folder(GOLDEN)
+
+    def test_a_plain_process_loads_it(self) -> None:
+        load(GOLDEN, "plain")
+
+    def test_it_is_written_alike_today(self) -> None:
+        """By two ranks, which then load it, and the one of old."""
+        with tempfile.TemporaryDirectory(prefix="fsdp_optim_golden_") as root:
+            path = Path(root) / "golden-2"
+            run_on_ranks(save_and_load, 2, path)
+            check_folder(path)
+            check_same("what is written", structure(path), structure(GOLDEN))
+
+    @parameterized.expand([("FSDP2", 3)])
+    def test_ranks_load_it(self, wrapper: str, world_size: int) -> None:
+        run_on_ranks(load, world_size, GOLDEN, wrapper)
+
+
+if __name__ == "__main__":
+    if GOLDEN.exists():
+        raise SystemExit(f"{GOLDEN} is there already: it is made once. Move it away to make another.")
+    run_on_ranks(save, 2, GOLDEN)
+    check_folder(GOLDEN)
+    print(f'GOLDEN_SHA256 = "{digest(GOLDEN)}"')
