@@ -26,6 +26,7 @@ from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
 _MOST_DEEP = 100  # levels; a reader needs some calls for each
 _MOST_BITS = 14_000  # of an int: Python reads 4,300 digits
+_MOST_IN_TEXT = 4096  # bytes that are written as text
 _MOST_RANKS = 1 << 20  # in a range of a record, which makes something of each
 
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
@@ -103,7 +104,7 @@ class Encoder:
         if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
             return {"$numpy": self._add(where, _from_numpy(where, value))}
         if type(value) in (bytes, bytearray):
-            return {"$bytes" if type(value) is bytes else "$bytearray": base64.b64encode(value).decode()}
+            return {"$bytes" if type(value) is bytes else "$bytearray": self._binary(value)}
         if type(value) is complex:
             return {"$complex": [self.encode(where, value.real), self.encode(where, value.imag)]}
         if type(value) is range:
@@ -130,7 +131,14 @@ class Encoder:
         """A value that nothing else can hold. Raises CheckpointError with the reason where no pickle is allowed."""
         if not self._allow_pickle:
             raise CheckpointError(f"{where}: {why}, or say allow_pickle=True on save and load")
-        return {"$pickle": base64.b64encode(pickle.dumps(value)).decode()}
+        return {"$pickle": self._binary(pickle.dumps(value))}
+
+    def _binary(self, data: bytes | bytearray) -> Any:
+        """Bytes as a text where they are few, else as a tensor beside the JSON, of which there is a limit."""
+        if len(data) <= _MOST_IN_TEXT:
+            return base64.b64encode(data).decode()
+        self.tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return len(self.tensors) - 1
 
     def _parts(self, where: str, value: Any) -> list[Any] | None:
         """A tensor of a class of its own as what it is made of; None where that is more than tensors and plain values."""
@@ -236,8 +244,8 @@ class Decoder:
             "$tensor": self._tensor,
             "$ndarray": lambda index: self._tensor(index).numpy(),
             "$numpy": lambda index: self._tensor(index).numpy()[()],
-            "$bytes": lambda text: base64.b64decode(text, validate=True),
-            "$bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+            "$bytes": self._binary,
+            "$bytearray": lambda said: bytearray(self._binary(said)),
             "$complex": lambda parts: complex(*self._items(parts)),
             "$range": lambda numbers: range(*self._items(numbers)),
             "$dtype": dtype_named,
@@ -280,13 +288,21 @@ class Decoder:
             raise ValueError(f"a {name} that is made of something else than tensors")
         return cls.__tensor_unflatten__(made, self._decode(context), torch.Size(sizes), tuple(strides))
 
-    def _pickle(self, text: str) -> Any:
+    def _pickle(self, said: Any) -> Any:
         if not self._allow_pickle:
             raise _PickleError(
                 f"{self._where}: has a pickled value, which can run any code when it is read: say allow_pickle=True if you "
                 "trust who wrote it"
             )
-        return pickle.loads(base64.b64decode(text, validate=True))
+        return pickle.loads(self._binary(said))
+
+    def _binary(self, said: Any) -> bytes:
+        if type(said) is not int:
+            return base64.b64decode(said, validate=True)
+        tensor = self._tensor(said)
+        if tensor.dtype != torch.uint8:
+            raise TypeError(f"tensor {said} has no bytes, but {tensor.dtype}")
+        return tensor.numpy().tobytes()
 
 
 def _pairs(said: Any) -> list[tuple[Any, Any]]:
