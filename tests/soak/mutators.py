@@ -262,7 +262,8 @@ def in_header(rng: random.Random, files: Files) -> Done:
     if parts is None or not isinstance(value, dict):
         return in_bytes(rng, files)
     metadata = value.get("__metadata__")
-    inner = _parsed(metadata["json"].encode()) if isinstance(metadata, dict) and "json" in metadata else None
+    said = metadata.get("json") if isinstance(metadata, dict) else None
+    inner = _parsed(said.encode(errors="surrogatepass")) if isinstance(said, str) else None
     if inner is not None and rng.random() < 0.7:
         metadata["json"] = text_of(rng, mutate_json(rng, inner), canonical=False).decode(errors="replace")
         text = text_of(rng, value, canonical=False)
@@ -293,7 +294,13 @@ def by_a_known_lie(rng: random.Random, files: Files) -> Done:
             edited = edit_marker(json.loads(files[MARKER])["checkpoint"])  # type: ignore[arg-type]
             _repair_brief(edited)
             files[MARKER] = sealed(edited)
-    except (ValueError, LookupError, TypeError, AttributeError):  # it is not there, or was changed before
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):  # it is not there, or was changed before
         return in_bytes(rng, files)
     return f"{what} in {name}", name == MARKER
 
