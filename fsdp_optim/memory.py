@@ -31,7 +31,7 @@ def ordinary_tensors() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.no_grad())
-        if torch.empty(0).device.type != "cpu":
+        if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         yield
 

@@ -109,11 +109,13 @@ class Gate:
 
 
 @contextlib.contextmanager
-def full_disk(is_full: bool = True) -> Iterator[None]:
-    """Writes in the background fail."""
+def full_disk(is_full: bool = True, *, copies_on_write: bool = False) -> Iterator[None]:
+    """Writes in the background fail. Notes overwrite bytes that they have, which works unless the disk copies on write."""
 
     def fail(file: Any) -> None:
-        if in_background() and is_full and isinstance(file, int) and os.readlink(f"/proc/self/fd/{file}")[0] == "/":
+        path = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else "pipe")
+        has_room = path.name == "outcome" or path.name.startswith("failed-")
+        if in_background() and is_full and path.is_absolute() and (copies_on_write or not has_room):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with before_writes(fail):
@@ -304,10 +306,10 @@ def two_saves(root: Path, second: str) -> None:
         check_same("writes of", sorted(set(names)), ["first", "second"])
 
 
-def fail_in_background(root: Path, bad: int, told_by: str) -> tuple[str, str]:
+def fail_in_background(root: Path, bad: int, told_by: str, copies_on_write: bool = False) -> tuple[str, str]:
     trained = Trained("FSDP2", **KWARGS)
     before = everything(trained)
-    with full_disk(dist.get_rank() == bad):
+    with full_disk(dist.get_rank() == bad, copies_on_write=copies_on_write):
         handle = async_save(root / "first", trained)
         calls: dict[str, Callable[[], Any]] = {
             "wait": lambda: handle.wait(timeout=LIMIT),
@@ -344,6 +346,10 @@ class OneAfterTheOtherTest(InFolder):
         check_refused(told_by, errors, "CheckpointError", os.strerror(errno.ENOSPC), f"rank {bad}")
         check_files(self.root / "first", oracle_after(STEPS))
         self.check_only("first")
+
+    def test_an_error_that_cannot_be_written_down(self) -> None:
+        errors = run_on_ranks(fail_in_background, 3, self.root, 1, "wait", True)
+        check_refused("wait", errors, "CheckpointError", "rank 1: ", "look at its log")
 
 
 # ------------------------------------------------------------------------------------------ the end of the process

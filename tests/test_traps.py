@@ -332,7 +332,7 @@ class WordsTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             for kind, text in run_on_ranks(weights_that_differ, 2, f"{folder}/new"):
                 self.assertEqual(kind, "StateError", text)
-                self.assertIn("scale: its weight is not the same on rank 0 and rank 1", text)
+                self.assertIn("scale: its elements are not the same on rank 0 and rank 1", text)
                 self.assertNotIn("state", text)
 
     def test_no_traceback_of_a_cause_that_says_the_same(self) -> None:

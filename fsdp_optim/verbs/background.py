@@ -46,6 +46,7 @@ from fsdp_optim.verbs.writing import Writer
 
 _DONE, _FAILED, _SEEN, _OUTCOME, _PART = "done-", "failed-", "seen-", "outcome", ".part"
 _SAVED, _NOT_SAVED = "saved", "not saved: "
+_NO_REASON = "failed, and could not write down why: look at its log"
 _LOOK_EVERY = 0.02  # seconds
 _LOOK_FOR_LIFE_EVERY = 0.5  # seconds; each look is a lock
 _LOOKS = 100  # for what a rank on another machine has renamed
@@ -217,7 +218,7 @@ def _notes(job: Job, others: Mapping[int, WatchedNote]) -> list[bytes]:
         failed = [rank for rank in job.callers.ranks if _is_seen(job.folder / f"{_FAILED}{rank}")]
         if failed:
             reasons = [(rank, (job.folder / f"{_FAILED}{rank}").read_text().strip()) for rank in failed]
-            raise CheckpointError("\n".join(f"rank {rank}: {text}" for rank, text in reasons))
+            raise CheckpointError("\n".join(f"rank {rank}: {text or _NO_REASON}" for rank, text in reasons))
         waiting = {rank for rank in waiting if not _is_seen(paths[rank])}
         gone = [rank for rank in dead if rank in waiting]  # its lock was free, and it has left no note
         if gone:

@@ -30,10 +30,10 @@ def iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iter
     """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         options.validate()  # at once: nobody else has to hear of it when the iterator is begun
-    return _ordinary(_iterate(model, optim, options))
+    return _each_ordinary(_iterate(model, optim, options))
 
 
-def _ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullParam]:
+def _each_ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullParam]:
     """Each item is made of ordinary tensors; what is done with it in between is the caller's own."""
     with closing(items):
         while True:
