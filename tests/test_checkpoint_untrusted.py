@@ -22,7 +22,7 @@ from wrapping import check_same, error_text
 
 import fsdp_optim
 from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.verbs import targets
+from fsdp_optim.verbs import proving, targets
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 
@@ -228,9 +228,13 @@ class SaidTest(InFolder):
         def mistaken(*args: Any) -> Any:
             raise AttributeError("a mistake in the library")
 
-        with mock.patch.object(targets, "normalize", mistaken):
-            kind, text = error_text(lambda: fsdp_optim.load(self.path, model, optim))
-        self.assertEqual((kind, text), ("AttributeError", "a mistake in the library"))
+        calls: dict[Any, Callable[[], Any]] = {
+            targets: lambda: fsdp_optim.load(self.path, model, optim),
+            proving: lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET),
+        }
+        for module, call in calls.items():
+            with self.subTest(module.__name__), mock.patch.object(module, "normalize", mistaken):
+                self.assertEqual(error_text(call), ("AttributeError", "a mistake in the library"))
 
 
 class GrowthTest(InFolder):
