@@ -194,7 +194,7 @@ def on_ranks(names: Sequence[str], wrap: str, world_size: int) -> dict[str, str]
     with tempfile.TemporaryDirectory(prefix="fsdp_optim_zoo_") as folder:
         if world_size == 1:
             return trips(names, wrap, folder) | {f"{n} ()": t for n, t in trips(names, wrap, folder, ()).items()}
-        return run_on_ranks(trips, world_size, names, wrap, folder, timeout=600)[0]
+        return run_on_ranks(trips, world_size, names, wrap, folder, timeout=3600)[0]
 
 
 # Have objects of their own in their state or their groups, which a checkpoint has only for who trusts its writer.
