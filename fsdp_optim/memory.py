@@ -16,7 +16,7 @@ from fsdp_optim.plan import Copy
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
 _IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; larger tensors than half of it have pages of their own
-_PIECE_NBYTES = 16 << 20
+_PIECE_NBYTES = 2 << 20
 _ALIGNMENT = 64  # bytes, as torch aligns tensors
 
 
@@ -138,7 +138,7 @@ def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Te
 
 
 def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a dense tensor in row-major order, as 1-D byte tensors on the CPU of at most 16 MiB each.
+    """The elements of a dense tensor in row-major order, as 1-D byte tensors on the CPU of at most 2 MiB each.
 
     Tensors of equal shape and dtype come in the same pieces, however they lie in memory.
     """
