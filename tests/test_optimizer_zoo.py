@@ -203,7 +203,8 @@ OBJECTS = frozenset({"SCION", "Conda", "ScalableShampoo", "AdaShift"})
 # Refused by gather, by the names of a parameter (or a group) and of a value: a sum that is not made yet, and numbers that an
 # optimizer made for sharded parameters computes from one rank's part, so that they differ between ranks.
 REFUSED = re.compile(
-    r"shard: refused: ((scale|conv|first|last)[.a-z]*: \w+ is (a DTensor with placements \(Partial|.* on rank 0 and .* on rank 1)"
+    r"shard: refused: ((scale|conv|first|last)[.a-z]*: \w+ is "
+    r"(a DTensor with placements \((_Norm)?Partial|.* on rank 0 and .* on rank 1)"
     r"|param group 0: \w+ is .* on rank 0 and .* on rank 1"
     r"|state_dict\(\) of Magma has no param_groups and no state)"  # it is a wrapper of another, without a dict of its own
 )
