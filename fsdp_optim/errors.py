@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 def counted_noun(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and all that led to it, also what its traceback does not show because its words say the same."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class FsdpOptimError(Exception):

@@ -45,6 +45,23 @@ class AsideTest(CatalogTest):
         self.check_only("step-2", self.aside.name)
         check_same("step-1", load(self.path)["number"], 1)
 
+    @parameterized.expand((("open",), ("preadv",)))
+    def test_what_fails_in_a_later_call_stays(self, name: str) -> None:
+        """The folder and the file are there, and cannot be opened or read: the library's own error hides why, not that."""
+        real = getattr(os, name)
+
+        def fail(file: Any, *args: Any, **kwargs: Any) -> Any:
+            folder = kwargs.get("dir_fd", file)
+            if isinstance(folder, int) and self.aside.name in os.readlink(f"/proc/self/fd/{folder}"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(file, *args, **kwargs)
+
+        with mock.patch.object(os, name, fail):
+            save(self.root / "step-2")
+            self.assertIn(os.strerror(errno.EIO), error_text(lambda: load(self.path))[1])
+            save(self.root / "step-1", overwrite=True)
+        self.assertTrue(self.aside.exists())
+
     def test_a_newer_version_stays(self) -> None:
         seal(self.aside, read_marker(self.aside) | {"version": 99})
         save(self.root / "step-2")

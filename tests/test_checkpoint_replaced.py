@@ -202,6 +202,29 @@ class ReplacedTest(unittest.TestCase):
                 break
         self.assertEqual(set(found), {"[1.0]", "[2.0]"}, found)
 
+    def test_looked_at_between_two_renames(self) -> None:
+        """The path is nothing for some milliseconds, from any moment of the load on, or what was set aside goes then."""
+        save_two(self.root, {})
+        place, target, found = Place(self.root), Trained("plain", steps=1), Counter[str]()
+
+        def replace_slowly() -> None:
+            place.set_aside()
+            timers.append(threading.Timer(0.005, place.put))
+            timers[-1].start()
+
+        for nth in itertools.count():
+            timers: list[threading.Timer] = []
+            place.reset()
+            fill(target, 9)
+            with before_call(nth, replace_slowly) as count:
+                restored = load(place.path, target, {})
+                for timer in timers:
+                    timer.join()
+            found[str(values(target, restored))] += 1
+            if count[0] <= nth:
+                break
+        self.assertEqual(set(found), {"[1.0]", "[2.0]"}, found)
+
     @parameterized.expand(((0,), (1,)))
     def test_replaced_after_the_first_rank_has_opened_it(self, late: int) -> None:
         run_on_ranks(save_two, 2, self.root, {})

@@ -55,8 +55,9 @@ FEW = (
 # Why each of the others is not here: what it needs that a step without a forward pass does not have.
 NOT_STEPPED = frozenset({"LBFGS", "LOMO", "AdaLOMO", "AliG", "BSAM", "DeMo", "SpectralSphere"})
 
-# Its step exchanges whole parameters between ranks by itself; with shards of unequal sizes gloo ends the process.
-NOT_STEPPED_ON = {"FSDP2": frozenset({"DistributedMuon"})}
+# Their own steps do not come back on uneven shards: DistributedMuon exchanges whole parameters between ranks, of which gloo ends
+# the process; in the others' a rank alone waits for a collective operation of DTensor.
+NOT_STEPPED_ON = {"FSDP2": frozenset({"DistributedMuon", "AvaGrad", "Gravity", "StableSPAM"})}
 
 
 def all_of_them(wrap: str) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, ReplacedError
+from fsdp_optim.errors import CheckpointError, ReplacedError, causes_of
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
@@ -94,7 +94,7 @@ class Checkpoint:
             try:
                 opened = OpenFolder(where, asked=absolute(path))
             except CheckpointError as error:
-                if not isinstance(error.__cause__, FileNotFoundError) or attempt == _LOOKS:
+                if attempt == _LOOKS or not any(isinstance(cause, FileNotFoundError) for cause in causes_of(error)):
                     raise
                 time.sleep(_AGAIN)  # it may be just between two names
                 continue

@@ -6,10 +6,10 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fsdp_optim.errors import causes_of
 from fsdp_optim.formats.brief import MOST_NBYTES, Brief, brief_in
 from fsdp_optim.formats.marker import NAME, VERSION, NewerVersion, marker_in, read_marker
 from fsdp_optim.formats.opened import OpenFolder
@@ -127,11 +127,5 @@ def is_sure_that_not(error: BaseException) -> bool:
     return not any(
         isinstance(cause, (MemoryError, NewerVersion))
         or (isinstance(cause, OSError) and cause.errno is not None and cause.errno not in _IS_NOT_THERE)
-        for cause in _causes(error)
+        for cause in causes_of(error)
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
