@@ -299,7 +299,9 @@ class ReplacedTest(unittest.TestCase):
         finally:
             stop.set()
             thread.join()
-        found[str(values(target, load(place.path, target, options)))] += 1  # on a busy machine perhaps the first that succeeds
+        found[str(values(target, load(place.path, target, options)))] += (
+            1  # on a busy machine perhaps the first that succeeds
+        )
         self.assertGreater(replaced[0], 0)
         self.assertGreater(found["[1.0]"] + found["[2.0]"], 0, found)
         self.assertEqual(set(found) - {"[1.0]", "[2.0]", "ReplacedError", "CheckpointError"}, set(), found)
