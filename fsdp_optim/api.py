@@ -430,6 +430,7 @@ def _save_options(given: Mapping[str, Any]) -> SaveOptions:
     return SaveOptions(call=call, **own)
 
 
+@ordinary_tensors()
 def load(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,

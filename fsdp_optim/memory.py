@@ -143,7 +143,7 @@ def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
     Tensors of equal shape and dtype come in the same pieces, however they lie in memory.
     """
     most_numel = max(_PIECE_NBYTES // value.itemsize, 1)
-    for _, flat in pieces(value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg(), most_numel):
+    for _, flat in pieces(value.detach().as_subclass(torch.Tensor), most_numel):
         for start in range(0, len(flat), most_numel):
             yield flat[start : start + most_numel].cpu().view(torch.uint8)
 

@@ -45,7 +45,7 @@ def buffer_named(name: str) -> Callable[[Trained], torch.Tensor]:
     return lambda target: next(value for key, value in target.model.named_buffers() if key.endswith(name))
 
 
-# what differs on one rank: the wrapper, a tensor of which one element is changed there, what the error names
+# (wrapper, the tensor that has one element changed on one rank, the name in the error)
 DIFFERENT: Mapping[str, tuple[str, Callable[[Trained], torch.Tensor], tuple[str, ...]]] = {
     "a weight of DDP": ("DDP", weight_of, ("first.weight: its elements are not the same", "name_of")),
     "a moment of DDP": ("DDP", moment_of, ("first.weight: its ",)),
@@ -140,7 +140,7 @@ MIXED: Mapping[str, Callable[[nn.Module], Any]] = {
 
 
 def cast_by_wrappers(folder: str) -> dict[str, tuple[str, str]]:
-    """A checkpoint from before the first forward pass, into models of which the wrapper has cast the buffers, and back."""
+    """A checkpoint from before the first forward pass loads into models whose wrapper has cast the buffers, and the reverse."""
     told = {}
     with cpu():
         for name, wrap in MIXED.items():

@@ -55,8 +55,8 @@ FEW = (
 # Why each of the others is not here: what it needs that a step without a forward pass does not have.
 NOT_STEPPED = frozenset({"LBFGS", "LOMO", "AdaLOMO", "AliG", "BSAM", "DeMo", "SpectralSphere"})
 
-# Their own steps do not come back on uneven shards: DistributedMuon exchanges whole parameters between ranks, of which gloo ends
-# the process; in the others' a rank alone waits for a collective operation of DTensor.
+# Their own steps never return on uneven shards: DistributedMuon exchanges whole parameters between ranks, and gloo then aborts
+# the process; in the other three, one rank alone waits for a collective operation of DTensor.
 NOT_STEPPED_ON = {"FSDP2": frozenset({"DistributedMuon", "AvaGrad", "Gravity", "StableSPAM"})}
 
 

@@ -158,7 +158,7 @@ class TestRefused(Folder):
         self.assertEqual(fsdp_optim.load(self.path, model, optim)["deep"], nested(98))
 
     def test_what_no_reader_would_take_is_found_by_reading_it(self) -> None:
-        """A value of which the record says what it is not: whatever made it so, the save says it and not the load."""
+        """A value whose recorded kind is wrong is refused by the save, not by the load, whatever made it so."""
         from unittest import mock
 
         from fsdp_optim.verbs import save as save_verb

@@ -134,7 +134,7 @@ class Encoder:
         return {"$pickle": self._binary(pickle.dumps(value))}
 
     def _binary(self, data: bytes | bytearray) -> Any:
-        """Bytes as a text where they are few, else as a tensor beside the JSON, of which there is a limit."""
+        """A few bytes as text; more as a tensor beside the JSON, because the JSON has a size limit."""
         if len(data) <= _MOST_IN_TEXT:
             return base64.b64encode(data).decode()
         self.tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -135,6 +135,12 @@ def sync_file(path: Path) -> None:
         raise CheckpointError(f"{path}: cannot be made durable: {error.strerror or error}") from None
 
 
+def close_quietly(fd: int) -> None:
+    """Close a descriptor through which nothing was written that could be lost. It is closed, whatever the system says."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def remove_tree(folder: Path) -> None:
     """Remove a folder and what is in it, as far as that can be done. Raises nothing, where rmtree does for a failed close."""
     with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import remove_tree, sync_folder
+from fsdp_optim.formats.files import close_quietly, remove_tree, sync_folder
 from fsdp_optim.formats.filesystem import this_host
 from fsdp_optim.formats.marker import NAME
 from fsdp_optim.formats.standing import Standing, is_there, standing_of, token_of
@@ -175,8 +175,7 @@ class Staging:
     def _unlock(self) -> None:
         lock, self.lock = self.lock, -1
         if lock >= 0:
-            with contextlib.suppress(OSError):  # it is closed, whatever the system says
-                os.close(lock)
+            close_quietly(lock)
 
 
 def _hold(lock: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 
-_FEW = 4096  # lists of which nothing is said
+_FEW = 4096  # lists that any file may have, however small it is
 _NBYTES_EACH = 4  # in a file, for each of the others; an object counts twice
 _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
 

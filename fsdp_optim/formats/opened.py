@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
@@ -10,17 +9,12 @@ from pathlib import Path
 from types import TracebackType
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import check_name, read_into
+from fsdp_optim.formats.files import check_name, close_quietly, read_into
 
 _MOST_OPEN = 64  # files; the one that was used longest ago is closed for another
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-
-
-def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):  # it was only read: there is nothing to lose
-        os.close(fd)
 
 
 class OpenFolder:
@@ -53,11 +47,11 @@ class OpenFolder:
         self._close_files()
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            _close(fd)
+            close_quietly(fd)
 
     def _close_files(self) -> None:
         while self._files:
-            _close(self._files.popitem()[1])
+            close_quietly(self._files.popitem()[1])
 
     def has(self, name: str) -> bool:
         """Whether there is a file, or anything else, of this name."""
@@ -93,7 +87,7 @@ class OpenFolder:
         fd = self._files.pop(name, None)
         if fd is None:
             while len(self._files) >= _MOST_OPEN:
-                _close(self._files.pop(next(iter(self._files))))
+                close_quietly(self._files.pop(next(iter(self._files))))
             fd = self._open(name)
         self._files[name] = fd
         return fd
@@ -139,7 +133,7 @@ class OpenFolder:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CheckpointError(f"{path}: is not a regular file")
         except BaseException:
-            _close(fd)
+            close_quietly(fd)
             raise
         return fd
 
@@ -160,4 +154,4 @@ class OpenFolder:
         try:
             return os.open(last, _FILE, dir_fd=inside)
         finally:
-            _close(inside)
+            close_quietly(inside)

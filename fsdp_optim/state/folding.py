@@ -13,7 +13,7 @@ _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 def is_folded(value: object) -> bool:
-    """Whether it is a dense tensor on a device, of which a fold is cheaper than a digest of its bytes on the host."""
+    """Whether it is a dense tensor on a device: to fold it there is cheaper than to digest its bytes on the host."""
     return (
         isinstance(value, torch.Tensor)
         and is_plain(value)
@@ -27,12 +27,11 @@ def fold_of(value: torch.Tensor) -> str:
 
     Each element counts by an odd number of its place, so that one other bit anywhere gives another sum.
     """
-    dense = value.detach().resolve_conj().resolve_neg()
-    weights = _weights(min(dense.numel(), _MOST_NUMEL) * max(dense.itemsize // 8, 1), dense.device)
+    weights = _weights(min(value.numel(), _MOST_NUMEL) * max(value.itemsize // 8, 1), value.device)
     sums = []
-    for _, flat in pieces(dense, _MOST_NUMEL):
+    for _, flat in pieces(value, _MOST_NUMEL):
         for start in range(0, len(flat), _MOST_NUMEL):
-            words = flat[start : start + _MOST_NUMEL].view(_WORDS[dense.itemsize]).to(torch.int64)
+            words = flat[start : start + _MOST_NUMEL].view(_WORDS[value.itemsize]).to(torch.int64)
             sums.append((words * weights[: len(words)]).sum())
     digest = xxhash.xxh3_128(f"{value.dtype} {list(value.shape)}".encode())
     if sums:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import write_all
+from fsdp_optim.formats.files import close_quietly, write_all
 
 _ROOM = 2048  # bytes that are reserved, so that a full disk is no hindrance
 
@@ -86,8 +86,7 @@ class WatchedNote:
 
 
 def _closed(fd: int) -> int:
-    """Close it where it is open. It is closed, whatever the system says."""
+    """Close it where it is open."""
     if fd >= 0:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        close_quietly(fd)
     return -1

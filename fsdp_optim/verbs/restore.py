@@ -16,7 +16,6 @@ from torch import nn
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.files import absolute
-from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
@@ -45,16 +44,6 @@ def restore(
     options: LoadOptions,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
-    with ordinary_tensors():  # else the next step could not change the state
-        return _look_again(path, model, optim, options)
-
-
-def _look_again(
-    path: str | os.PathLike[str],
-    model: nn.Module | None,
-    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
-    options: LoadOptions,
-) -> Restored:
     for _ in range(_LOOKS - 1):
         try:
             return _restore(path, model, optim, options)

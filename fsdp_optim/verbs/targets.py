@@ -331,7 +331,7 @@ def _is_read_at_once(how: str) -> bool:
 
 
 def _check_types(said: Mapping[str, Any]) -> None:
-    """Raise ValueError where names are no words, or what is said of the optimizer is in the place of its state."""
+    """Raise ValueError where a name is not a string, or an extra key is one that every dict has (`state`)."""
     params, groups, extra = said["params"], said["groups"], said["extra"]
     names = [*params, *(name for group in groups for name in group["params"])]
     names += [how for param in params.values() for _, how, _ in param["values"]]
