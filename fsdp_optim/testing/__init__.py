@@ -1,0 +1,28 @@
+"""Test sharded training without a GPU: fairscale FSDP on CPU, and functions on live local ranks.
+
+    def steps_on_a_rank() -> float:                       # at module level, so that a worker can import it
+        with fairscale_on_cpu():
+            model = FullyShardedDataParallel(nn.Linear(8, 8))
+            ...                                           # forward, backward, step, gather: as on GPUs
+            return loss.item()
+
+    losses = run_on_ranks(steps_on_a_rank, world_size=4)  # one result per rank
+
+Importing this module loads torch, but neither fairscale nor pytest, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_groups
+from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_ranks
+from fsdp_optim.testing.worker import RemoteError
+
+__all__ = [
+    "RankPool",
+    "RanksFailed",
+    "RemoteError",
+    "WorkerDied",
+    "fairscale_on_cpu",
+    "forget_fairscale_groups",
+    "run_on_ranks",
+]
