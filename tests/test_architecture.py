@@ -292,3 +292,17 @@ class TestHouse(unittest.TestCase):
         for name, parent in builtin.items():
             assert issubclass(getattr(errors, name), (errors.FsdpOptimError,)), name
             assert issubclass(getattr(errors, name), parent), name
+
+    def test_tests_share_by_the_kit_alone(self) -> None:
+        """An error in one test's file is no error of another; `from kit.wrapping import ...` gets what tests share."""
+        tests = Path(__file__).parent
+        shared = {file.stem for file in (tests / "kit").glob("*.py")} - {"__init__"}
+        found = []
+        for file in sorted(tests.rglob("*.py")):
+            for node in ast.walk(tree_of(file)):
+                modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                for module in modules:
+                    if module in shared or module.startswith(("test_", "tests.")):
+                        found.append(f"{file.relative_to(tests)}: {module}")
+        assert not found, found

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Trained, adam, check_refused, error_text
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from wrapping import Trained, adam, check_refused, error_text
 
 import fsdp_optim
 from fsdp_optim.errors import FsdpOptimError

@@ -8,12 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from parameterized import parameterized
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from wrapping import (
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     Differs,
@@ -27,6 +22,11 @@ from wrapping import (
     in_fsdp1,
     in_fsdp2,
 )
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

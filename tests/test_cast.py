@@ -11,9 +11,9 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from kit.wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, error_text, local_of, snapshot
 from parameterized import parameterized
 from torch import nn
-from wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, error_text, local_of, snapshot
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -31,18 +31,29 @@ import numpy
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from helpers_groups import plain_by_name
-from models import Tied
-from parameterized import parameterized
-from safetensors import safe_open
-from test_opaque import Blockwise, opaque_state
-from test_process_groups import Distribution, name_of_experts, plain_experts, with_experts
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from training import Peculiar
-from wrapping import (
+from kit.checkpoints import (
+    InFolder,
+    Whole,
+    buffers_of,
+    check_files,
+    everything,
+    header_of,
+    load,
+    load_trained,
+    mine,
+    opened,
+    optims_of,
+    oracle_after,
+    save,
+    save_trained,
+    scramble,
+    two_groups,
+)
+from kit.groups import Distribution, name_of_experts, plain_by_name, plain_experts, with_experts
+from kit.models import Tied
+from kit.opaque import Blockwise, opaque_state
+from kit.training import Peculiar
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     Differs,
@@ -61,8 +72,13 @@ from wrapping import (
     in_fsdp2,
     local_of,
     sgd,
-    snapshot,
 )
+from parameterized import parameterized
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
@@ -71,30 +87,6 @@ from fsdp_optim.verbs.load import load as load_shard
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
 FURTHER = STEPS + 2
-
-
-class Whole(Net):
-    """`Net` with buffers of every kind: of the root and of units, without dimensions, without elements, not persistent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.arange(6.0).reshape(2, 3) / 7)
-        self.register_buffer("count", torch.tensor(2**40 + 1))
-        self.register_buffer("empty", torch.empty(0, 3))
-        self.register_buffer("unset", None)
-        self.register_buffer("scratch", torch.full((3,), 0.5), persistent=False)
-        self.head.register_buffer("offset", torch.tensor([0.1, 0.2], dtype=torch.float64))
-        self.block[1].register_buffer("mask", torch.tensor([True, False, True]))
-        self.block[1].register_buffer("brief", torch.tensor([0.3], dtype=torch.bfloat16))
-
-
-def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups that every wrapper keeps apart: the unit `stem`, and the rest."""
-    named = list(model.named_parameters())
-    stem = [param for name, param in named if "stem" in name.split(".")]
-    rest = [param for name, param in named if "stem" not in name.split(".")]
-    groups = [{"params": stem, "lr": 0.5, "weight_decay": 0.25}, {"params": rest}]
-    return torch.optim.AdamW(groups, lr=0.125, betas=(0.5, 0.75))
 
 
 def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -116,97 +108,6 @@ def freeze_stem(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------ save, load, compare
 
 
-def save(path: Path, trained: Trained, **kwargs: Any) -> Any:
-    options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.save(path, trained.model, trained.optim, **options)
-
-
-def load(path: Path, trained: Trained, **kwargs: Any) -> Any:
-    options = {"progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.load(path, trained.model, trained.optim, **options)
-
-
-def optims_of(trained: Trained) -> list[torch.optim.Optimizer]:
-    return list(trained.optim) if isinstance(trained.optim, list) else [trained.optim]
-
-
-def buffers_of(trained: Trained) -> dict[str, Tensor]:
-    """Its persistent buffers and, by the name's end, those that are not."""
-    return {name: local_of(buffer).clone() for name, buffer in trained.model.named_buffers()}
-
-
-def everything(trained: Trained) -> dict[str, Any]:
-    return {**snapshot(trained), "buffers": buffers_of(trained)}
-
-
-def mine(trained: Trained) -> dict[str, Any]:
-    """This rank's parameters, persistent buffers, state and groups, without elements of padding."""
-    first = min(trained.numbers.start.values())
-    real = {id(param): index >= first for param, index in zip(trained.params, trained.index, strict=True)}
-
-    def cut(param: Tensor, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        local, keep = local_of(value).detach(), real[id(param)]
-        return (local.reshape(-1)[keep] if local.dim() and local.numel() == keep.numel() else local).clone()
-
-    named = dict(trained.model.named_parameters())
-    state = {
-        name: {key: cut(param, optim.state[param][key]) for key in sorted(optim.state[param])}
-        for name, param in named.items()
-        for optim in optims_of(trained)
-        if optim.state.get(param)
-    }
-    groups = [
-        {**{key: group[key] for key in sorted(group)}, "params": len(group["params"])}
-        for optim in optims_of(trained)
-        for group in optim.param_groups
-    ]
-    buffers = {name: value for name, value in buffers_of(trained).items() if not name.endswith("scratch")}
-    values = {name: cut(param, param) for name, param in named.items()}
-    return {"values": values, "buffers": buffers, "state": state, "groups": groups}
-
-
-def scramble(trained: Trained, forget: bool = True) -> None:
-    """Other parameters, other buffers, other hyperparameters, and no state or another."""
-    with torch.no_grad():
-        for param in trained.params:
-            local_of(param).fill_(-3)
-        for buffer in trained.model.buffers():
-            local_of(buffer).fill_(1)
-    if forget:
-        trained.fresh_optimizer()
-    for optim in optims_of(trained):
-        for value in itertools.chain.from_iterable(values.values() for values in optim.state.values()):
-            local_of(value).fill_(9)
-        for group in optim.param_groups:
-            group["lr"] = 99.0
-
-
-def opened(folder: Path, stem: str) -> dict[str, Tensor]:
-    """All tensors of `model` or `optim`, in order of their names, as plain safetensors reads them."""
-    index = folder / f"{stem}.safetensors.index.json"
-    if not index.exists():
-        found = safetensors.torch.load_file(folder / f"{stem}.safetensors")
-    else:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        found = {}
-        for name in sorted(set(weight_map.values())):
-            for key, tensor in safetensors.torch.load_file(folder / name).items():
-                if weight_map.get(key) != name or key in found:
-                    raise Differs(f"{key} is in {name}, the index has it in {weight_map.get(key)}")
-                found[key] = tensor
-        check_same("names in the index", sorted(weight_map), sorted(found))
-    return {name: found[name] for name in sorted(found)}
-
-
-def header_of(folder: Path, stem: str) -> dict[str, str]:
-    """The header's metadata of the first file."""
-    first = sorted(folder.glob(f"{stem}*.safetensors"))[0]
-    with safe_open(first, "pt") as file:
-        return dict(file.metadata() or {})
-
-
 def load_plain(folder: Path, optim: torch.optim.Optimizer) -> None:
     """What needs nothing of this library: a plain optimizer out of optim.safetensors."""
     with safe_open(folder / "optim.safetensors", "pt") as file:
@@ -218,18 +119,6 @@ def load_plain(folder: Path, optim: torch.optim.Optimizer) -> None:
     ids = {name: i for i, name in enumerate(state)}
     groups = [{**group, "params": [ids[name] for name in group["params"]]} for group in groups]
     optim.load_state_dict({"state": {ids[name]: s for name, s in state.items() if s}, "param_groups": groups})
-
-
-def check_files(folder: Path, oracle: Oracle) -> None:
-    """Raise unless the files have, to the bit, what the unwrapped model and its optimizer have."""
-    weights = oracle.model.state_dict()
-    first_names = {id(tensor): name for name, tensor in reversed(oracle.model.state_dict(keep_vars=True).items())}
-    weights = {name: weights[name] for name in sorted(first_names.values())}
-    check_same("model", opened(folder, "model"), weights)
-    check_same("model, metadata", header_of(folder, "model").get("format"), "pt")
-    state = {f"state.{n}.{key}": v for n, values in oracle.by_name().items() for key, v in values.items()}
-    tensors = {key: state[key] for key in sorted(state) if isinstance(state[key], Tensor)}
-    check_same("optim", opened(folder, "optim"), tensors)
 
 
 def check_groups(folder: Path, oracle: Oracle) -> None:
@@ -245,18 +134,6 @@ def check_groups(folder: Path, oracle: Oracle) -> None:
 def in_order(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """With the values of each parameter by the order of their names."""
     return {name: {key: values[key] for key in sorted(values)} for name, values in state.items()}
-
-
-class InFolder(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name)
-        self.path = self.root / "step-1"
-
-    def check_only(self, *names: str) -> None:
-        """Nothing else is left in the folder of the checkpoints."""
-        self.assertEqual(sorted(entry.name for entry in self.root.iterdir()), sorted(names))
 
 
 # ------------------------------------------------------------------------------------------ the matrix
@@ -351,11 +228,6 @@ def loaded_all(world_size: int) -> dict[str, dict[str, str]]:
     }
 
 
-@functools.cache
-def oracle_after(steps: int) -> Oracle:
-    return Oracle(OfModel(two_groups), steps, Whole)
-
-
 class MatrixTest(unittest.TestCase):
     @parameterized.expand(list(itertools.product(WRAPPERS, SIZES)))
     def test_files_hold_the_unwrapped_model_and_optimizer(self, wrapper: str, world_size: int) -> None:
@@ -409,28 +281,6 @@ class MatrixTest(unittest.TestCase):
 
 
 # ------------------------------------------------------------------------------------------ other states
-
-
-def save_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options: Any) -> None:
-    """`kwargs` are those of `Trained`."""
-    with cpu():
-        trained = Trained(wrapper, **kwargs)
-        before = everything(trained)
-        save(path, trained, **options)
-        check_same("after saving", everything(trained), before)
-
-
-def load_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Into a scrambled one, compared with one that has trained itself; then train on."""
-    with cpu():
-        alike, target = Trained(wrapper, **kwargs), Trained(wrapper, **{**kwargs, "steps": 0})
-        scramble(target)
-        restored = load(path, target, **options)
-        check_same("restored", mine(target), mine(alike))
-        for one in (target, alike):
-            one.step([STEPS], kwargs.get("unused", ()))
-        check_same("trained on", mine(target), mine(alike))
-        return {"absent": sorted(restored.summary.absent), "extra": dict(restored)}
 
 
 def save_with_few_open(path: Path, kwargs: Mapping[str, Any], durable: bool) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from helpers_groups import Meeting
+from kit.checkpoints import InFolder
+from kit.groups import Meeting
+from kit.wrapping import Differs, Trained, check_same, cpu, error_text, in_fsdp2
 from parameterized import parameterized
-from test_checkpoint import InFolder
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from wrapping import Differs, Trained, check_same, cpu, error_text, in_fsdp2
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

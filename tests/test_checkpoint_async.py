@@ -21,10 +21,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
-from test_checkpoint import (
+from kit.checkpoints import (
     InFolder,
     Whole,
+    async_save,
+    before_writes,
     check_files,
     everything,
     load_trained,
@@ -33,44 +34,20 @@ from test_checkpoint import (
     scramble,
     two_groups,
 )
+from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
+from parameterized import parameterized
 from torch import nn
-from wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.formats import folder
 from fsdp_optim.testing import run_on_ranks
 
-WRITES = ("pwrite", "pwritev", "write", "fsync", "fdatasync", "rename", "replace")
 LIMIT = 60.0  # seconds; reached by nothing but a failure
 KWARGS = {"make": OfModel(two_groups), "model": Whole}
 
 
-def async_save(path: Path, trained: Trained, **kwargs: Any) -> Any:
-    options = {"durable": False, "progress": False, "process_group": trained.process_group, **kwargs}
-    return fsdp_optim.async_save(path, trained.model, trained.optim, **options)
-
-
 def in_background() -> bool:
     return threading.current_thread() is not threading.main_thread()
-
-
-@contextlib.contextmanager
-def before_writes(hook: Callable[[Any], None]) -> Iterator[None]:
-    """Call `hook` with the file (descriptor or path) before each of this process's writes, in their threads."""
-
-    def hooked(name: str) -> Any:
-        real = getattr(os, name)
-
-        def call(file: Any, *args: Any, **kwargs: Any) -> Any:
-            hook(file)
-            return real(file, *args, **kwargs)
-
-        return mock.patch.object(os, name, call)
-
-    with contextlib.ExitStack() as stack:
-        for name in WRITES:
-            stack.enter_context(hooked(name))
-        yield
 
 
 class Gate:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.opaque import Wide, eight_bits
+from kit.wrapping import Differs, Trained, check_same, error_text, local_of
 from parameterized import parameterized
-from test_opaque import Wide, eight_bits
 from torch import nn
-from wrapping import Differs, Trained, check_same, error_text, local_of
 
 import fsdp_optim
 from fsdp_optim.state.same import same

@@ -12,10 +12,10 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from kit.wrapping import Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, in_fsdp1
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
-from wrapping import Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, in_fsdp1
 
 import fsdp_optim
 from fsdp_optim.state.folding import fold_of

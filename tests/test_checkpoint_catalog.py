@@ -7,65 +7,27 @@ import json
 import logging
 import os
 import shutil
-import time
 import unittest
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from checkpoint_damage import seal, seal_as_it_is, sealed_brief
-from checkpoint_format import MARKER, check_folder, read_marker
+from kit.catalogs import LOG, CatalogTest, clock, save, sequence_of, unreadable
+from kit.checkpoint_damage import seal, seal_as_it_is, sealed_brief
+from kit.checkpoint_format import GOLDEN, MARKER, check_folder, read_marker
+from kit.wrapping import Differs, check_same, error_text
 from parameterized import parameterized
-from test_checkpoint import InFolder
-from test_safetensors_format import GOLDEN
 from torch import nn
-from wrapping import Differs, check_same, error_text
 
 import fsdp_optim
 from fsdp_optim.formats import brief as briefs
 from fsdp_optim.formats.standing import read_brief
 
-HOUR = 3600 * 10**9
-LOG = "fsdp_optim"
-
-
-def save(path: Path, model: nn.Module | None = None, weights_only: bool = False, **options: Any) -> None:
-    model = model or nn.Linear(3, 2)
-    optim = None if weights_only else torch.optim.SGD(model.parameters())
-    fsdp_optim.save(path, model, optim, **{"durable": False, "progress": False, **options})
-
-
-def load(path: Path) -> Any:
-    return fsdp_optim.load(path, nn.Linear(3, 2))
-
-
-@contextmanager
-def clock(hours: float) -> Iterator[None]:
-    """The machine's clock is wrong by this much."""
-    real = time.time_ns
-    with mock.patch.object(time, "time_ns", side_effect=lambda: real() + int(hours * HOUR)):
-        yield
-
 
 def as_before_sequences(folder: Path) -> None:
     """The marker of a version that recorded no sequence number."""
     seal(folder, {key: value for key, value in read_marker(folder).items() if key != "brief"})
-
-
-def sequence_of(folder: Path) -> int:
-    return int(read_marker(folder)["brief"]["sequence"])
-
-
-class CatalogTest(InFolder):
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self.root.iterdir())
-
-    def check_latest(self, name: str) -> None:
-        found = fsdp_optim.latest(self.root)
-        check_same("latest", found.name if found is not None else None, name)
 
 
 class OrderTest(CatalogTest):
@@ -319,30 +281,6 @@ class KeepLastTest(CatalogTest):
         marker.write_bytes(marker.read_bytes()[:-9])
         save(self.root / "step-4", keep_last=2)
         self.check_only("step-2", "step-3", "step-4")
-
-
-def failing(function: Any, names: Sequence[str], number: int) -> Any:
-    """A function of `os` that fails for paths with one of these names in them."""
-
-    def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(path, int) and any(name in Path(path).parts for name in names):
-            raise OSError(number, os.strerror(number), str(path))
-        return function(path, *args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def unreadable(*names: str, number: int = errno.EACCES) -> Iterator[None]:
-    """Whatever is asked of some paths fails."""
-    with (
-        mock.patch.object(os, "stat", failing(os.stat, names, number)),
-        mock.patch.object(os, "lstat", failing(os.lstat, names, number)),
-        mock.patch.object(os, "open", failing(os.open, names, number)),
-        mock.patch.object(os, "listdir", failing(os.listdir, names, number)),
-        mock.patch.object(os, "scandir", failing(os.scandir, names, number)),
-    ):
-        yield
 
 
 class NeighboursTest(CatalogTest):

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
-from wrapping import Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.formats.codec import Decoder, Encoder

@@ -8,12 +8,12 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from checkpoint_damage import seal
-from checkpoint_format import read_marker
+from kit.checkpoint_damage import seal
+from kit.checkpoint_format import read_marker
+from kit.wrapping import Trained, adam, error_text
 from parameterized import parameterized
 from soak.failing import Calls, Fault
 from soak.mutations import Tiny
-from wrapping import Trained, adam, error_text
 
 import fsdp_optim
 

@@ -19,10 +19,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.training import case_name
+from kit.wrapping import WRAPPERS, Differs, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import Tensor, nn
-from training import case_name
-from wrapping import WRAPPERS, Differs, check_refused, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import RankPool

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.wrapping import Differs, check_same
 from soak.ranks import LIMIT, WORLD, Ranks, check_root, fill, leftovers, plain, read_notes, told, wait_for
-from wrapping import Differs, check_same
 
 import fsdp_optim
 

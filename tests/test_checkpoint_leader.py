@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from helpers_groups import Meeting
-from wrapping import Differs, Trained, adam, check_same, cpu, error_text
+from kit.groups import Meeting
+from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

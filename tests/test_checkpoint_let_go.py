@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.wrapping import check_refused, check_same, error_text
 from parameterized import parameterized
 from torch import nn
-from wrapping import check_refused, check_same, error_text
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError

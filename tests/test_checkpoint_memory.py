@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from kit.peaks import MIB, Peak
+from kit.training import case_name
+from kit.wrapping import Differs, cpu, in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp, local_of
 from parameterized import parameterized
-from test_recipients import MIB, Peak
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel
-from training import case_name
-from wrapping import Differs, cpu, in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp, local_of
 
 import fsdp_optim
 from fsdp_optim.testing import RankPool

@@ -13,13 +13,13 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from checkpoint_damage import seal
-from checkpoint_format import MARKER, check_folder, read_marker
+from kit.catalogs import CatalogTest, clock, load, save, sequence_of, unreadable
+from kit.checkpoint_damage import seal
+from kit.checkpoint_format import MARKER, check_folder, read_marker
+from kit.checkpoints import save as save_trained
+from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
-from test_checkpoint import save as save_trained
-from test_checkpoint_catalog import CatalogTest, clock, load, save, sequence_of, unreadable
 from torch import nn
-from wrapping import Differs, Trained, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.formats import folder as folders

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers_groups import Meeting
+from kit.groups import Meeting
+from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
-from wrapping import Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -18,10 +18,19 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.checkpoints import (
+    InFolder,
+    Whole,
+    async_save,
+    check_files,
+    load_trained,
+    oracle_after,
+    save,
+    save_trained,
+    two_groups,
+)
+from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
-from test_checkpoint import InFolder, Whole, check_files, load_trained, oracle_after, save, save_trained, two_groups
-from test_checkpoint_async import async_save
-from wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.formats import filesystem, folder

@@ -28,11 +28,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.checkpoints import before_writes
+from kit.training import case_name
+from kit.wrapping import Differs, check_same, error_text, in_fsdp2
 from parameterized import parameterized
-from test_checkpoint_async import before_writes
 from torch import nn
-from training import case_name
-from wrapping import Differs, check_same, error_text, in_fsdp2
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

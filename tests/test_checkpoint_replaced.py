@@ -21,9 +21,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from helpers_groups import Meeting
+from kit.groups import Meeting
+from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
-from wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 
 import fsdp_optim
 from fsdp_optim.formats import opened

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from checkpoint_damage import (
+from kit.checkpoint_damage import (
     HEADERS,
     LIES,
     MAKING,
@@ -46,7 +46,7 @@ from checkpoint_damage import (
     seal,
     sys_digits,
 )
-from checkpoint_format import (
+from kit.checkpoint_format import (
     MARKER,
     Buffered,
     Large,
@@ -59,10 +59,8 @@ from checkpoint_format import (
     read_sums,
     sums_of,
 )
-from helpers_groups import Meeting
-from parameterized import parameterized
-from torch.distributed.device_mesh import DeviceMesh
-from wrapping import (
+from kit.groups import Meeting
+from kit.wrapping import (
     Differs,
     Trained,
     adam,
@@ -76,6 +74,8 @@ from wrapping import (
     sgd,
     snapshot,
 )
+from parameterized import parameterized
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kit.checkpoints import InFolder
+from kit.wrapping import Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
-from test_checkpoint import InFolder
 from torch import nn
-from wrapping import Trained, check_refused, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

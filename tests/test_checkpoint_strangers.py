@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from checkpoint_format import MARKER, all_bytes, check_folder
+from kit.catalogs import LOG, load, save
+from kit.checkpoint_format import MARKER, all_bytes, check_folder
+from kit.checkpoints import InFolder
+from kit.checkpoints import save as save_trained
+from kit.wrapping import Trained, check_same, cpu, error_text
 from parameterized import parameterized
-from test_checkpoint import InFolder
-from test_checkpoint import save as save_trained
-from test_checkpoint_catalog import LOG, load, save
 from torch import nn
-from wrapping import Trained, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from checkpoint_damage import brief_of, packed, sealed_brief
-from checkpoint_format import MARKER, canonical
+from kit.checkpoint_damage import brief_of, packed, sealed_brief
+from kit.checkpoint_format import MARKER, canonical
+from kit.training import Peculiar
+from kit.wrapping import Differs, Trained, check_same
 from parameterized import parameterized
 from soak.mutations import KINDS, Change, Kind, Subject, Tiny, contents, judge
 from soak.mutators import Files, places_in, repair, sealed, split_header
 from soak.torture import temporary
-from training import Peculiar
-from wrapping import Differs, Trained, check_same
 
 import fsdp_optim
 

@@ -15,10 +15,10 @@ from unittest import mock
 
 import torch
 import xxhash
-from checkpoint_format import canonical, read_marker
+from kit.checkpoint_format import canonical, read_marker
+from kit.wrapping import check_same, error_text
 from parameterized import parameterized
 from torch import nn
-from wrapping import check_same, error_text
 
 import fsdp_optim
 from fsdp_optim.formats.json_text import parse_json

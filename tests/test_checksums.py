@@ -7,8 +7,8 @@ import random
 import unittest
 from typing import Any
 
+from kit.wrapping import check_same
 from parameterized import parameterized
-from wrapping import check_same
 
 from fsdp_optim import CheckpointError
 from fsdp_optim.formats.checksums import MAGIC, join_tables, rows_from, rows_of

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Trained, adam, check_full, check_same, cpu, in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from wrapping import Trained, adam, check_full, check_same, cpu, in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -7,11 +7,11 @@ import random
 import unittest
 from pathlib import Path
 
+from kit.wrapping import Differs
 from parameterized import parameterized
 from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, judge, states
 from soak.recording import Choice, Disk, Event, all_of, every, no, none_of
 from soak.torture import temporary
-from wrapping import Differs
 
 SEED = 20251121
 MOST = 45  # states of a way that are looked at here; `make soak` looks at more of them

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from helpers_groups import (
+from kit.groups import (
     NUM_NET_PARAMS,
     Meeting,
     Net,

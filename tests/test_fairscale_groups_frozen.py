@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import WRAPPINGS, Wrapping, units
-from parameterized import parameterized
-from torch import nn
-from training import (
+from kit.models import WRAPPINGS, Wrapping, units
+from kit.training import (
     HOWS,
     STEPS,
     WORLD_SIZES,
@@ -31,6 +29,8 @@ from training import (
     raise_problems,
     resumed,
 )
+from parameterized import parameterized
+from torch import nn
 
 from fsdp_optim import FullyShardedDataParallel, StateError
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks

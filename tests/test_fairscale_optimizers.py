@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import WRAPPINGS, Live, cut
-from parameterized import parameterized
-from torch import Tensor
-from training import (
+from kit.models import WRAPPINGS, Live, cut
+from kit.training import (
     OPTIMIZERS,
     STEPS,
     WORLD_SIZES,
@@ -32,6 +30,8 @@ from training import (
     num_padded,
     raise_problems,
 )
+from parameterized import parameterized
+from torch import Tensor
 
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import unittest
 
-from models import WRAPPINGS
-from parameterized import parameterized
-from training import (
+from kit.models import WRAPPINGS
+from kit.training import (
     HOWS,
     STEPS,
     WORLD_SIZES,
@@ -22,6 +21,7 @@ from training import (
     gathered,
     resumed,
 )
+from parameterized import parameterized
 
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 

@@ -9,10 +9,8 @@ import unittest
 from typing import Any
 
 import torch
-from models import WRAPPINGS, units
-from parameterized import parameterized
-from torch import Tensor, nn
-from training import (
+from kit.models import WRAPPINGS, units
+from kit.training import (
     STEPS,
     Differs,
     Full,
@@ -27,6 +25,8 @@ from training import (
     raise_problems,
     tensors_in,
 )
+from parameterized import parameterized
+from torch import Tensor, nn
 
 from fsdp_optim import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_format import all_bytes, check_folder, extra, in_order, read_marker
+from kit.checkpoint_format import all_bytes, check_folder, extra, in_order, read_marker
+from kit.wrapping import OfModel, Trained, check_same, local_of
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from wrapping import OfModel, Trained, check_same, local_of
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
-from helpers_groups import (
+from kit.groups import (
     NUM_NET_PARAMS,
     Net,
     Sharded,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
-from helpers_groups import (
+from kit.groups import (
     Net,
     Sharded,
     adam,

@@ -12,10 +12,10 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 
 import fsdp_optim
 from fsdp_optim.errors import StateError

@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit import oracle
 
 import fsdp_optim.layout
 from fsdp_optim.errors import LayoutError

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Differs, Trained, check_same, error_text
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from wrapping import Differs, Trained, check_same, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

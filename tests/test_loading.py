@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
-from torch import nn
-from wrapping import (
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     Differs,
@@ -28,6 +26,8 @@ from wrapping import (
     error_text,
     snapshot,
 )
+from parameterized import parameterized
+from torch import nn
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

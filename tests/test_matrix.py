@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parameterized import parameterized
-from wrapping import (
+from kit.wrapping import (
     WORLD_SIZES,
     WRAPPERS,
     Differs,
@@ -32,6 +31,7 @@ from wrapping import (
     local_of,
     sgd,
 )
+from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

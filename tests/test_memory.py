@@ -14,8 +14,8 @@ import unittest.mock
 import weakref
 
 import torch
+from kit.wrapping import check_same
 from parameterized import parameterized
-from wrapping import check_same
 
 from fsdp_optim import memory
 from fsdp_optim.memory import Slabs

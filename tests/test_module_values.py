@@ -15,10 +15,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import WRAPPERS, Trained, adam, check_refused, check_same, cpu, error_text
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
-from wrapping import WRAPPERS, Trained, adam, check_refused, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

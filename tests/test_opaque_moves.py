@@ -10,7 +10,7 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
-from wrapping import Trained, adam
+from kit.wrapping import Trained, adam
 
 from fsdp_optim.state.same import same
 from fsdp_optim.testing import run_on_ranks

@@ -8,9 +8,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
-from wrapping import Differs, Trained, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.errors import StateError

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
 from parameterized import parameterized
 from torch import nn, optim
-from wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.wrapping import OfModel, Optim, Trained, cpu
 from parameterized import parameterized
 from torch import Tensor, nn
-from wrapping import OfModel, Optim, Trained, cpu
 
 import fsdp_optim
 from fsdp_optim.errors import FsdpOptimError

@@ -10,14 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import _NamedOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel
-from wrapping import (
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     OfModel,
@@ -31,6 +24,13 @@ from wrapping import (
     error_text,
     like,
 )
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _NamedOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import fsdp_optim
 from fsdp_optim.state.order import Counted, Listed, count, merge

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.wrapping import Net, Numbers, adam, in_ddp, in_fairscale, in_fsdp1, local_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-from tests.wrapping import Net, Numbers, adam, in_ddp, in_fairscale, in_fsdp1, local_of
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, str]:

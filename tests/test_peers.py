@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, sgd
 from parameterized import parameterized
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +26,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, sgd
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import ClassVar
 
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import oracle
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ import torch.distributed as dist
 from fairscale.internal.parallel import get_process_group_cached
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from fairscale.nn.data_parallel import auto_wrap_bn
-from helpers_groups import (
+from kit.groups import (
+    STEPS,
+    Distribution,
+    Experts,
     Net,
     Sharded,
     adam,
@@ -26,13 +29,17 @@ from helpers_groups import (
     check_same,
     error_of,
     frozen_copy,
+    name_of_experts,
     names_in,
     new_groups,
     numbers,
     plain_by_name,
+    plain_experts,
     plain_net,
+    rename_experts,
     step_plain,
     told_by,
+    with_experts,
 )
 from parameterized import parameterized
 from torch import nn
@@ -40,61 +47,10 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
-STEPS = 3
-
-
 # ------------------------------------------------------------------------------------------- experts
 
 
-class Experts(nn.Module):
-    """A trunk, some experts, a head. The plain model has all experts, a rank has its own ones."""
-
-    def __init__(self, keys: Sequence[int | str]) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 5)
-        self.experts = nn.ModuleDict({str(key): nn.Linear(5, 3) for key in keys})
-        self.head = nn.Linear(3, 2)
-
-
-Distribution = Sequence[Sequence[int]]
 """For every rank the experts that it has, by their numbers in the whole job; the rank itself calls them 0, 1, ..."""
-
-
-def rename_experts(mine: Sequence[int]) -> Callable[[str], str]:
-    def rename(name: str) -> str:
-        parts = name.split(".")
-        if parts[0] == "experts":
-            parts[1] = str(mine[int(parts[1])])
-        return ".".join(parts)
-
-    return rename
-
-
-def name_of_experts(distribution: Distribution) -> Callable[[str, int], str]:
-    def name_of(fqn: str, rank: int) -> str:
-        return rename_experts(distribution[rank])(fqn)
-
-    return name_of
-
-
-def with_experts(
-    mine: Sequence[int], steps: int = STEPS, no_broadcast: bool = True, keys: Sequence[int | str] | None = None
-) -> tuple[Any, torch.optim.Optimizer, Sharded]:
-    """The model of this rank: a unit on a group of one for each of its experts, the rest on all ranks."""
-    rename = rename_experts(mine) if keys is None else str
-    net = Experts(range(len(mine)) if keys is None else keys)
-    sharded = Sharded(net, rename)
-    alone = new_groups(*([rank] for rank in range(dist.get_world_size())))
-    for key, expert in net.experts.items():
-        net.experts[key] = sharded.wrap(expert, process_group=alone, no_broadcast_optim_state=no_broadcast)
-    model = sharded.wrap(net)
-    optim = adam(model.parameters())
-    sharded.step(optim, range(steps))
-    return model, optim, sharded
-
-
-def plain_experts(num: int, steps: int = STEPS) -> tuple[nn.Module, torch.optim.Optimizer]:
-    return plain_net(steps, model=Experts(range(num)))
 
 
 @fairscale_on_cpu()

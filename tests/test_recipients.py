@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import unittest
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers_groups import (
+from kit.groups import (
     adam,
     check_alike,
     check_gathered,
@@ -21,13 +19,12 @@ from helpers_groups import (
     plain_net,
     raw,
 )
+from kit.peaks import MIB, Peak
 from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-
-MIB = 1 << 20
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -124,25 +121,6 @@ def what_stays_after_a_gather(recipient: int) -> dict[str, list[int]]:
         del state
     iterated = [nbytes // MIB for address, nbytes in storages().items() if address not in known and nbytes >= MIB]
     return {"with the dict": sorted(with_dict), "without it": without, "iterated": iterated}
-
-
-class Peak:
-    """The most memory that this process used inside the context, beyond what it had at its beginning, in MiB."""
-
-    def __enter__(self) -> Peak:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that is still there would be used again, unseen
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        self._before = self._read("VmRSS")
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.mib = (self._read("VmHWM") - self._before) / 1024
-
-    @staticmethod
-    def _read(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 @fairscale_on_cpu()

@@ -13,12 +13,12 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from kit.wrapping import Differs, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
-from wrapping import Differs, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Whole

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoint_format import (
+from kit.checkpoint_format import (
+    GOLDEN,
     MODELS,
     Buffered,
     NotValid,
@@ -32,9 +33,9 @@ from checkpoint_format import (
     read_safetensors,
     tensors_of,
 )
+from kit.wrapping import Differs, OfModel, Oracle, Trained, adam, check_same, cpu, local_of, sgd
 from parameterized import parameterized
 from torch import nn
-from wrapping import Differs, OfModel, Oracle, Trained, adam, check_same, cpu, local_of, sgd
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -188,7 +189,6 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 # ------------------------------------------------------------------------------------------- the golden checkpoint
 
-GOLDEN = Path(__file__).parent / "data" / "golden"
 
 # What `python tests/test_safetensors_format.py` printed. It is made once for each version of the format, and never again:
 # a golden checkpoint that a newer version cannot load is a bug of that version.

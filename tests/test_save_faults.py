@@ -10,11 +10,11 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
+from kit.wrapping import Differs
 from parameterized import parameterized
 from soak.failing import FLUSHING, MAKING, MOVING, READING, WRITING, Fault
 from soak.faults import Case, Subject, on_ranks
 from soak.torture import temporary
-from wrapping import Differs
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.folder import Staging

@@ -8,9 +8,9 @@ import unittest
 from typing import Any
 
 import torch
+from kit.wrapping import WRAPPERS, Differs, Net, Trained, check_refused, check_same, cpu, error_text, in_fsdp1, snapshot
 from parameterized import parameterized
 from torch import nn
-from wrapping import WRAPPERS, Differs, Net, Trained, check_refused, check_same, cpu, error_text, in_fsdp1, snapshot
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.experts import Experts, global_name, train_experts
+from kit.wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fsdp1
 from parameterized import parameterized
-from test_torch_wrappers import Experts, _train_experts, global_name
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fsdp1
 
 import fsdp_optim
 from fsdp_optim.layout import Block, Box, Boxes
@@ -155,7 +155,7 @@ def experts_on_sub_meshes() -> list[tuple[str, str]]:
     def name_of(fqn: str, rank: int) -> str:
         return global_name((rank,), fqn)
 
-    trained, target = (_train_experts("FSDP2", (rank,), (0,), oracle, steps) for steps in (STEPS, 0))
+    trained, target = (train_experts("FSDP2", (rank,), (0,), oracle, steps) for steps in (STEPS, 0))
     given = _sharded(trained)
     fsdp_optim.load_optim_state_dict(target.optim, target.shard(given, name_of=name_of))
     again = target.gather(None, "name", collect="all", name_of=name_of)

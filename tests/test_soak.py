@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import unittest
 
+from kit.wrapping import Differs
 from parameterized import parameterized
 from soak.torture import Torture
-from wrapping import Differs
 
 SEED = 20251121
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Trained, adam, error_text
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from wrapping import Trained, adam, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
-from wrapping import (
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     Differs,
@@ -37,6 +32,11 @@ from wrapping import (
     sgd,
     snapshot,
 )
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

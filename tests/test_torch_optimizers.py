@@ -9,10 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from parameterized import parameterized
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from wrapping import (
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     Differs,
@@ -29,6 +26,9 @@ from wrapping import (
     error_text,
     local_of,
 )
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -10,22 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from wrapping import (
+from kit.experts import Experts, global_name, train_experts
+from kit.wrapping import (
     STEPS,
     WRAPPERS,
     Differs,
@@ -46,6 +32,21 @@ from wrapping import (
     in_hsdp,
     mesh_2d,
 )
+from parameterized import parameterized
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -496,64 +497,6 @@ class TiedTest(unittest.TestCase):
 # ------------------------------------------------------------------------------------------- mixes
 
 
-class Experts(nn.Module):
-    """A trunk, experts, a head."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 5)
-        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(num))
-        self.head = nn.Linear(3, 2)
-
-
-class OwnExperts(Experts):
-    """What a rank builds: its own experts' numbers are those of the model with all of them."""
-
-    mine: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        super().__init__(len(self.mine))
-
-
-def global_name(mine: tuple[int, ...], name: str) -> str:
-    parts = name.split(".")
-    if "experts" in parts:
-        place = parts.index("experts") + 1
-        parts[place] = str(mine[int(parts[place])])
-    return ".".join(parts)
-
-
-def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Experts on their own ranks, everything else on all ranks."""
-    per_group = len(group_ranks)
-    members = [list(range(i, i + per_group)) for i in range(0, dist.get_world_size(), per_group)]
-    everyone = init_device_mesh("cpu", (dist.get_world_size(),))
-    place = dist.get_rank() // per_group
-    group = [dist.new_group(ranks) for ranks in members][place]
-    # One mesh of all ranks, cut: torch names a group made by some of the ranks by its ranks, and a second one of the same
-    # name can meet the first one's addresses in the store.
-    grid = init_device_mesh("cpu", (len(members), per_group), mesh_dim_names=("groups", "shards"))
-    mesh = grid["shards"]
-
-    def wrap(model: Any) -> Any:
-        for index, expert in enumerate(model.experts):
-            if kind == "FSDP2":
-                fully_shard(expert, mesh=mesh)
-            elif kind == "fairscale":
-                model.experts[index] = fsdp_optim.FullyShardedDataParallel(expert, process_group=group)
-            else:
-                model.experts[index] = TorchFSDP(
-                    expert, process_group=group, device_id=torch.device("cpu"), use_orig_params="orig" in kind
-                )
-        if kind == "FSDP2":
-            return fully_shard(model, mesh=everyone)
-        if kind == "fairscale":
-            return fsdp_optim.FullyShardedDataParallel(model)
-        return TorchFSDP(model, device_id=torch.device("cpu"), use_orig_params="orig" in kind)
-
-    return wrap
-
-
 def experts(kind: str, num_experts: int, num_groups: int) -> None:
     """Every group of ranks has its own experts; all call theirs `experts.0`, ..."""
     with cpu():
@@ -568,8 +511,8 @@ def experts(kind: str, num_experts: int, num_groups: int) -> None:
 
         oracle = Oracle(adam, STEPS, lambda: Experts(num_experts))
         ranks = tuple(range(per_group))
-        trained = _train_experts(kind, mine, ranks, oracle, STEPS)
-        target = _train_experts(kind, mine, ranks, oracle, 0)
+        trained = train_experts(kind, mine, ranks, oracle, STEPS)
+        target = train_experts(kind, mine, ranks, oracle, 0)
         full = trained.gather(None, collect="all", name_of=name_of)
         shard = target.shard(full, name_of=name_of)
         scattered = target.scatter(full, world - 1, name_of=name_of)
@@ -579,28 +522,6 @@ def experts(kind: str, num_experts: int, num_groups: int) -> None:
         check_same("the shards", local(shard["state"]), local(trained.optim.state_dict()["state"]))
         check_same("the shards of scatter", local(scattered["state"]), local(shard["state"]))
         check_same("gathered again", {n: again["state"][n] for n in oracle.names}, oracle.by_name())
-
-
-def _train_experts(kind: str, mine: tuple[int, ...], ranks: tuple[int, ...], oracle: Oracle, steps: int) -> Trained:
-    """Numbers and gradients of the parts that this rank has are the whole model's."""
-    wrap = expert_wrap(kind, ranks)
-
-    def number_and_wrap(model: nn.Module) -> Any:
-        for name, param in model.named_parameters():
-            start = oracle.numbers.start[global_name(mine, name)]
-            param.data = torch.arange(start, start + param.numel(), dtype=torch.float32).reshape(param.shape)
-        return wrap(model)
-
-    class Mine(OwnExperts):
-        pass
-
-    Mine.mine = mine
-    trained = Trained.__new__(Trained)
-    model = number_and_wrap(Mine())
-    trained.numbers = oracle.numbers
-    trained.adopt(model, adam)
-    trained.step(range(steps))
-    return trained
 
 
 def _by_name(full: Any) -> dict[str, Any]:

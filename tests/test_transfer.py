@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parameterized import parameterized
-from torch.utils._python_dispatch import TorchDispatchMode
-from wrapping import (
+from kit.wrapping import (
     WRAPPERS,
     Differs,
     Net,
@@ -26,6 +24,8 @@ from wrapping import (
     sgd,
     snapshot,
 )
+from parameterized import parameterized
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from kit.wrapping import Differs, Trained, adam, check_refused, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from wrapping import Differs, Trained, adam, check_refused, check_same, cpu, error_text, local_of
 
 import fsdp_optim as F
 from fsdp_optim.errors import counted_noun

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.wrapping import Trained, adam, check_refused, check_same, error_text
 from parameterized import parameterized
-from wrapping import Trained, adam, check_refused, check_same, error_text
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from wrapping import Trained, adam, check_refused, check_same, error_text
+from kit.wrapping import Trained, adam, check_refused, check_same, error_text
 
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.wrapping import Trained, check_refused, check_same, cpu, error_text, snapshot
 from torch import nn
-from wrapping import Trained, check_refused, check_same, cpu, error_text, snapshot
 
 import fsdp_optim as F
 from fsdp_optim.testing import run_on_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers_groups import (
+from kit.groups import (
     Error,
     Net,
     adam,

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers_groups import Meeting
-from wrapping import Differs, Trained, adam
+from kit.groups import Meeting
+from kit.wrapping import Differs, Trained, adam
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

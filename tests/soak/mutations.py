@@ -20,10 +20,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from checkpoint_format import all_bytes
+from kit.checkpoint_format import all_bytes
+from kit.training import Peculiar
+from kit.wrapping import Differs, Trained, adam, adamw_tensor_lr, differences
 from torch import nn
-from training import Peculiar
-from wrapping import Differs, Trained, adam, adamw_tensor_lr, differences
 
 import fsdp_optim
 from soak.mutators import BYTES, MUTATORS, Files, by_another_file, repair

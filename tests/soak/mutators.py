@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
-from checkpoint_damage import HEADERS, LIES, MARKERS, brief_of, packed, sys_digits
-from checkpoint_format import MARKER, SUMS_MAGIC, make_sums
+from kit.checkpoint_damage import HEADERS, LIES, MARKERS, brief_of, packed, sys_digits
+from kit.checkpoint_format import MARKER, SUMS_MAGIC, make_sums
 
 Files = dict[str, bytes | str | None]
 """The files of a checkpoint by name: bytes; None: is missing; "folder", "link", "pipe": is that."""

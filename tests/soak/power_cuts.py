@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.wrapping import Differs, Trained, adam
 from torch import nn
-from wrapping import Differs, Trained, adam
 
 import fsdp_optim
 from soak.ranks import LEFTOVER, LIMIT, MODES, check_values, fill, leftovers

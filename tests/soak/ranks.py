@@ -24,10 +24,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checkpoint_format import MARKER, check_folder
+from kit.checkpoint_format import MARKER, check_folder
+from kit.wrapping import Differs, Trained, adam, check_same, local_of
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from wrapping import Differs, Trained, adam, check_same, local_of
 
 import fsdp_optim
 from soak.torture import PATIENCE

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from wrapping import Differs, Trained, adam, check_same, differences, local_of
+from kit.wrapping import Differs, Trained, adam, check_same, differences, local_of
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks

@@ -15,7 +15,8 @@ from typing import Any
 from unittest import mock
 
 import xxhash
-from checkpoint_format import MARKER, canonical, make_sums, read_marker, read_safetensors, sums_of
+
+from kit.checkpoint_format import MARKER, canonical, make_sums, read_marker, read_safetensors, sums_of
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:

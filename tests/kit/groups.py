@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from fsdp_optim import FullyShardedDataParallel as FSDP
 
+STEPS = 3
+
 Rename = Callable[[str], str]
 Optim = torch.optim.Optimizer
 Error = tuple[str, str, float]
@@ -294,3 +296,56 @@ def check_alike(errors: Sequence[Error], kind: str, *words: str, within: float =
     slowest = max(seconds for *_, seconds in errors)
     if slowest > within:
         raise AssertionError(f"it took {slowest:.1f} s until all ranks had the error")
+
+
+# ------------------------------------------------------------------------------------------ experts
+
+
+class Experts(nn.Module):
+    """A trunk, some experts, a head. The plain model has all experts, a rank has its own ones."""
+
+    def __init__(self, keys: Sequence[int | str]) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 5)
+        self.experts = nn.ModuleDict({str(key): nn.Linear(5, 3) for key in keys})
+        self.head = nn.Linear(3, 2)
+
+
+Distribution = Sequence[Sequence[int]]
+
+
+def rename_experts(mine: Sequence[int]) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        parts = name.split(".")
+        if parts[0] == "experts":
+            parts[1] = str(mine[int(parts[1])])
+        return ".".join(parts)
+
+    return rename
+
+
+def name_of_experts(distribution: Distribution) -> Callable[[str, int], str]:
+    def name_of(fqn: str, rank: int) -> str:
+        return rename_experts(distribution[rank])(fqn)
+
+    return name_of
+
+
+def with_experts(
+    mine: Sequence[int], steps: int = STEPS, no_broadcast: bool = True, keys: Sequence[int | str] | None = None
+) -> tuple[Any, torch.optim.Optimizer, Sharded]:
+    """The model of this rank: a unit on a group of one for each of its experts, the rest on all ranks."""
+    rename = rename_experts(mine) if keys is None else str
+    net = Experts(range(len(mine)) if keys is None else keys)
+    sharded = Sharded(net, rename)
+    alone = new_groups(*([rank] for rank in range(dist.get_world_size())))
+    for key, expert in net.experts.items():
+        net.experts[key] = sharded.wrap(expert, process_group=alone, no_broadcast_optim_state=no_broadcast)
+    model = sharded.wrap(net)
+    optim = adam(model.parameters())
+    sharded.step(optim, range(steps))
+    return model, optim, sharded
+
+
+def plain_experts(num: int, steps: int = STEPS) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return plain_net(steps, model=Experts(range(num)))

@@ -15,7 +15,8 @@ import safetensors.torch
 import torch
 import xxhash
 from torch import Tensor, nn
-from wrapping import check_same
+
+from kit.wrapping import check_same
 
 MARKER = "fsdp_optim.json"
 SUMS_MAGIC = b"FSOSUMS1"
@@ -235,3 +236,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"Buffered": Buffered, "Dtypes": Dt
 def extra() -> dict[str, Any]:
     nested = {"list": [1, 2.5, None, True, "größe"], "empty": {}}
     return {"step": 7, "nested": nested, "tensor": torch.tensor([1.5, -0.0], dtype=torch.bfloat16)}
+
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"

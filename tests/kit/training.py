@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import models
 import torch
 import torch.distributed as dist
-from models import Live, Wrapping
 from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+from kit import models
+from kit.models import Live, Wrapping
 
 T = TypeVar("T")
 STEPS = 3

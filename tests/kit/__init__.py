@@ -1,0 +1,1 @@
+"""What tests share: models, wrappings, training, oracles, comparisons, and readers of files of their own."""
