@@ -231,6 +231,11 @@ class Placement(ABC):
         """Whether different shards may hold the same element."""
         return False
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same shard. All shards of a placement have equally many holders, but for Boxes."""
+        return self.num_shards > 0 and len(self.holders(0)) > 1
+
     def join(self, other: Placement) -> Placement | None:
         """One Placement for two groups of ranks that hold replicas, cut alike; None where they are cut differently."""
         return self if self == other else None
@@ -595,6 +600,10 @@ class Boxes(Placement):
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         return self._shards[shard][0]
+
+    @property
+    def has_replicas(self) -> bool:
+        return any(len(ranks) > 1 for _, ranks in self._shards)
 
     def join(self, other: Placement) -> Placement | None:
         if not isinstance(other, Boxes) or other.full_shape != self.full_shape:

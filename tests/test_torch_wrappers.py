@@ -24,13 +24,14 @@ from kit.wrapping import (
     check_trip,
     cpu,
     error_text,
+    fsdp1_hybrid,
+    fsdp1_hybrid_groups,
     in_ddp,
     in_fairscale,
     in_fsdp1,
     in_fsdp2,
     in_fsdp2_over_tp,
     in_hsdp,
-    mesh_2d,
 )
 from parameterized import parameterized
 from torch import Tensor, nn
@@ -69,18 +70,6 @@ class Even(nn.Module):
 
 def fsdp1(**kwargs: Any) -> Callable[[nn.Module], Any]:
     return lambda model: in_fsdp1(model, **kwargs)
-
-
-def fsdp1_hybrid(shape: tuple[int, int], strategy: S, orig: bool) -> Callable[[nn.Module], Any]:
-    return lambda model: in_fsdp1(model, device_mesh=mesh_2d(shape), sharding_strategy=strategy, use_orig_params=orig)
-
-
-def fsdp1_hybrid_groups(model: nn.Module) -> Any:
-    """HYBRID_SHARD over two process groups; the shards of a replica are not neighbours: ranks 0, 2 and 1, 3."""
-    rank = dist.get_rank()
-    within = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    return in_fsdp1(model, process_group=(within, across), sharding_strategy=S.HYBRID_SHARD)
 
 
 def fsdp1_ignoring(orig: bool) -> Callable[[nn.Module], Any]:

@@ -15,6 +15,7 @@ from fsdp_optim.layout import Layout, Placement, Whole
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.order import Counted, merge, merge_lists
+from fsdp_optim.state.replicas import NAME_OF, STATE, not_replicas, ranks_said
 from fsdp_optim.state.values import Odd, Summary
 
 _MOST_SHOWN = 200  # letters of a value in an error
@@ -40,7 +41,7 @@ class LiveParam:
     summary: Summary | None
     fingerprint: str = ""
     loose: bool = False
-    what: str = "state"
+    what: str = STATE
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,9 @@ def _merge_module_values(told: Told, *, take_lowest_rank: bool) -> tuple[dict[st
         for other, ranks in others:
             if other != first and not take_lowest_rank:
                 raise StateError(
-                    f"{fqn}: what state_dict() has of it differs between {_ranks(first_ranks)} and {_ranks(ranks)}{_NAME_OF}; "
-                    "if nobody keeps it equal, give on_replica_mismatch='lowest_rank', which takes that of the lowest rank"
+                    f"{fqn}: what state_dict() has of it differs between {ranks_said(first_ranks)} and {ranks_said(ranks)}"
+                    f"{NAME_OF}; if nobody keeps it equal, give on_replica_mismatch='lowest_rank', which takes that of the "
+                    "lowest rank"
                 )
         if len({stands_for for stands_for, _ in said}) > 1:
             differing.append(fqn)
@@ -247,7 +249,7 @@ def _where_it_is(seen: list[_Seen]) -> list[_Seen]:
 
 def _check_calls(told: Told) -> None:
     if len({report.call for report, _ in told}) > 1:
-        lines = "; ".join(f"{_ranks(ranks)}: {report.call}" for report, ranks in told)
+        lines = "; ".join(f"{ranks_said(ranks)}: {report.call}" for report, ranks in told)
         raise RankError(f"the ranks do not make the same call: {lines}")
 
 
@@ -271,8 +273,8 @@ def _check_groups(told: Told) -> None:
             for key in {**a, **b}:
                 if a.get(key) != b.get(key):
                     raise StateError(
-                        f"{what}: {key} is {_short(a.get(key, 'absent'))} on {_ranks(first_ranks)} and "
-                        f"{_short(b.get(key, 'absent'))} on {_ranks(ranks)}; set it alike on all ranks"
+                        f"{what}: {key} is {_short(a.get(key, 'absent'))} on {ranks_said(first_ranks)} and "
+                        f"{_short(b.get(key, 'absent'))} on {ranks_said(ranks)}; set it alike on all ranks"
                     )
 
 
@@ -286,8 +288,8 @@ def _check_classes(told: Told) -> None:
         for index, (mine, theirs) in enumerate(zip(first.classes, report.classes, strict=True)):
             if mine.name != theirs.name:
                 raise StateError(
-                    f"param group {index}: its optimizer is {mine.name} on {_ranks(first_ranks)} and {theirs.name} on "
-                    f"{_ranks(ranks)}; build the same one on all ranks"
+                    f"param group {index}: its optimizer is {mine.name} on {ranks_said(first_ranks)} and {theirs.name} on "
+                    f"{ranks_said(ranks)}; build the same one on all ranks"
                 )
 
 
@@ -297,13 +299,13 @@ def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:
     for other in seen[1:]:
         if other.placement.shape != first.placement.shape:
             raise StateError(
-                f"{first.fqn}: shape {list(first.placement.shape)} on {_ranks(first.ranks)}, "
-                f"{list(other.placement.shape)} on {_ranks(other.ranks)}{_NAME_OF}"
+                f"{first.fqn}: shape {list(first.placement.shape)} on {ranks_said(first.ranks)}, "
+                f"{list(other.placement.shape)} on {ranks_said(other.ranks)}{NAME_OF}"
             )
         if other.live.group_index != first.live.group_index:
             raise StateError(
-                f"{first.fqn}: in param group {first.live.group_index} on {_ranks(first.ranks)}, in group "
-                f"{other.live.group_index} on {_ranks(other.ranks)}"
+                f"{first.fqn}: in param group {first.live.group_index} on {ranks_said(first.ranks)}, in group "
+                f"{other.live.group_index} on {ranks_said(other.ranks)}"
             )
     seen = _settled(seen)
     first = seen[0]
@@ -321,15 +323,6 @@ def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:
     return Param(first.fqn, placement, first.live.group_index, summary)
 
 
-_NAME_OF = (
-    ". If these are different parameters under one name (experts, say), give name_of=, a function (fqn, rank) -> name "
-    "that tells them apart"
-)
-
-
-_SUCH = " (as each rank's own BatchNorm statistics are)"
-
-
 def _merge_placements(seen: list[_Seen]) -> Placement:
     said = {item.placement: item for item in reversed(seen)}
     first, *others = dict.fromkeys(item.placement for item in seen)
@@ -337,11 +330,9 @@ def _merge_placements(seen: list[_Seen]) -> Placement:
     for other in others:
         joined = joined.join(other) if joined is not None else None
         if joined is None:
-            hint = (
-                _NAME_OF if set(first.ranks).isdisjoint(other.ranks) else ". Is the model wrapped alike on all ranks?"
-            )
+            hint = NAME_OF if set(first.ranks).isdisjoint(other.ranks) else ". Is the model wrapped alike on all ranks?"
             raise StateError(
-                f"{seen[0].fqn}: {first} to {_ranks(said[first].ranks)}, and {other} to {_ranks(said[other].ranks)}{hint}"
+                f"{seen[0].fqn}: {first} to {ranks_said(said[first].ranks)}, and {other} to {ranks_said(said[other].ranks)}{hint}"
             )
     return joined or first
 
@@ -375,14 +366,9 @@ def _check_replicas_are_equal(seen: list[_Seen]) -> None:
     """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
     for one, other in _replicas(seen) if len(seen) > 1 else ():
         if not _alike(one, other):
-            is_state = one.live.what == "state"
+            is_state = one.live.what == STATE
             what = (one.live.summary or other.live.summary) if is_state else one.live.what
-            raise StateError(
-                f"{one.fqn}: its {what} {'is' if is_state else 'are'} not the same on {_ranks(one.ranks)} and "
-                f"{_ranks(other.ranks)}, which hold the same part of it, so they are not replicas{_NAME_OF}; if they are "
-                f"replicas that nobody keeps equal{'' if is_state else _SUCH}, give "
-                "on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
-            )
+            raise not_replicas(one.fqn, str(what), one.ranks, other.ranks)
 
 
 def _check_all_holders_speak(fqn: str, placement: Placement, seen: list[_Seen]) -> None:
@@ -390,7 +376,7 @@ def _check_all_holders_speak(fqn: str, placement: Placement, seen: list[_Seen]) 
     silent = [r for r in placement.ranks if r not in spoken and placement.numel_on(r)]
     if silent:
         raise StateError(
-            f"{fqn}: {_ranks(tuple(silent))} should hold a part of it, and found no such parameter in the model and "
+            f"{fqn}: {ranks_said(tuple(silent))} should hold a part of it, and found no such parameter in the model and "
             f"optimizer; {_has(tuple(sorted(spoken)))} one. Is the model built and wrapped alike on all ranks?"
         )
 
@@ -445,21 +431,12 @@ def _compare(first: _Seen, a: Summary, other: _Seen, b: Summary) -> None:
     for name in {**mine, **theirs}:
         if name not in mine or name not in theirs or mine[name] != theirs[name]:
             raise StateError(
-                f"{first.fqn}: {name} is {mine.get(name, 'absent')} on {_ranks(first.ranks)} and "
-                f"{theirs.get(name, 'absent')} on {_ranks(other.ranks)}{_NAME_OF if first.placement != other.placement else ''}"
+                f"{first.fqn}: {name} is {mine.get(name, 'absent')} on {ranks_said(first.ranks)} and "
+                f"{theirs.get(name, 'absent')} on {ranks_said(other.ranks)}"
+                f"{NAME_OF if first.placement != other.placement else ''}"
             )
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    """`rank 3`, `ranks 0, 1, 2`, `ranks 0..511`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}..{ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
 
 
 def _has(ranks: tuple[int, ...]) -> str:
     """`rank 3 has`, `ranks 0, 1 have`."""
-    return f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{ranks_said(ranks)} {'has' if len(ranks) == 1 else 'have'}"

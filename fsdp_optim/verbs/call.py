@@ -19,11 +19,11 @@ from fsdp_optim.adapters import ModelReader, NameOf
 from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.fitting import GroupsFrom, LiveOptimizer
-from fsdp_optim.state.folding import fold_of, is_folded
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.order import Counted, Listed, count
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
 from fsdp_optim.state.reading import Names
+from fsdp_optim.state.replicas import STATE, print_of_state
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
@@ -247,7 +247,7 @@ def meet(
     with_state: bool,
     on_replica_mismatch: OnReplicaMismatch = "error",
     every_replica: bool = False,
-    what: str = "state",
+    what: str = STATE,
 ) -> tuple[Local, Picture]:
     """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all.
 
@@ -285,13 +285,18 @@ def meet(
         told.setdefault(one, []).append(rank)
     by_ranks = [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
     picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
-    if picture.mismatched and callers.rank == callers.ranks[0]:
+    warn_of_mismatch(callers, picture.mismatched)
+    return local, picture
+
+
+def warn_of_mismatch(callers: Callers, fqns: Sequence[str]) -> None:
+    """Say once which parameters have replicas that differ, where those of the lowest rank are taken."""
+    if fqns and callers.rank == callers.ranks[0]:
         log.warning(
             "the replicas of %s differ between ranks, and those of the lowest rank are taken: %s",
-            counted_noun(len(picture.mismatched), "parameter"),
-            ", ".join(picture.mismatched[:8]),
+            counted_noun(len(fqns), "parameter"),
+            ", ".join(fqns[:8]),
         )
-    return local, picture
 
 
 def _report(
@@ -364,20 +369,6 @@ def _live_param(
         collected=handle.collected,
         summary=summary,
         what=what,
-        fingerprint=_fingerprint(param) if check and not sure else "",
+        fingerprint=print_of_state(param, callers.rank) if check and not sure else "",
         loose=handle.loose,
     )
-
-
-def _fingerprint(param: LocalParam) -> str:
-    """Stands for the elements of this rank's state of one live parameter."""
-    prints = []
-    for name, value in (param.state or {}).items():
-        try:
-            prints.append((name, fold_of(value) if is_folded(value) else fingerprint_of(value)))
-        except Incomparable as error:
-            raise StateError(
-                f"{param.named.fqns[0]}: {name!r} of its state: {error}, and nobody can say whether ranks that hold the same "
-                "part of the parameter have the same"
-            ) from None
-    return fingerprint_of(prints)

@@ -15,6 +15,7 @@ from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import LocalPart, OpaqueShards
 from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.replicas import ELEMENTS
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
@@ -23,6 +24,7 @@ from fsdp_optim.verbs.asked import Asked
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
 from fsdp_optim.verbs.gather import Part
 from fsdp_optim.verbs.opaque import gather_opaque
+from fsdp_optim.verbs.replicas import compare_shards
 from fsdp_optim.view import ModelView, check_materialized
 
 WEIGHT = "weight"
@@ -121,9 +123,10 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
         every_replica=True,
-        what="elements",
+        what=ELEMENTS,
     )
     check_not_empty(picture, reader)
+    picture = compare_shards(callers, local, picture, options.on_replica_mismatch, ELEMENTS)
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
     tensors = []
     for fqn in _by_unit(picture):
@@ -162,6 +165,7 @@ def read_state(
         on_replica_mismatch=options.on_replica_mismatch,
         every_replica=True,
     )
+    picture = compare_shards(callers, local, picture, options.on_replica_mismatch)
     tensors, scalars = [], []
     for fqns in _units(picture):
         for name in dict.fromkeys(name for fqn in fqns for name in _names_of(picture, fqn)):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -107,6 +107,18 @@ def in_ddp(model: nn.Module, **kwargs: Any) -> Any:
 
 def mesh_2d(shape: tuple[int, int], names: tuple[str, str] = ("replicate", "shard")) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def fsdp1_hybrid(shape: tuple[int, int], strategy: ShardingStrategy, orig: bool) -> Callable[[nn.Module], Any]:
+    return lambda model: in_fsdp1(model, device_mesh=mesh_2d(shape), sharding_strategy=strategy, use_orig_params=orig)
+
+
+def fsdp1_hybrid_groups(model: nn.Module) -> Any:
+    """HYBRID_SHARD over two process groups; the shards of a replica are not neighbours: ranks 0, 2 and 1, 3."""
+    rank = dist.get_rank()
+    within = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    return in_fsdp1(model, process_group=(within, across), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 _HSDP_SHAPES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}

@@ -1,0 +1,96 @@
+"""Replicas: what stands for a rank's elements when they are compared with another rank's, and the error where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.state.folding import fold_of, is_folded
+from fsdp_optim.state.local import LocalParam
+from fsdp_optim.state.same import Incomparable, fingerprint_of
+from fsdp_optim.view import Handle
+
+NAME_OF = (
+    ". If these are different parameters under one name (experts, say), give name_of=, a function (fqn, rank) -> name "
+    "that tells them apart"
+)
+STATE, ELEMENTS = "state", "elements"
+"""What is compared: an optimizer's state, of which errors name the values, or the elements of a model."""
+
+_SUCH = " (as each rank's own BatchNorm statistics are)"
+_MOST_NAMED = 8
+
+
+def print_of_state(param: LocalParam, rank: int) -> str:
+    """Stands for the elements of this rank's state of one live parameter, but for padding.
+
+    Values that ranks with the same part of the parameter cut among themselves are left out: there they are no replicas.
+    """
+    prints = []
+    for name, value in (param.state or {}).items():
+        if not _is_cut_among_replicas(param.handle, value, rank):
+            prints.append((name, print_of_value(param, name, rank)))
+    return fingerprint_of(prints)
+
+
+def print_of_value(param: LocalParam, name: str, rank: int) -> str:
+    """Stands for this rank's part of one value of a live parameter's state. Raises StateError where nothing can."""
+    value = param.state[name] if param.state is not None else None
+    try:
+        if not isinstance(value, torch.Tensor):
+            return fingerprint_of(value)
+        held = _held(param.handle, value, rank)
+        return fold_of(held) if is_folded(held) else fingerprint_of(held)
+    except Incomparable as error:
+        raise StateError(
+            f"{param.named.fqns[0]}: {name!r} of its state: {error}, and nobody can say whether ranks that hold the same "
+            "part of the parameter have the same"
+        ) from None
+
+
+def _held(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
+    """The elements of a value on this rank as a plain tensor, without padding; the value where it is something else."""
+    held = handle.held(value)
+    if held is None or not any(handle.num_padded):
+        return value if held is None else held
+    shard = handle.originals[0].placement.shard_of(rank)
+    return held if shard is None else held[: len(held) - handle.num_padded[shard]]
+
+
+def _is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
+    """Whether a value lives elsewhere than the parameter, so that ranks with the same part of the one differ in the other."""
+    if not isinstance(value, torch.Tensor) or handle.is_held(value) or not handle.is_marked(value):
+        return False
+    where, placement = handle.placement_of(value), handle.originals[0].placement
+    shard = placement.shard_of(rank)
+    if where is None or shard is None:
+        return False
+    return len({where.shard_of(holder) for holder in placement.holders(shard)}) > 1
+
+
+def not_replicas(
+    fqn: str, what: str, ranks: tuple[int, ...], others: tuple[int, ...], more: Sequence[str] = ()
+) -> StateError:
+    """The error where the elements of two ranks differ that should be the same.
+
+    `what`: the names of state values, or what the elements of a model are called; `more`: other parameters of the same kind.
+    """
+    is_state = what != ELEMENTS
+    shown = f"; {counted_noun(len(more), 'more parameter')} like it: {', '.join(more[:_MOST_NAMED])}" if more else ""
+    return StateError(
+        f"{fqn}: its {what} {'is' if is_state else 'are'} not the same on {ranks_said(ranks)} and {ranks_said(others)}, which "
+        f"hold the same part of it, so they are not replicas{shown}{NAME_OF}; if they are replicas that nobody keeps "
+        f"equal{'' if is_state else _SUCH}, give on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
+    )
+
+
+def ranks_said(ranks: tuple[int, ...]) -> str:
+    """`rank 3`, `ranks 0, 1, 2`, `ranks 0..511`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}..{ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"

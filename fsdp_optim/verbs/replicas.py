@@ -1,0 +1,141 @@
+"""Replicas of shards, as HSDP has them: compared before a save, which writes part of each.
+
+What ranks say of their shards differs from shard to shard, so it does not travel with their reports: the lowest rank that holds
+a shard tells a digest of each of its parameters, and the others that hold it read that only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Placement
+from fsdp_optim.state.picture import Param, Picture
+from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
+from fsdp_optim.transport.agree import Told, compare, tell
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.reports import exchange_reports
+from fsdp_optim.verbs.call import Local, OnReplicaMismatch, warn_of_mismatch
+
+_NBYTES = 16  # of a digest
+_NONE = bytes(_NBYTES)  # of a rank that has nothing of it
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What several ranks hold alike: a live parameter, or one value of its state that is placed by itself.
+
+    `fqns`: the original parameters in it.
+    """
+
+    fqns: tuple[str, ...]
+    value: str | None
+    placement: Placement
+
+    def leader(self, rank: int) -> int | None:
+        """The lowest of the ranks that hold what this one holds; None where it holds nothing."""
+        shard = self.placement.shard_of(rank)
+        return min(self.placement.holders(shard)) if shard is not None else None
+
+    def digest(self, local: Local, rank: int) -> bytes:
+        """Stands for what this rank holds of it."""
+        param = local.by_fqn.get(self.fqns[0])
+        if param is None or self.placement.shard_of(rank) is None:
+            return _NONE
+        if self.value is None:
+            return bytes.fromhex(print_of_state(param, rank))
+        if param.state is None or self.value not in param.state:
+            return _NONE
+        return bytes.fromhex(print_of_value(param, self.value, rank))
+
+
+def compare_shards(
+    callers: Callers, local: Local, picture: Picture, on_replica_mismatch: OnReplicaMismatch, what: str = STATE
+) -> Picture:
+    """Compare the replicas that the reports of ranks have not compared. Called by all ranks, which get the same picture.
+
+    Raises StateError on all of them where replicas differ, or takes those of the lowest ranks.
+    """
+    shared = _shared_in(picture)
+    if not shared:
+        return picture
+    leaders = [one.leader(callers.rank) for one in shared]
+    digests, error = [], None
+    try:
+        digests = [one.digest(local, callers.rank) for one in shared]
+    except Exception as reason:
+        error = reason
+    told = tell(callers, "shards", b"".join(digests) if callers.rank in leaders else b"", error=error)
+    differing = _differing(told, digests, leaders, callers.rank)
+    said = json.dumps(differing).encode() if differing else b""
+    if compare(callers, "shards compared", said) and not differing:
+        return picture
+    by_shared: dict[int, list[int]] = {}
+    for rank, one in zip(callers.ranks, exchange_reports(callers, said), strict=True):
+        for index in json.loads(one) if one else ():
+            by_shared.setdefault(index, []).append(rank)
+    found = [shared[index] for index in sorted(by_shared)]
+    if on_replica_mismatch == "error":
+        raise _error(picture, found, by_shared[min(by_shared)], what)
+    fqns = tuple(dict.fromkeys(fqn for one in found for fqn in one.fqns))
+    warn_of_mismatch(callers, fqns)
+    return _with_lowest(picture, found)
+
+
+def _shared_in(picture: Picture) -> list[_Shared]:
+    """What is held by several ranks and has no fingerprint in the reports, in the model's order."""
+    unprinted = {live.fqns[0]: live.fqns for live in picture.live if live.fqns and not live.fingerprint}
+    shared = []
+    for fqn, param in picture.params.items():
+        if param.summary is None:
+            continue
+        if fqn in unprinted and param.placement.has_replicas:
+            shared.append(_Shared(unprinted[fqn], None, param.placement))
+        for name, (_, placement) in param.summary.placed:
+            if placement.has_replicas:
+                shared.append(_Shared((fqn,), name, placement))
+    return shared
+
+
+def _differing(told: Told, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
+    """Of what is shared, by number, that which differs on this rank from what its leader has."""
+    theirs = {leader: told.by(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})}
+    return [
+        index
+        for index, (mine, leader) in enumerate(zip(digests, leaders, strict=True))
+        if leader in theirs and mine != theirs[leader][index * _NBYTES : (index + 1) * _NBYTES]
+    ]
+
+
+def _error(picture: Picture, found: Sequence[_Shared], ranks: Sequence[int], what: str) -> StateError:
+    """About the first of those that differ: the ranks that hold the same shard of it as the first of `ranks`."""
+    first = found[0]
+    leader = first.leader(ranks[0])
+    others = tuple(rank for rank in ranks if first.leader(rank) == leader)
+    names = first.value or (str(picture.params[first.fqns[0]].summary) if what == STATE else what)
+    more = list(dict.fromkeys(one.fqns[0] for one in found[1:] if one.fqns[0] != first.fqns[0]))
+    return not_replicas(first.fqns[0], names, (leader,) if leader is not None else (), others, more)
+
+
+def _with_lowest(picture: Picture, found: Sequence[_Shared]) -> Picture:
+    """The picture in which only the lowest ranks hold what differs."""
+    params: dict[str, Param] = dict(picture.params)
+    for one in found:
+        for fqn in one.fqns:
+            if fqn in params:
+                params[fqn] = _on_lowest(params[fqn], one.value)
+    return replace(picture, params=params)
+
+
+def _on_lowest(param: Param, value: str | None) -> Param:
+    if value is None:
+        return replace(param, placement=param.placement.on_lowest_ranks())
+    if param.summary is None:
+        return param
+    placed = tuple(
+        (name, (dtype, where.on_lowest_ranks() if name == value else where))
+        for name, (dtype, where) in param.summary.placed
+    )
+    return replace(param, summary=replace(param.summary, placed=placed))
