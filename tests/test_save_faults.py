@@ -17,6 +17,7 @@ from soak.faults import Case, Subject, on_ranks
 from soak.torture import temporary
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.files import sync_file, sync_folder
 from fsdp_optim.formats.folder import Staging
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.verbs.notes import HeldNote, WatchedNote
@@ -94,13 +95,50 @@ class PiecesTest(unittest.TestCase):
             Staging.begin(root / "path", overwrite=False).abandon()
             self.assertEqual(list(root.iterdir()), [])
 
+    def test_the_lock_of_a_leftover_whose_close_fails(self) -> None:
+        """A leftover is removed, and what closing its lock says is no reason not to save."""
+        with temporary() as root:
+            leftover = root / "path.saving-0123456789abcdef"
+            leftover.mkdir()
+            (leftover / "owner.lock").write_text("")
+            with _failing_close("owner.lock"):
+                staging = Staging.begin(root / "path", overwrite=False)
+            self.assertEqual(list(root.iterdir()), [staging.folder])
+            staging.abandon()
 
-def _failing_close() -> mock._patch[mock.MagicMock]:
+    def test_the_lock_of_a_folder_that_gets_no_name_whose_close_fails(self) -> None:
+        """The folder goes, and the error says why it got no name."""
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with temporary() as root:
+            with (
+                _failing_close("owner.lock"),
+                mock.patch.object(Path, "rename", side_effect=full),
+                self.assertRaisesRegex(CheckpointError, os.strerror(errno.ENOSPC)),
+            ):
+                Staging.begin(root / "path", overwrite=False)
+            self.assertEqual(list(root.iterdir()), [])
+
+    def test_a_flush_whose_close_fails(self) -> None:
+        """Nothing was written through the descriptor: what was flushed is on the disk."""
+        with temporary() as root:
+            (root / "file").touch()
+            with _failing_close():
+                sync_file(root / "file")
+                sync_folder(root)
+            with mock.patch("os.fsync", side_effect=FAILS), _failing_close():
+                self.assertRaises(CheckpointError, sync_file, root / "file")
+                self.assertRaises(OSError, sync_folder, root)
+
+
+def _failing_close(name: str = "") -> mock._patch[mock.MagicMock]:
+    """Every close fails, or those of files of one name."""
     real = os.close
 
     def close(fd: int) -> None:
+        fails = os.readlink(f"/proc/self/fd/{fd}").endswith(name)
         real(fd)
-        raise FAILS
+        if fails:
+            raise FAILS
 
     return mock.patch("os.close", side_effect=close)
 

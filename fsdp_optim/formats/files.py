@@ -130,7 +130,7 @@ def sync_file(path: Path) -> None:
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be made durable: {error.strerror or error}") from None
 
@@ -153,7 +153,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def _batches(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:

@@ -102,7 +102,7 @@ class Staging:
             new.rename(folder)  # fails where another save has just removed it
         except BaseException:
             if lock >= 0:
-                os.close(lock)
+                close_quietly(lock)
             remove_tree(new)
             raise
         return cls(path, folder, overwrite, lock, before)
@@ -365,7 +365,7 @@ def _is_held(folder: Path) -> bool:
     except OSError:
         return True
     finally:
-        os.close(lock)
+        close_quietly(lock)
     return host not in ("", this_host(folder)) and time.time() - _last_written(folder) < _DEAD_AFTER
 
 
