@@ -28,6 +28,7 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim.formats import opened
 from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.verbs import restore
 
 CALLS = ("open", "stat", "fstat", "preadv")
 RACE = 1.0  # seconds
@@ -63,10 +64,11 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.root, self.path = root, root / "path"
 
-    def reset(self) -> None:
+    def reset(self, number: int = 1) -> None:
+        """Another whole checkpoint is at the path, whatever was there."""
         for folder in self.root.glob("path*"):
             shutil.rmtree(folder)
-        shutil.copytree(self.root / "save-1", self.path)
+        shutil.copytree(self.root / f"save-{number}", self.path)
         shutil.copytree(self.root / "save-2", self.root / "path.saving-0123456789abcdef")
 
     def replace(self) -> None:
@@ -168,6 +170,39 @@ def all_cases(root: Path, slower: int) -> dict[str, dict[str, int]]:
     return found
 
 
+def replaced_in_each_look(root: Path, times: int, breaks: int) -> tuple[int, str, tuple[str, str]]:
+    """How often a load has looked, what it gave, and its error, where the path is replaced in each of the first `times` looks.
+
+    `breaks`: the rank that finds files missing. Another one finds everything as it was when it opened the path.
+    """
+    alone, looks, got = not dist.is_initialized(), [0], list[Any]()
+    me, meeting = (0, None) if alone else (dist.get_rank(), Meeting())
+    place, real = Place(root), restore.read_extras
+
+    def together() -> None:
+        if meeting is not None:
+            meeting.tell(0)
+
+    def read_extras(checkpoint: Any, *args: Any) -> Any:
+        looks[0] += 1
+        found = real(checkpoint, *args) if me != breaks else None
+        together()
+        if me == 0 and looks[0] <= times:
+            place.reset(1 + looks[0] % 2)
+        together()
+        return real(checkpoint, *args) if me == breaks else found
+
+    with cpu(), mock.patch.object(restore, "read_extras", read_extras):
+        target = Trained("plain" if alone else "FSDP2", steps=1)
+        fill(target, 9)
+        if me == 0:
+            place.reset()
+        together()
+        error = error_text(lambda: got.append(load(place.path, target, {})))
+        had = sorted({float(v) for param in target.params for v in local_of(param).detach().flatten()})
+        return looks[0], str(values(target, got[0]) if got else had), error
+
+
 class ReplacedTest(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -248,6 +283,31 @@ class ReplacedTest(unittest.TestCase):
         self.assertIn(kind, ("ReplacedError", "CheckpointError"))
         self.assertIn("was replaced", text)
         self.assertIn(str(place.path), text)
+
+    @parameterized.expand(((1,), (2,), (3,), (4,)))
+    def test_replaced_in_succession(self, times: int) -> None:
+        save_two(self.root, {})
+        number = 1.0 + times % 2
+        self.assertEqual(replaced_in_each_look(self.root, times, 0), (times + 1, str([number]), ("", "")))
+
+    def test_replaced_in_every_look(self) -> None:
+        """It gives up after the last look, and has changed nothing."""
+        save_two(self.root, {})
+        looks, had, (kind, text) = replaced_in_each_look(self.root, 99, 0)
+        self.assertEqual((looks, had, kind), (5, "[9.0]", "ReplacedError"))
+        self.assertIn("was replaced by another checkpoint again and again", text)
+
+    @parameterized.expand(((3, 0), (3, 1), (99, 1)))
+    def test_replaced_in_succession_on_ranks(self, times: int, breaks: int) -> None:
+        """All ranks look again where one has to, and all give up."""
+        run_on_ranks(save_two, 2, self.root, {})
+        one, other = run_on_ranks(replaced_in_each_look, 2, self.root, times, breaks)
+        self.assertEqual(one, other)
+        if times == 3:
+            self.assertEqual(one, (4, "[2.0]", ("", "")))
+        else:
+            self.assertEqual(one[:2], (5, "[9.0]"))
+            self.assertIn("was replaced by another checkpoint again and again", one[2][1])
 
     def test_written_again_in_the_same_folder(self) -> None:
         """A tool that copies into the folder, file by file: its marker is another one when all is read."""

@@ -32,7 +32,7 @@ from fsdp_optim.verbs.restored import Restored, read_extras
 from fsdp_optim.verbs.targets import State, Weights
 from fsdp_optim.verbs.unfiling import fetch
 
-_LOOKS = 2  # at a path that is given to another checkpoint while this one is loaded
+_LOOKS = 5  # at a path that is given to another checkpoint while this one is loaded
 
 log = logging.getLogger("fsdp_optim")
 

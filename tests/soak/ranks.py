@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fsdp_optim
+from fsdp_optim.verbs.restore import _LOOKS as LOOKS
 from soak.torture import PATIENCE
 
 WORLD = 2
@@ -147,7 +148,7 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
                 raise Differs(f"latest finds nothing in {sorted(os.listdir(root))}")
             number = fsdp_optim.load(path, one.model, one.optim, verify=order["verify"])["number"]
         except fsdp_optim.CheckpointError as error:
-            if saves_ended(order["saver"]) - before < MOST_REPLACED:
+            if saves_ended(order["saver"]) - before < least_replaced(order["mode"]):
                 raise Differs(
                     f"load {count}, while {saves_ended(order['saver']) - before} saves ended: {error}"
                 ) from error
@@ -160,7 +161,13 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
     note(order, rank, "loads", count)
 
 
-MOST_REPLACED = 2  # saves that end while one load looks: where a checkpoint is replaced so often, it may give up
+def least_replaced(mode: str) -> int:
+    """How many saves have been noted to end, at least, where one load may give up.
+
+    A path that is overwritten has been replaced once in each look; after one that `keep_last` removes came as many saves. The
+    last of these saves may not have noted its end yet.
+    """
+    return (LOOKS if mode.endswith("overwrite") else MODES[mode]["keep_last"]) - 1
 
 
 def saves_ended(notes: str) -> int:
