@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, ReplacedError, causes_of
+from fsdp_optim.formats.bools import BOOL, check_bools
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
@@ -42,6 +43,11 @@ class StoredFile:
     offset: int
     sums: str | None = None
     num_segments: int = 0
+
+    @cached_property
+    def bools(self) -> tuple[Entry, ...]:
+        """The tensors of bools, in the order of their bytes."""
+        return tuple(entry for entry in self.header.entries if entry.code == BOOL)
 
     @property
     def short_nbytes(self) -> int:
@@ -179,6 +185,7 @@ class Checkpoint:
                 sums = self._table(file)
                 section = DataSection(self.opened.file(name), self.folder / name, file.offset, file.header.tensors_in)
                 read_extents(section, its, sums, did_read)
+                check_bools(section.path, file.bools, its)
 
     def verified(self) -> Checkpoint:
         """The same checkpoint, read with verification. It is closed with this one."""

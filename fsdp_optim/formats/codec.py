@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import code_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
@@ -154,6 +155,7 @@ class Encoder:
 
     def _add(self, where: str, tensor: torch.Tensor) -> int:
         code_of(where, dtype_name(tensor.dtype))
+        check_bools_of(where, tensor)
         self.tensors.append(tensor.to("cpu").resolve_conj().resolve_neg().contiguous())
         return len(self.tensors) - 1
 

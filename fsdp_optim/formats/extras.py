@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.bools import BOOL, check_bytes
 from fsdp_optim.formats.checksums import hash_of, hex_of
 from fsdp_optim.formats.codec import Decoder, Encoder
 from fsdp_optim.formats.distrust import distrusted
@@ -77,6 +78,8 @@ def read_extra(folder: OpenFolder, name: str, info: FileInfo, *, verify: bool) -
         tensors: dict[str, torch.Tensor] = {}
         for entry in header.entries:
             dtype = dtype_named(entry.dtype)
+            if entry.code == BOOL:
+                check_bytes(path, entry.key, data[entry.start : entry.stop])
             body = torch.frombuffer(bytearray(data[entry.start : entry.stop]) or bytearray(1), dtype=torch.uint8)
             tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
     if set(tensors) != {str(index) for index in range(len(tensors))}:

@@ -41,7 +41,7 @@ def print_of_value(param: LocalParam, name: str, rank: int) -> str:
     try:
         if not isinstance(value, torch.Tensor):
             return fingerprint_of(value)
-        held = _held(param.handle, value, rank)
+        held = elements_of(param.handle, value, rank)
         return fold_of(held) if is_folded(held) else fingerprint_of(held)
     except Incomparable as error:
         raise StateError(
@@ -50,7 +50,7 @@ def print_of_value(param: LocalParam, name: str, rank: int) -> str:
         ) from None
 
 
-def _held(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
+def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
     """The elements of a value on this rank as a plain tensor, without padding; the value where it is something else."""
     held = handle.held(value)
     if held is None or not any(handle.num_padded):

@@ -10,12 +10,13 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import LocalPart, OpaqueShards
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.replicas import ELEMENTS
+from fsdp_optim.state.replicas import ELEMENTS, elements_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.collective import Failure
@@ -117,7 +118,7 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
     """Meet the other ranks about the model's parameters and buffers."""
     local, picture = meet(
         callers,
-        lambda: weights_of(reader, callers.ranks, options),
+        lambda: _loadable(weights_of(reader, callers.ranks, options), callers.rank),
         asked,
         f"the model, {about}",
         with_state=True,
@@ -146,6 +147,16 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
     )
 
 
+def _loadable(local: Local, rank: int) -> Local:
+    """What was read on this rank. Raises CheckpointError for elements that no load would take."""
+    for param in local.optim.params:
+        for name, value in (param.state or {}).items():
+            if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
+                where = param.named.fqns[0] if name == WEIGHT else f"{param.named.fqns[0]}: {name!r} of its state"
+                check_bools_of(where, elements_of(param.handle, value, rank))
+    return local
+
+
 def is_buffer(param: torch.Tensor) -> bool:
     """Whether a Handle's tensor is a buffer of the model."""
     return not isinstance(param, torch.nn.Parameter)
@@ -158,7 +169,7 @@ def read_state(
     everything = replace(options, collect="all")
     local, picture = meet(
         callers,
-        lambda: read_local(reader, optim, everything, callers.ranks),
+        lambda: _loadable(read_local(reader, optim, everything, callers.ranks), callers.rank),
         asked,
         f"the optimizer, {about}",
         with_state=True,

@@ -340,6 +340,8 @@ def _check_types(said: Mapping[str, Any]) -> None:
     )  # of values: numbers and tuples, too
     classes = said.get("optimizer_class")
     names += [name for name in (classes if isinstance(classes, list) else [classes]) if name is not None]
+    if not all(type(param["has_state"]) is bool for param in params.values()):
+        raise ValueError("has_state is neither true nor false")
     if not all(isinstance(name, str) for name in names):
         raise ValueError("a name is no word")
     if not all(isinstance(group["params"], list) for group in groups) or not isinstance(extra, dict):

@@ -1,0 +1,184 @@
+"""Tensors of bools have bytes 0 and 1: others, which torch takes for true here and for nothing there, are damage."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from kit.checkpoint_format import MARKER, all_bytes, read_safetensors
+from kit.wrapping import Trained, adam, check_refused, check_same, cpu, error_text, local_of
+from parameterized import parameterized
+from soak.mutators import repair
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+QUIET: dict[str, Any] = {"durable": False, "progress": False}
+ODD = (2, 128, 255)
+
+
+class Masked(nn.Module):
+    units = ("first", "")
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("used", torch.tensor(False))
+
+
+def masked(wrapper: str = "plain") -> Trained:
+    """With bools in all places that a checkpoint has for them."""
+    one = Trained(wrapper, adam, 1, Masked)
+    for param in one.params:
+        one.optim.state[param] |= {"seen": param.detach() != 0, "done": torch.tensor(True)}
+    return one
+
+
+def extras() -> dict[str, Any]:
+    return {
+        "tensor": torch.tensor([[True], [False]]),
+        "array": numpy.array([True, False]),
+        "number": numpy.bool_(True),
+        "inside": [{"deep": torch.tensor(False)}],
+    }
+
+
+def places(folder: Path) -> Iterator[tuple[str, str, int]]:
+    """(file, tensor, byte of the file) of the first and the last byte of every tensor of bools."""
+    for path in sorted(folder.rglob("*.safetensors")):
+        file = read_safetensors(path)
+        for key, tensor in file.tensors.items():
+            start, stop = file.places[key]
+            if tensor.dtype is torch.bool:
+                for at in sorted({start, stop - 1}):
+                    yield str(path.relative_to(folder)), key, len(file.header) + at
+
+
+def mutate(folder: Path, name: str, at: int, byte: int) -> None:
+    """Change one byte, and make all checksums agree."""
+    files: dict[str, Any] = all_bytes(folder)
+    changed = bytearray(files[name])
+    changed[at] = byte
+    files[name] = bytes(changed)
+    repair(files)
+    for one, data in files.items():
+        (folder / one).write_bytes(data)
+
+
+def values_of(one: Trained) -> list[torch.Tensor]:
+    states = [value for param in one.params for value in one.optim.state[param].values()]
+    return [local_of(value).detach().clone() for value in (*one.params, *one.model.buffers(), *states)]
+
+
+def load_mutated(folder: Path) -> list[tuple[tuple[str, str], str]]:
+    """The errors of all ranks, where one byte of a shard is neither 0 nor 1; and the tensor that it is in."""
+    with cpu():
+        one, told = masked("FSDP2"), []
+        fsdp_optim.save(folder, one.model, one.optim, **QUIET)
+        for name, key, at in list(places(folder)):
+            dist.barrier()
+            good = all_bytes(folder)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                mutate(folder, name, at, 2)
+            dist.barrier()
+            had = values_of(one)
+            told.append((error_text(lambda: fsdp_optim.load(folder, one.model, one.optim)), key))
+            check_same("nothing is changed", values_of(one), had)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                for file, data in good.items():
+                    (folder / file).write_bytes(data)
+        return told
+
+
+class BoolsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        temporary = tempfile.TemporaryDirectory()
+        self.addCleanup(temporary.cleanup)
+        self.folder = Path(temporary.name, "step")
+
+    def test_other_bytes_are_damage(self) -> None:
+        one = masked()
+        fsdp_optim.save(self.folder, one.model, one.optim, extra=extras(), per_rank_extra=extras(), **QUIET)
+        good, found = all_bytes(self.folder), list(places(self.folder))
+        check_same(
+            "files",
+            sorted({name.split(".")[0] for name, *_ in found}),
+            ["extra/common", "extra/rank-00000", "model", "optim"],
+        )
+        self.assertGreater(len(found), 20)
+        had = values_of(one)
+        for number, (name, key, at) in enumerate(found):
+            mutate(self.folder, name, at, ODD[number % len(ODD)])
+            for options in ({}, {"verify": False}):
+                kind, text = error_text(
+                    lambda options=options: fsdp_optim.load(self.folder, one.model, one.optim, **options)
+                )
+                self.assertEqual(kind, "CheckpointError", (name, key, text))
+                for word in (str(self.folder / name), f" {key} ", str(ODD[number % len(ODD)])):
+                    self.assertIn(word, text)
+            check_same("nothing is changed", values_of(one), had)
+            for file, data in good.items():
+                (self.folder / file).write_bytes(data)
+        fsdp_optim.load(self.folder, one.model, one.optim, check="bitwise")
+        for name, _, at in found[:4]:  # another number of the two is no damage
+            mutate(self.folder, name, at, 1 - good[name][at])
+            fsdp_optim.load(self.folder, one.model, one.optim, check="bitwise")
+            (self.folder / name).write_bytes(good[name])
+            (self.folder / MARKER).write_bytes(good[MARKER])
+
+    def test_in_the_shard_of_any_rank(self) -> None:
+        found = run_on_ranks(load_mutated, 2, self.folder)
+        self.assertGreater(len(found[0]), 8)
+        for number, (_, key) in enumerate(found[0]):
+            check_refused(key, [one[number][0] for one in found], "CheckpointError", key, "neither 0 nor 1")
+
+    @parameterized.expand([(2,), ("true",), (None,), (1,)])
+    def test_has_state(self, value: Any) -> None:
+        one = masked()
+        fsdp_optim.save(self.folder, one.model, one.optim, **QUIET)
+        files: dict[str, Any] = all_bytes(self.folder)
+        text = files[MARKER].decode()
+        shown = {2: "2", "true": '"true"', None: "null", 1: "1"}[value]
+        files[MARKER] = text.replace('"has_state":true', f'"has_state":{shown}', 1).encode()
+        repair(files)
+        (self.folder / MARKER).write_bytes(files[MARKER])
+        kind, text = error_text(lambda: fsdp_optim.load(self.folder, one.model, one.optim))
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn("has_state", text)
+
+    @parameterized.expand(["mask", "first.weight: 'seen'", "first.weight: 'done'", "extra['a'][0]"])
+    def test_what_would_not_be_loaded_is_not_saved(self, where: str) -> None:
+        one, more = masked(), {}
+        fsdp_optim.save(self.folder, one.model, one.optim, **QUIET)
+        odd = torch.tensor([1, 0, 2], dtype=torch.uint8).view(torch.bool)
+        state = one.optim.state[one.params[0]]
+        if where == "mask":
+            one.model.mask = odd
+        elif "seen" in where:
+            state["seen"].view(torch.uint8)[0, 0] = 7
+        elif "done" in where:
+            state["done"] = odd[2]
+        else:
+            more = {"extra": {"a": [odd]}}
+        before = all_bytes(self.folder)
+        kind, text = error_text(
+            lambda: fsdp_optim.save(self.folder, one.model, one.optim, overwrite=True, **QUIET, **more)
+        )
+        self.assertEqual(kind, "CheckpointError", text)
+        self.assertIn(where, text)
+        self.assertEqual(all_bytes(self.folder), before)
+
+
+if __name__ == "__main__":
+    unittest.main()
