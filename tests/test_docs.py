@@ -1,19 +1,29 @@
 """The examples in the docs: every python block is python, and those that say so run.
 
 The word after the language decides: "```python" is compiled, "```python run" is run in one process, and
-"```python ranks=2" is run on each of two ranks, where fairscale works on CPU. All in an empty folder.
+"```python ranks=2" is run on each of two ranks, where fairscale works on CPU. All in an empty folder. One that begins in the
+middle of a program says what is there already: "```python ranks=2 given=FSDP2" finds the names that `GIVEN` makes. Where it has
+gathered what was trained and loaded that again, the optimizers that it was given have to be as they were, bit for bit.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from kit.groups import with_experts
+from kit.wrapping import Oracle, Trained, check_same, local_of
+from torch import Tensor
 
-from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+import fsdp_optim
+from fsdp_optim.testing import RanksFailed, fairscale_on_cpu, run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python *(?P<how>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -30,6 +40,86 @@ def blocks() -> Iterator[tuple[str, str, str]]:
 BLOCKS = list(blocks())
 
 
+def trained(wrapper: str) -> dict[str, Any]:
+    one = Trained(wrapper)
+    return {"model": one.model, "fsdp": one.model, "stage": one.model, "optim": one.optim}
+
+
+def with_torchs_own(wrapper: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.fsdp import FullOptimStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    theirs = ("StateDictOptions", "get_optimizer_state_dict", "set_optimizer_state_dict")
+    names = {"FSDP": FullyShardedDataParallel, "StateDictType": StateDictType}
+    names |= {
+        "FullOptimStateDictConfig": FullOptimStateDictConfig,
+        **{name: getattr(state_dict, name) for name in theirs},
+    }
+    return {**trained(wrapper), **names}
+
+
+def fairscales_own() -> dict[str, Any]:
+    from fairscale.nn import FullyShardedDataParallel
+
+    fsdp = FullyShardedDataParallel(torch.nn.Linear(5, 3))
+    optim = torch.optim.Adam(fsdp.parameters())
+    fsdp(torch.ones(2, 5)).sum().backward()
+    optim.step()
+    return {"fsdp": fsdp, "optim": optim}
+
+
+def two_optimizers() -> dict[str, Any]:
+    model = trained("FSDP2")["model"]
+    params = list(model.parameters())
+    optims = [torch.optim.SGD(params[:4], lr=0.1, momentum=0.9), torch.optim.Adam(params[4:])]
+    for param in params:
+        param.grad = param.detach().clone()
+    for optim in optims:
+        optim.step()
+    return {"model": model, "optim_a": optims[0], "optim_b": optims[1]}
+
+
+def experts() -> dict[str, Any]:
+    model, optim, _ = with_experts([dist.get_rank()])
+    return {"model": model, "optim": optim}
+
+
+def full_of_adamw() -> dict[str, Any]:
+    one = Trained("FSDP2", torch.optim.Adam)
+    return {"model": one.model, "adam": one.optim, "full_of_adamw": Oracle(torch.optim.AdamW).full()}
+
+
+def trainer() -> dict[str, Any]:
+    given = trained("FSDP2")
+    return {**given, "sched": torch.optim.lr_scheduler.StepLR(given["optim"], 3)}
+
+
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "FSDP1": lambda: with_torchs_own("FSDP1 flat"),
+    "FSDP2": lambda: with_torchs_own("FSDP2"),
+    "experts": experts,
+    "fairscale": lambda: trained("fairscale flat"),
+    "fairscales-own": fairscales_own,
+    "full": lambda: {**trained("FSDP2"), "full": Oracle().full()},
+    "full-of-adamw": full_of_adamw,
+    "stage": lambda: trained("plain"),
+    "trainer": trainer,
+    "two-optimizers": two_optimizers,
+}
+
+
+def states(names: dict[str, Any]) -> dict[str, Any]:
+    """The state of every optimizer among these names."""
+    return {
+        name: [
+            {key: copy.deepcopy(local_of(v)) if isinstance(v, Tensor) else v for key, v in values.items()}
+            for values in optim.state.values()
+        ]
+        for name, optim in names.items()
+        if isinstance(optim, torch.optim.Optimizer)
+    }
+
+
 @pytest.mark.parametrize(("where", "how", "code"), BLOCKS, ids=[where for where, *_ in BLOCKS])
 def test_example(where: str, how: str, code: str, tmp_path: Path) -> None:
     program = compile(code, where, "exec")
@@ -40,18 +130,31 @@ def test_example(where: str, how: str, code: str, tmp_path: Path) -> None:
             exec(program, {"__name__": "example"})
         finally:
             os.chdir(before)
-    elif how.startswith("ranks="):
-        run_on_ranks(run_on_a_rank, int(how.removeprefix("ranks=")), where, code, str(tmp_path))
+    elif match := re.fullmatch(r"ranks=(\d+)(?: given=(\S+))?", how):
+        run_on_ranks(run_on_a_rank, int(match[1]), where, code, str(tmp_path), match[2])
     else:
         assert how == "", f"{where}: what does {how!r} mean?"
 
 
-def run_on_a_rank(where: str, code: str, folder: str) -> None:
+def run_on_a_rank(where: str, code: str, folder: str, given: str | None = None) -> None:
     before = os.getcwd()
     try:
         os.chdir(folder)
         with fairscale_on_cpu():
-            exec(compile(code, where, "exec"), {"__name__": "example"})
+            names: dict[str, Any] = {"__name__": "example"}
+            if given is not None:
+                names |= {
+                    "torch": torch,
+                    "dist": dist,
+                    "fsdp_optim": fsdp_optim,
+                    "rank": dist.get_rank(),
+                    "path": "optim.pt",
+                }
+                names |= GIVEN[given]()
+            start = states(names)
+            exec(compile(code, where, "exec"), names)
+            if given is not None and not code.startswith("# before"):  # others may change what they read
+                check_same(f"{where}: the optimizers afterwards", states(names), start)
     finally:
         os.chdir(before)
 
@@ -66,3 +169,5 @@ def test_blocks_are_found_and_judged(tmp_path: Path) -> None:
         test_example("page.md:8", "rnu", "pass", tmp_path)
     with pytest.raises(ZeroDivisionError):
         test_example("page.md:8", "run", "1 / 0", tmp_path)
+    with pytest.raises(RanksFailed, match="the optimizers afterwards"):
+        test_example("page.md:8", "ranks=2 given=FSDP2", "optim.param_groups[0]['lr'] = 1\noptim.step()", tmp_path)
