@@ -25,6 +25,7 @@ from kit.wrapping import (
     cpu,
     error_text,
     local_of,
+    sgd,
 )
 from parameterized import parameterized
 from torch import nn
@@ -63,9 +64,42 @@ def stepped(wrapper: str, optimizer: str) -> str:
     with cpu():
         make = ELEMENTWISE[optimizer]
         if (wrapper, optimizer) in TORCH_REFUSES:
-            return error_text(lambda: Trained(wrapper, make))[1]
-        check_trip(wrapper, make)
+            return error_text(lambda: Trained(wrapper, make, by_torch=True))[1]
+        check_trip(wrapper, make, by_torch=True)
         return ""
+
+
+def step_both_ways(wrapper: str) -> None:
+    """torch's own step of DTensors, and the quick one that the other tests take."""
+    with cpu():
+        for make in (adam, adamw_tensor_lr, sgd):
+            quick, slow = (
+                Trained(wrapper, make, prepare=_freeze_stem, unused=("head.bias",), by_torch=by_torch)
+                for by_torch in (False, True)
+            )
+            for what, one, other in (
+                ("parameters", quick.params, slow.params),
+                *((f"state of {i}", *both) for i, both in enumerate(zip(state_of(quick), state_of(slow), strict=True))),
+            ):
+                check_same(what, [described(value) for value in one], [described(value) for value in other])
+
+
+def state_of(trained: Trained) -> list[Any]:
+    """Of every parameter: names and values, one after the other."""
+    return [[part for item in trained.optim.state.get(p, {}).items() for part in item] for p in trained.params]
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        spec = (value.placements, value.shape, value.stride(), value.device_mesh.mesh.tolist())
+        return [local_of(value).detach(), str(spec), value.requires_grad]
+    return value
+
+
+class StepTest(unittest.TestCase):
+    @parameterized.expand([("FSDP2", 3), ("HSDP", 4), ("FSDP2 x TP", 4)])
+    def test_a_quick_step_of_dtensors_is_what_torch_does(self, wrapper: str, world_size: int) -> None:
+        run_on_ranks(step_both_ways, world_size, wrapper)
 
 
 class ElementwiseTest(unittest.TestCase):

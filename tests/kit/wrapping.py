@@ -7,6 +7,7 @@ Elementwise optimizers then train every wrapping, and the unwrapped model, to th
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -193,6 +194,42 @@ def like(local: Tensor, param: Tensor) -> Tensor:
     return local
 
 
+def steps_local_parts(optim: Any) -> bool:
+    """Whether `step_local_parts` can take the place of `optim.step()`, and there is a DTensor that makes it worth while."""
+    options = ("foreach", "fused", "capturable", "differentiable")
+    return (
+        type(optim) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+        and all(not group.get(option) for group in optim.param_groups for option in options)
+        and any(isinstance(param, DTensor) for group in optim.param_groups for param in group["params"])
+    )
+
+
+def step_local_parts(optim: torch.optim.Optimizer) -> None:
+    """What `optim.step()` does to DTensors where every element is stepped by itself, without torch's dispatch of DTensors.
+
+    That dispatch takes more time than everything else that most tests do. `StepTest` in test_torch_optimizers.py compares both.
+    """
+    twin = object.__new__(type(optim))
+    twin.__dict__.update(optim.__dict__)
+    twin.state, local_of_param = collections.defaultdict(dict), {}
+    for group in optim.param_groups:
+        for param in group["params"]:
+            local = local_of_param[param] = local_of(param).detach()
+            local.grad = None if param.grad is None else local_of(param.grad)
+            if param in optim.state:
+                twin.state[local] = {name: local_of(value) for name, value in optim.state[param].items()}
+    twin.param_groups = [
+        {**group, "params": [local_of_param[param] for param in group["params"]]} for group in optim.param_groups
+    ]
+    twin.step()
+    for param, local in local_of_param.items():
+        if local in twin.state:
+            optim.state[param] = {
+                name: like(value, param) if name != "step" and isinstance(value, Tensor) else value
+                for name, value in twin.state[local].items()
+            }
+
+
 _FSDP1_PART = "_fsdp_wrapped_module."
 
 
@@ -200,7 +237,7 @@ class Trained:
     """A wrapped model and an optimizer that this module has stepped. Never enters `forward`.
 
     `wrap` gets the unwrapped model and returns the wrapped one; `prepare` (frozen parameters, dtypes) comes before it, and
-    also before the oracle's training.
+    also before the oracle's training. `by_torch`: DTensors are stepped by torch itself, not by `step_local_parts`.
     """
 
     def __init__(
@@ -211,16 +248,20 @@ class Trained:
         model: Callable[[], nn.Module] = Net,
         prepare: Callable[[nn.Module], Any] | None = None,
         unused: Collection[str] = (),
+        by_torch: bool = False,
     ) -> None:
         unwrapped = model()
         if prepare is not None:
             prepare(unwrapped)
+        self.by_torch = by_torch
         self.numbers = Numbers(unwrapped)
         self.numbers.give(unwrapped)
         wrapper = WRAPPERS[wrap] if isinstance(wrap, str) else wrap
         self.adopt(wrapper(unwrapped), make)
         self.process_group = dist.group.WORLD if wrap == "plain" and dist.is_initialized() else None
         self.step(range(steps), unused)
+
+    by_torch = False
 
     def adopt(self, model: Any, make: Any) -> None:
         """Take a wrapped model whose values are still `self.numbers`."""
@@ -248,7 +289,10 @@ class Trained:
                 else:
                     param.grad = None
             for optim in _each(self.optim):
-                optim.step()
+                if self.by_torch or not steps_local_parts(optim):
+                    optim.step()
+                else:
+                    step_local_parts(optim)
 
     def _positions_of(self, names: Collection[str]) -> set[int]:
         """Of the live parameters that have elements of these parameters on some rank."""
@@ -453,6 +497,7 @@ def check_trip(
     unused: Collection[str] = (),
     oracle_make: Any = None,
     key_by: Any = "id",
+    by_torch: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any] | None:
     """On all `ranks` of a model (None: the world): every verb on one wrapping, compared with the oracle.
@@ -466,26 +511,24 @@ def check_trip(
     rank, first, last = dist.get_rank(), ranks[0], ranks[-1]
     plain_make = oracle_make or make
     oracle, further = (Oracle(plain_make, steps, model, prepare, unused) for steps in (STEPS, STEPS + 2))
-    trained, target = (Trained(wrap, make, steps, model, prepare, unused) for steps in (STEPS, 0))
+    trained, target = (Trained(wrap, make, steps, model, prepare, unused, by_torch) for steps in (STEPS, 0))
     if trained.process_group is not None:
         kwargs.setdefault("process_group", trained.process_group)
     for one in (trained, target) if before_calls is not None else ():
         before_calls(one)
     before = snapshot(trained)
-    fulls = {recipient: trained.gather(recipient, key_by, **kwargs) for recipient in (last, None)}
-    named = trained.gather(None, "name", **kwargs)
+    full = trained.gather(None, key_by, **kwargs)
+    named = trained.gather(last, "name", **kwargs)
     listed = dict(fsdp_optim.iter_full_optim_state(trained.model, trained.optim, last, **kwargs))
     check_same("the model and the optimizer, after gathering", snapshot(trained), before)
 
     untouched = snapshot(target)
-    kept = copy.deepcopy(fulls[None])
-    shard = target.shard(fulls[None])
-    scattered = target.scatter(fulls[None], last, **kwargs)
-    from_named = target.shard(named)
+    kept = copy.deepcopy((full, named))
+    shard = target.shard(full)
+    scattered = target.scatter(named, last, **kwargs)
     check_same("the model and the optimizer, after shard and scatter", snapshot(target), untouched)
-    check_same("the full dict, after shard and scatter", fulls[None], kept)
-    check_same("scatter's and get_shard's", _detached(scattered), _detached(shard))
-    check_same("get_shard's from names and from ids", _detached(from_named), _detached(shard))
+    check_same("the full dicts, after shard and scatter", (full, named), kept)
+    check_same("scatter's from names and get_shard's from ids", _detached(scattered), _detached(shard))
     fsdp_optim.load_optim_state_dict(target.optim, shard)
     with torch.no_grad():  # some optimizers' state depends on the parameters
         for param, source in zip(target.params, trained.params, strict=True):
@@ -499,20 +542,18 @@ def check_trip(
         else:
             check_named(what, {"state": dict(sorted(full["state"].items()))}, dict(sorted(wanted.by_name().items())))
 
-    for recipient, full in fulls.items():
-        if recipient in (rank, None):
-            check(f"rank {rank}, gathered to {recipient}", full, oracle)
-        elif full is not None:
-            raise Differs(f"rank {rank} got a {type(full).__name__}, but recipient_rank was {recipient}")
-    order = oracle.names if key_by == "id" else list(named["param_groups"][0]["params"])
+    check(f"rank {rank}, gathered to all", full, oracle)
+    if rank != last and named is not None:
+        raise Differs(f"rank {rank} got a {type(named).__name__}, but recipient_rank was {last}")
     wanted = oracle.by_name()
-    check_named("gathered by name", named, {name: wanted[name] for name in order if name in wanted})
+    order = oracle.names if key_by == "id" else list(full["param_groups"][0]["params"])
     if list(listed) != order:
         raise Differs(f"iter_full_optim_state names {list(listed)}, not {order}")
     if rank == last:
+        check_named("gathered by name", named, {name: wanted[name] for name in order if name in wanted})
         check_same("iterated", {name: s for name, s in listed.items() if s}, named["state"])
         check("loaded, trained on, gathered again", again, further)
-    return fulls[None] if rank == first else None
+    return full if rank == first else None
 
 
 @contextlib.contextmanager
