@@ -249,6 +249,16 @@ class Placement(ABC):
         return None
 
     @property
+    def num_replicas(self) -> int:
+        """How many ranks hold each shard; the most of any, where shards differ in that."""
+        return len(self.holders(0)) if self.num_shards else 1
+
+    @property
+    def most_numel(self) -> int:
+        """At least as many elements as any rank holds, the same on all ranks."""
+        return max((sum(b.box.numel for b in self.blocks(shard)) for shard in range(self.num_shards)), default=0)
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({rank for shard in range(self.num_shards) for rank in self.holders(shard)}))
 
@@ -263,6 +273,17 @@ class Placement(ABC):
             return 0
         run = self.run(shard)
         return run.stop - run.start if run is not None else sum(b.box.numel for b in self.blocks(shard))
+
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """The elements [start, stop) of a rank's local tensor among which this parameter's are; (0, 0) where it holds none."""
+        shard = self.shard_of(rank)
+        run = self.run(shard) if shard is not None else None
+        if run is not None:
+            return run.offset, run.offset + run.stop - run.start
+        blocks = self.blocks(shard) if shard is not None else ()
+        if not blocks:
+            return 0, 0
+        return min(b.offset for b in blocks), max(b.offset + b.box.numel for b in blocks)
 
 
 @dataclass(frozen=True)
@@ -300,6 +321,10 @@ class Whole(Placement):
 
     def run(self, shard: int) -> Run:
         return Run(0, self.numel, self.offset)
+
+    @property
+    def most_numel(self) -> int:
+        return self.numel
 
     def join(self, other: Placement) -> Placement | None:
         if isinstance(other, Whole) and replace(other, on=self.on) == self:
@@ -397,6 +422,10 @@ class FlatChunks(Placement):
         if not isinstance(other, FlatChunks) or self._cut != other._cut:
             return None
         return _join_replicas(self, other)
+
+    @property
+    def most_numel(self) -> int:
+        return min(self.chunk_numel, self.numel)
 
     def on_lowest_ranks(self) -> FlatChunks:
         return replace(self, replicas=(tuple(min(self.holders(shard)) for shard in range(self.num_shards)),))
@@ -509,6 +538,10 @@ class MeshBoxes(Placement):
             return None
         return _join_replicas(self, other)
 
+    @property
+    def most_numel(self) -> int:
+        return self.box(0).numel if self.num_shards else 0  # the first shard of each cut is the largest
+
     def on_lowest_ranks(self) -> MeshBoxes:
         sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
         ranks = [0] * self.num_shards
@@ -613,6 +646,10 @@ class Boxes(Placement):
         if not cut_alike or any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
             return None
         return replace(self, by_rank=tuple(sorted((mine | theirs).items())))
+
+    @property
+    def num_replicas(self) -> int:
+        return max((len(ranks) for _, ranks in self._shards), default=1)
 
     @cached_property
     def _overlapping(self) -> bool:

@@ -8,11 +8,25 @@ import functools
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from fsdp_optim.plan import Copy
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a rank may hold beyond what it keeps. `use`: what they are for."""
+
+    nbytes: int
+    use: str = "one call"
+
+    def share(self, num: int, use: str) -> Budget:
+        """An equal part for each of `num` uses that need memory at the same time."""
+        return Budget(max(self.nbytes // num, 1), use)
+
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
 _IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; larger tensors than half of it have pages of their own
@@ -150,7 +164,7 @@ def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def window(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a tensor in row-major order, 1-D: a view where it is contiguous, else a copy of these only."""
-    value = value.detach()
+    value = _resolved(value)
     if value.is_contiguous():
         return value.view(-1)[start:stop]
     piece = torch.empty(stop - start, dtype=value.dtype, device=value.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import heapq
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,7 +100,7 @@ def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Co
     """The copies that fill every Piece of `target` from `source`.
 
     Each target element is filled exactly once: from the target rank itself where it holds the element, else from one of
-    the replicas, spread evenly in bytes. Padding is on neither side. With `rank`, only the copies that this rank
+    the replicas (`replica_of`). Padding is on neither side. With `rank`, only the copies that this rank
     sends or receives, which cost only their own number to compute; between any two ranks they are the same, in the
     same order, as in the whole plan. `source` may have more parameters than `target`.
 
@@ -110,38 +110,45 @@ def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Co
     return tuple(copy for parameter in _parameters(source, target) for copy in parameter.copies(rank))
 
 
-def plan_into(source: Layout, target: Layout, rank: int) -> tuple[Copy, ...]:
-    """Of the same plan, only the copies that this rank receives, from itself or from others."""
-    return tuple(copy for parameter in _parameters(source, target) for copy in parameter.into(rank))
+def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> tuple[Copy, ...]:
+    """As `plan`, of one parameter, whose copies have no FQN.
+
+    Args:
+        replica: ranks that do not hold an element themselves take it from the replica of this number, modulo how many there
+            are, or from one of the next.
+    """
+    return tuple(_parameter("", source, target, replica).copies(rank)) if source.numel else ()
+
+
+def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> tuple[Copy, ...]:
+    """Of `copies_of`, only the copies that this rank receives, from itself or from others."""
+    return tuple(_parameter("", source, target, replica).into(rank)) if source.numel else ()
+
+
+def replica_of(name: str) -> int:
+    """A number for the replica that sends what has this name: a function of the name alone.
+
+    What is planned beside it does not matter, so batches and windows change no sender. Consecutive shards are sent by
+    consecutive replicas, and many names are spread evenly over them.
+    """
+    return zlib.crc32(name.encode(errors="surrogatepass"))
 
 
 def _parameters(source: Layout, target: Layout) -> Iterator[_Parameter]:
-    chosen = _choose_replicas(source, target)
     for fqn, to in target.placements.items():
         from_ = source.placements.get(fqn)
         if from_ is None:
             raise LayoutError(f"{fqn}: the target has this parameter, the source does not")
-        if from_.shape != to.shape:
-            raise LayoutError(f"{fqn}: shape {list(from_.shape)} in the source, {list(to.shape)} in the target")
+        one = _parameter(fqn, from_, to, replica_of(fqn))
         if from_.numel:
-            yield _Parameter(fqn, from_, to, chosen.get(fqn, 0))
+            yield one
 
 
-def _choose_replicas(source: Layout, target: Layout) -> dict[str, int]:
-    """For every parameter with replicas, which one is read by ranks that hold none: spread evenly in elements."""
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    chosen: dict[str, int] = {}
-    for fqn in target.placements:
-        placement = source.placements.get(fqn)
-        if placement is None or not placement.num_shards:
-            continue
-        holders = placement.holders(0)
-        if len(holders) > 1:
-            heap = heaps.setdefault(holders, [(0, index) for index in range(len(holders))])
-            load, index = heapq.heappop(heap)
-            heapq.heappush(heap, (load + placement.numel, index))
-            chosen[fqn] = index
-    return chosen
+def _parameter(fqn: str, source: Placement, target: Placement, replica: int) -> _Parameter:
+    if source.shape != target.shape:
+        where = f"{fqn}: " if fqn else ""
+        raise LayoutError(f"{where}shape {list(source.shape)} in the source, {list(target.shape)} in the target")
+    return _Parameter(fqn, source, target, replica)
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ class _Parameter:
         holders = self.source.holders(source_shard)
         if len(holders) == 1 or target_rank in holders:
             return target_rank if target_rank in holders else holders[0]
-        return holders[(self.replica + self._target_index(target_rank)) % len(holders)]
+        return holders[(self.replica + source_shard + self._target_index(target_rank)) % len(holders)]
 
     def _target_index(self, rank: int) -> int:
         """Which of the target's ranks it is: ranks that take the same shard take it from replicas in turn."""

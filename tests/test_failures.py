@@ -321,9 +321,12 @@ def broken_on_each_rank_in_turn(verb: str, what: str) -> tuple[list[str], list[s
 
 LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 # What tells the others of a failure cannot itself fail.
-NOT_BROKEN = ("errors.py", *(f"transport/{name}.py" for name in ("agree", "meeting", "turns", "reports", "callers")))
+NOT_BROKEN = (
+    "errors.py",
+    *(f"transport/{name}.py" for name in ("agree", "meeting", "turns", "reports", "callers", "failure")),
+)
 # What catches the failure of a step, or of a call, cannot itself fail either, nor what enters torch's modes around a call.
-GUARDS = ("_insist", "calling", "ordinary_tensors", "_each_ordinary")
+GUARDS = ("calling", "ordinary_tensors", "_each_ordinary")
 
 
 class Tracer:

@@ -177,14 +177,14 @@ def transferred(src: str, dst: str) -> int:
     with cpu():
         trained, target = (Trained(wrap, kept(of_rank), steps, Short) for wrap, steps in ((src, 1), (dst, 0)))
         nbytes = 0
-        pack = collective._Post.start
+        pack = collective._pack
 
-        def counted(self: Any, this: Any) -> Any:
+        def counted(postings: Any) -> None:
             nonlocal nbytes
-            nbytes += sum(message.nbytes for _, message in this.send)
-            return pack(self, this)
+            nbytes += sum(one.message.nbytes for one in postings if not one.received)
+            pack(postings)
 
-        with mock.patch.object(collective._Post, "start", counted):
+        with mock.patch.object(collective, "_pack", counted):
             fsdp_optim.transfer_optim_state(
                 trained.model, trained.optim, target.model, target.optim, process_group=dist.group.WORLD
             )

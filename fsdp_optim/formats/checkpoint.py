@@ -175,6 +175,12 @@ class Checkpoint:
         with self._replacement_told():
             return read_extra(self.opened, name, self.marker.files[name], verify=verify)
 
+    def extra_bytes(self, name: str) -> bytes:
+        """One of the extra files as it is, verified."""
+        self.extra(name, verify=True)
+        with self._replacement_told():
+            return self.opened.read_whole(name, self.marker.files[name].nbytes)
+
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:

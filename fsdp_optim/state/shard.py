@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Layout, Shape, Whole
+from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain
-from fsdp_optim.plan import plan_into
+from fsdp_optim.plan import copies_into
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.kinds import Evidence
 from fsdp_optim.state.local import LOOSE, LocalOptim, LocalParam
@@ -174,8 +174,7 @@ def _opaque(
             "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
         )
     flat = empty((place.numel_on(rank),), value.dtype, handle.device)
-    whole = Layout({fqn: Whole(place.shape, (rank,))})
-    copy_in_memory(plan_into(whole, Layout({fqn: place}), rank), flatten(value), flat)
+    copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(value), flat)
     return handle.from_placed(flat, place)
 
 

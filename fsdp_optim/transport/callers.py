@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.memory import Budget
 from fsdp_optim.transport.turns import Turn, turns
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class Callers:
         """`call`: the name of the public function that they make."""
         inside = tuple(sorted(ranks))
         return cls(inside, rank, group, timeout, bucket_nbytes, Turn(call, inside, group))
+
+    @property
+    def budget(self) -> Budget:
+        """What a rank may hold beyond what it keeps, while this call moves data."""
+        return Budget(self.bucket_nbytes)
 
     @property
     def position(self) -> int:

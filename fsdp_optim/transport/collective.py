@@ -11,26 +11,22 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fsdp_optim import memory
 from fsdp_optim.errors import RankError
+from fsdp_optim.memory import Budget
 from fsdp_optim.plan import Copy
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.failure import Failure
 
 _PEERS_AT_ONCE = 16
 _ROUNDS_IN_FLIGHT = 2
 _ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
 _WIDEST = 16  # bytes of one element of the widest dtype: no message is smaller
-
-_TRIES = 3  # to post a round, or to wait for one
-
-_Arg = TypeVar("_Arg")
-_Result = TypeVar("_Result")
 
 log = logging.getLogger("fsdp_optim")
 
@@ -92,62 +88,54 @@ def _lies(message: _Message, wire: torch.device) -> torch.Tensor | None:
     return message.lies
 
 
-class Failure:
-    """The first thing that went wrong on this rank while data moved; the exchange goes on, so that no rank waits."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.fatal = False
-
-    def note(self, error: Exception, *, fatal: bool = False) -> None:
-        self.error = self.error or error
-        self.fatal = self.fatal or fatal
-
-
-def exchange(callers: Callers, items: Iterable[Item], failure: Failure) -> None:
+def exchange(callers: Callers, items: Iterable[Item], failure: Failure, budget: Budget) -> None:
     """Move every item. Called by all ranks of `callers`; the ranks must agree afterwards whether all went well.
 
     Everything that needs memory is done first, and the ranks agree that all of them are ready: an error in `failure`, or one
     met here, is raised on all ranks before data moves. From then on nothing that one rank alone can see is raised: it is
     put into `failure`, and this rank goes on sending and receiving, so that its peers finish.
 
-    Holds at most `callers.bucket_nbytes` beyond the items' own tensors.
+    Holds at most `budget`, which is the same on all ranks, beyond the items' own tensors.
     """
     width = min(max(len(callers.ranks) - 1, 1), _PEERS_AT_ONCE)
-    # Per round a buffer for each peer to send to and one for each to receive from.
-    limit = max(callers.bucket_nbytes // (2 * _ROUNDS_IN_FLIGHT * width) // _WIDEST * _WIDEST, _WIDEST)
-    streams = _Streams(callers.rank, limit)
-    rounds: list[_Round] = []
-    post = _Post(callers, failure)
-    try:
+    message = budget.share(2 * _ROUNDS_IN_FLIGHT * width, "a buffer to and from each peer, in each round in flight")
+    streams = _Streams(callers.rank, max(message.nbytes // _WIDEST * _WIDEST, _WIDEST))
+    rounds: list[list[_Posting]] = []
+    with failure:
         for item in items:
             streams.add(item, failure)
         if len(callers.ranks) > 1:
-            rounds = _rounds(callers, streams, width)
-            post.free = _buffers(rounds, callers.wire, 2 * _ROUNDS_IN_FLIGHT * width)
-    except Exception as error:
-        failure.note(error)
+            rounds = _postings(_rounds(callers, streams, width), callers)
     agree(callers, "ready to move", failure.error)
-    in_flight: list[list[_InFlight]] = []
-    for this in rounds:
+    # From here on the peers wait for every message, so this function calls nothing that could fail without a guard.
+    lost: set[int] = set()
+    in_flight: list[tuple[Sequence[dist.Work], Sequence[_Posting]]] = []
+    for this in (*rounds, *([()] * _ROUNDS_IN_FLIGHT)):
         if len(in_flight) == _ROUNDS_IN_FLIGHT:
-            _insist(failure, post.finish, lambda posted, error: None, in_flight.pop(0))
-        in_flight.append(_insist(failure, post.start, post.drop, this))
-    for posted in in_flight:
-        _insist(failure, post.finish, lambda posted, error: None, posted)
-
-
-def _insist(
-    failure: Failure, step: Callable[[_Arg], _Result], otherwise: Callable[[_Arg, Exception], _Result], arg: _Arg
-) -> _Result:
-    """Take a step that peers wait for: what goes wrong in it is noted, and it is taken all the same, or done without."""
-    for _ in range(_TRIES):
-        try:
-            return step(arg)
-        except Exception as error:
-            failure.note(error)
-            reason = error
-    return otherwise(arg, reason)
+            for work, posting in zip(*in_flight.pop(0), strict=True):
+                try:
+                    work.wait(timedelta(seconds=callers.timeout))
+                except Exception as error:
+                    lost.add(posting.peer)
+                    with failure:
+                        failure.note(_connection_lost(callers, {posting.peer}, error), fatal=True)
+                else:
+                    with failure:
+                        _unpack(posting, failure)
+        with failure:
+            _pack(this)
+        postings = [one for one in this if one.peer not in lost]
+        works: Sequence[dist.Work] = ()
+        if postings:
+            try:
+                works = dist.batch_isend_irecv([one.operation for one in postings])
+            except Exception as error:
+                lost.update(one.peer for one in postings)
+                with failure:
+                    failure.note(_connection_lost(callers, {one.peer for one in postings}, error), fatal=True)
+        if len(works) == 1:  # NCCL gives one handle for the whole batch
+            works = [works[0]] * len(postings)
+        in_flight.append((works, postings if works else ()))
 
 
 @dataclass(frozen=True)
@@ -180,12 +168,41 @@ def _rounds(callers: Callers, streams: _Streams, width: int) -> list[_Round]:
     return rounds
 
 
-def _buffers(rounds: list[_Round], wire: torch.device, at_most: int) -> list[torch.Tensor]:
-    """Memory for the messages that do not travel as they lie in a local tensor: as many as can be under way."""
-    sizes = [
-        message.nbytes for one in rounds for _, message in (*one.send, *one.receive) if _lies(message, wire) is None
+@dataclass(frozen=True)
+class _Posting:
+    """A message with everything that is needed to post it. `buffer`: its bytes, where it does not lie in a local tensor."""
+
+    operation: dist.P2POp
+    peer: int
+    message: _Message
+    buffer: torch.Tensor | None
+    received: bool
+
+
+def _postings(rounds: list[_Round], callers: Callers) -> list[list[_Posting]]:
+    """All that a rank needs to post its rounds. Rounds that are not under way together share buffers."""
+    wire = callers.wire
+    sizes = [[m.nbytes for _, m in (*one.receive, *one.send) if _lies(m, wire) is None] for one in rounds]
+    longest = max((nbytes for its in sizes for nbytes in its), default=0)
+    num = max(map(len, sizes), default=0)
+    slots = [
+        [torch.empty(longest, dtype=torch.uint8, device=wire) for _ in range(num)]
+        for _ in range(min(_ROUNDS_IN_FLIGHT, len(rounds)))
     ]
-    return [torch.empty(max(sizes), dtype=torch.uint8, device=wire) for _ in range(min(len(sizes), at_most))]
+    made = []
+    for index, one in enumerate(rounds):
+        free = iter(slots[index % _ROUNDS_IN_FLIGHT])
+        postings = []
+        for received, its in ((True, one.receive), (False, one.send)):
+            for peer, message in its:
+                buffer = next(free).narrow(0, 0, message.nbytes) if message.lies is None else None
+                tensor = buffer if buffer is not None else message.lies
+                if tensor is None:
+                    raise RuntimeError("unreachable: a message lies in a local tensor or in a buffer")
+                operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, peer, callers.group)
+                postings.append(_Posting(operation, peer, message, buffer, received))
+        made.append(postings)
+    return made
 
 
 class _Streams:
@@ -200,10 +217,8 @@ class _Streams:
         for copy in item.copies:
             if copy.source_rank == copy.target_rank:
                 if item.source is not None and item.target is not None and failure.error is None:
-                    try:
+                    with failure:
                         memory.copy_in_memory((copy,), item.source, item.target)
-                    except Exception as error:
-                        failure.note(error)
             elif copy.source_rank == self._rank:
                 view = _view(memory.source_block, copy, item.source, failure)
                 _stream(self._to, copy.target_rank, self._limit).add(copy, item.dtype, view)
@@ -281,101 +296,23 @@ def _cut(sizes: tuple[int, ...], view: torch.Tensor | None, limit: int) -> Itera
         yield view.narrow(0, first, size) if view is not None else None, size * row
 
 
-@dataclass
-class _InFlight:
-    """One posted message: what to wait for, and what to do then."""
-
-    work: dist.Work
-    peer: int
-    message: _Message
-    buffer: torch.Tensor | None
-    received: bool
+def _pack(postings: Sequence[_Posting]) -> None:
+    """Fill the buffers of what is sent. Where it fails, what goes out is garbage, and no rank will use it."""
+    for one in postings:
+        if one.buffer is not None and not one.received:
+            _copy_all([(inside, view) for view, inside in _inside(one.message, one.buffer)])
 
 
-class _Post:
-    """Posts the messages of one round, and waits for them."""
-
-    def __init__(self, callers: Callers, failure: Failure) -> None:
-        self.free: list[torch.Tensor] = []  # buffers
-        self._callers, self._failure = callers, failure
-        self._lost: set[int] = set()
-
-    def start(self, this: _Round) -> list[_InFlight]:
-        operations, details = [], []
-        free = list(self.free)
-        try:
-            for peer, message in this.receive:
-                if peer not in self._lost:
-                    tensor, buffer = self._tensor_for(message)
-                    operations.append(dist.P2POp(dist.irecv, tensor, peer, self._callers.group))
-                    details.append((peer, message, buffer, True))
-            for peer, message in this.send:
-                if peer not in self._lost:
-                    tensor, buffer = self._tensor_for(message)
-                    if buffer is not None:
-                        self._pack(message, buffer)
-                    operations.append(dist.P2POp(dist.isend, tensor, peer, self._callers.group))
-                    details.append((peer, message, buffer, False))
-        except Exception:
-            self.free = free  # nothing is posted: the next try needs no other memory
-            raise
-        if not operations:
-            return []
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except Exception as error:
-            self._connection_lost([peer for peer, *_ in details], error)
-            return []
-        if len(works) != len(details):  # NCCL gives one handle for the whole batch
-            works = [works[0]] * len(details)
-        return [_InFlight(work, *detail) for work, detail in zip(works, details, strict=True)]
-
-    def drop(self, this: _Round, error: Exception) -> list[_InFlight]:
-        """Do without a round that cannot be posted: its peers are lost, and hear of it as soon as all meet."""
-        self._connection_lost(sorted({peer for peer, _ in (*this.receive, *this.send)} - self._lost), error)
-        return []
-
-    def finish(self, posted: list[_InFlight]) -> None:
-        while posted:
-            one = posted.pop()
-            try:
-                one.work.wait(timedelta(seconds=self._callers.timeout))
-            except Exception as error:
-                self._connection_lost([one.peer], error)
-                continue  # its buffer may still be written to: it is not used again, nor is its peer
-            if one.buffer is not None:
-                try:
-                    self._unpack(one)
-                except Exception as error:
-                    self._failure.note(error)
-                self.free.append(one.buffer)
-
-    def _tensor_for(self, message: _Message) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if message.lies is not None:
-            return message.lies, None
-        buffer = (
-            self.free.pop() if self.free else torch.empty(message.nbytes, dtype=torch.uint8, device=self._callers.wire)
-        )
-        return buffer.narrow(0, 0, message.nbytes), buffer
-
-    def _pack(self, message: _Message, buffer: torch.Tensor) -> None:
-        try:
-            _copy_all([(inside, view) for view, inside in _inside(message, buffer)])
-        except Exception as error:  # what goes out is garbage then, and no rank will use it
-            self._failure.note(error)
-
-    def _unpack(self, one: _InFlight) -> None:
-        if one.buffer is None or not one.received or self._failure.error is not None:
-            return
+def _unpack(one: _Posting, failure: Failure) -> None:
+    if one.buffer is not None and one.received and failure.error is None:
         _copy_all(_inside(one.message, one.buffer))
 
-    def _connection_lost(self, peers: list[int], error: Exception) -> None:
-        names = ", ".join(f"rank {peer}" for peer in peers)
-        log.error("rank %d lost the connection to %s: %s", self._callers.rank, names, error)
-        self._lost.update(peers)
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        message = f"lost the connection to {names}, or it did not answer within {self._callers.timeout:g} s: {reason}"
-        self._failure.note(RankError(message), fatal=True)
+
+def _connection_lost(callers: Callers, peers: set[int], error: Exception) -> RankError:
+    names = ", ".join(f"rank {peer}" for peer in sorted(peers))
+    log.error("rank %d lost the connection to %s: %s", callers.rank, names, error)
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return RankError(f"lost the connection to {names}, or it did not answer within {callers.timeout:g} s: {reason}")
 
 
 def _inside(message: _Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_optim import memory
-from fsdp_optim.layout import Layout, Whole
-from fsdp_optim.plan import plan
+from fsdp_optim.layout import Whole
+from fsdp_optim.plan import copies_of
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.transport.collective import Item, exchange
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.packing import Packed, pack, unpack
 from fsdp_optim.transport.reports import exchange_reports
 
@@ -46,38 +47,34 @@ def send(
     """The values of the parcels that this rank is a target of, by their index. Called by all ranks, with the same parcels.
 
     `value_of(index)`: the value, asked for on its source only. An error in `failure`, or one met here, is raised on all ranks
-    before data moves. Holds at most `callers.bucket_nbytes` beyond the values, and the pickle of what is no tensor in them.
+    before data moves. Holds at most `callers.budget` beyond the values, and the pickle of what is no tensor in them.
     """
     packed: dict[int, Packed] = {}
-    try:
+    with failure:
         for index, parcel in enumerate(parcels):
             if parcel.source == callers.rank and any(rank != callers.rank for rank in parcel.targets):
                 value = value_of(index)
                 if value is not NOTHING:
                     packed[index] = pack(value)
-    except Exception as error:
-        failure.note(error)
     content = json.dumps({index: one.nbytes for index, one in packed.items()}).encode()
     sizes: dict[int, list[int]] = {}
     for told in exchange_reports(callers, content, failure.error):
         sizes.update((int(index), nbytes) for index, nbytes in json.loads(told).items())
     arrived: dict[int, list[torch.Tensor]] = {}
-    try:
+    with failure:
         for index in sorted(sizes):
             if callers.rank in parcels[index].targets and callers.rank != parcels[index].source:
                 arrived[index] = [memory.empty((n,), torch.uint8, torch.device("cpu")) for n in sizes[index]]
-    except Exception as error:
-        failure.note(error)
-    half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
-    for windows in _batches(sizes, half.bucket_nbytes):
+    half = callers.budget.share(2, "windows of parcels, and the messages that carry them")
+    for windows in _batches(sizes, half.nbytes):
         items = []
         for window in windows:
             parcel = parcels[window.parcel]
             targets = tuple(rank for rank in parcel.targets if rank != parcel.source)
-            source = Layout({"": Whole((window.stop - window.start,), (parcel.source,))})
-            copies = list(plan(source, source.whole_on(targets), rank=callers.rank))
+            shape = (window.stop - window.start,)
+            copies = copies_of(Whole(shape, (parcel.source,)), Whole(shape, targets), rank=callers.rank)
             items.append(Item(copies, torch.uint8, *_ends(window, packed, arrived, failure)))
-        exchange(half, items, failure)
+        exchange(callers, items, failure, half)
     if failure.error is not None:
         return {}
     return {index: unpack(parts) for index, parts in arrived.items()}
@@ -87,15 +84,13 @@ def _ends(
     window: _Window, packed: Mapping[int, Packed], arrived: Mapping[int, Sequence[torch.Tensor]], failure: Failure
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """This rank's memory for a window, on the one side or the other."""
-    try:
+    with failure:
         if window.parcel in packed:
             part = packed[window.parcel].parts[window.part]
             start, stop = window.start // part.itemsize, window.stop // part.itemsize
             return memory.window(part, start, stop).view(torch.uint8), None
         if window.parcel in arrived:
             return None, arrived[window.parcel][window.part][window.start : window.stop]
-    except Exception as error:
-        failure.note(error)
     return None, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.failure import Failure
 
 _LENGTH = 8  # bytes of a report's length
 
@@ -14,13 +15,11 @@ def exchange_reports(callers: Callers, content: bytes, error: Exception | None =
     The lowest rank joins them, so that what is read grows with the number of ranks, not with its square.
     """
     told = tell(callers, "report", content, error=error)
-    joined, error = b"", None
+    joined, failure = b"", Failure()
     if callers.rank == callers.ranks[0]:
-        try:
+        with failure:
             joined = _join([told.by(rank) for rank in callers.ranks])
-        except Exception as reason:
-            error = reason
-    return _split(tell(callers, "all reports", joined, error=error).by(callers.ranks[0]))
+    return _split(tell(callers, "all reports", joined, error=failure.error).by(callers.ranks[0]))
 
 
 def _join(reports: list[bytes]) -> bytes:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from torch import nn
 
@@ -21,12 +20,11 @@ from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.files import write_file
 from fsdp_optim.formats.marker import read_marker
 from fsdp_optim.formats.standing import is_there, may_be_there
+from fsdp_optim.move import Part, move
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.contents import Tensor
-from fsdp_optim.verbs.filing import staged
 from fsdp_optim.verbs.notes import HeldNote, WatchedNote
 from fsdp_optim.verbs.pending import SaveHandle, pending
 from fsdp_optim.verbs.progress import Progress
@@ -76,26 +74,23 @@ def async_save(
     """Copy the state, start writing, return."""
     with ExitStack() as held:
         with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-            job = begin(path, reader, callers, optim, options)
+            job, live = begin(path, reader, callers, optim, options)
             with abandoned_on_failure(job):
                 failure = Failure()
                 writer = job.writer()
                 snapshot: Snapshot = []
                 mine: HeldNote | None = None
                 outcome: HeldNote | WatchedNote | None = None
-                try:
+
+                def keep(parts: Sequence[Part]) -> None:
+                    runs = writer.runs_of(parts)
+                    snapshot.append(runs if all(part.is_own for part in parts) else copied(runs))
+
+                with failure:
                     mine = held.enter_context(closing(HeldNote(job.folder / f"{_FAILED}{job.callers.rank}{_PART}")))
                     if job.leads:
                         outcome = held.enter_context(closing(HeldNote(job.folder / _OUTCOME)))
-                    for parts in job.direct():
-                        snapshot.append(copied(writer.runs_of(parts)))
-                except Exception as error:
-                    failure.note(error)
-                for batch in staged(job.callers, [m for m in job.moves if not m.is_direct], job.held, failure):
-                    try:
-                        snapshot.append(writer.runs_of(batch))  # in memory of its own already
-                    except Exception as error:
-                        failure.note(error)
+                move(job.values, live, job.target(keep), job.callers, job.callers.budget, failure)
                 agree(job.callers, "copied", failure.error, fatal=failure.fatal)
                 if mine is None:  # agree() has raised
                     raise RuntimeError("unreachable: a rank without a note cannot agree")
@@ -107,8 +102,8 @@ def async_save(
                         note = WatchedNote(job.folder / f"{_FAILED}{rank}{_PART}")
                         others[rank] = held.enter_context(closing(note))
         notes = Notes(mine, outcome, others, held.pop_all())
-    later = replace(job, held=_not_any_more)  # nothing of the training is kept alive, or read later
-    handle = SaveHandle(job.path, lambda: _write(later, writer, snapshot, notes))
+    del live  # nothing of the training is kept alive, or read later
+    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, notes))
     try:
         pending.begin(handle)
     except BaseException as error:  # no thread to be had: the others are told through the folder
@@ -117,10 +112,6 @@ def async_save(
         notes.held.close()
         raise
     return handle
-
-
-def _not_any_more(tensor: Tensor) -> NoReturn:
-    raise CheckpointError(f"{tensor.key}: is read after it was copied")
 
 
 def _write(job: Job, writer: Writer, snapshot: Snapshot, notes: Notes) -> Saved:

@@ -28,6 +28,7 @@ from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
 from fsdp_optim.transport.callers import BUCKET_NBYTES, DEFAULT_TIMEOUT, Callers
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.asked import (
@@ -256,8 +257,8 @@ def meet(
         every_replica: compare those too that a wrapper keeps equal on all ranks, because each is used in part.
         what: how errors call what is compared.
     """
-    local, error, report = None, None, RankReport("")
-    try:
+    local, failure, report = None, Failure(), RankReport("")
+    with failure:
         local = read()
         call = ", ".join(part for part in (more, asked.said()) if part)
         report = _report(
@@ -268,20 +269,16 @@ def meet(
             every_replica=every_replica,
             what=what,
         )
-    except Exception as reason:
-        error = reason
-    alike = compare(callers, "read", repr(report).encode(), error)
+    alike = compare(callers, "read", repr(report).encode(), failure.error)
     if local is None:  # compare() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if alike:
         return local, draw([(report, callers.ranks)])
     content = b""
-    try:
+    with failure:
         content = pickle.dumps(report)
-    except Exception as reason:
-        error = reason
     told: dict[bytes, list[int]] = {}
-    for rank, one in zip(callers.ranks, exchange_reports(callers, content, error), strict=True):
+    for rank, one in zip(callers.ranks, exchange_reports(callers, content, failure.error), strict=True):
         told.setdefault(one, []).append(rank)
     by_ranks = [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
     picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")

@@ -9,22 +9,23 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.errors import WrapperError
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import LocalPart, OpaqueShards
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import ELEMENTS, elements_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs import module_values
 from fsdp_optim.verbs.asked import Asked
 from fsdp_optim.verbs.call import Local, Options, meet, read_local
-from fsdp_optim.verbs.gather import Part
-from fsdp_optim.verbs.opaque import gather_opaque
+from fsdp_optim.verbs.ends import LiveEnd
+from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_shards
 from fsdp_optim.view import ModelView, check_materialized
 
@@ -42,20 +43,14 @@ RECORDS: Mapping[str, type] = {
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint. `constant`: its value, where all ranks know it, as of scalars."""
+class SavedValue(StateValue):
+    """One tensor of a checkpoint that is written, and its name there.
 
-    key: str
-    fqn: str
-    name: str
-    dtype: torch.dtype
-    placement: Placement
-    is_state: bool = True
+    `constant`: its value, where all ranks know it, as of scalars.
+    """
+
+    stored_name: str = ""
     constant: torch.Tensor | None = field(default=None, compare=False)
-
-    @property
-    def nbytes(self) -> int:
-        return self.placement.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -67,19 +62,22 @@ class Half:
 
     local: Local
     picture: Picture
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[SavedValue, ...]
     opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     module_values: Mapping[str, Any] = field(default_factory=dict)
 
-    def held(self, tensor: Tensor) -> torch.Tensor:
-        """This rank's part of one of the tensors, as it lies in memory."""
-        if tensor.constant is not None:
-            return tensor.constant
-        param = self.local.by_fqn[tensor.fqn]
-        if param.state is None:
-            raise StateError(f"{tensor.fqn}: its state went away while it was saved")
-        held = param.handle.held(param.state[tensor.name])
-        return held if held is not None else param.handle.placed_local(param.state[tensor.name])
+
+@dataclass(frozen=True)
+class HalvesEnd(End):
+    """The source of a save: the weights, the state, and the scalars that all ranks know."""
+
+    weights: LiveEnd
+    state: LiveEnd | None
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        if isinstance(value, SavedValue) and value.constant is not None:
+            return value.constant
+        return self.state.memory(value) if value.is_state and self.state is not None else self.weights.memory(value)
 
 
 def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) -> Local:
@@ -141,7 +139,7 @@ def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: O
         placement = param.placement
         if fqn in buffers and placement.num_shards == 1:  # small, so that one rank writes it
             placement = Whole(placement.shape, (placement.ranks[0],))
-        tensors += [Tensor(fqn, fqn, name, dtype, placement, is_state=False) for name, dtype in dtypes.items()]
+        tensors += [SavedValue(fqn, name, dtype, placement, False, fqn) for name, dtype in dtypes.items()]
     return Half(
         local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
     )
@@ -196,14 +194,14 @@ def read_state(
     return Half(local, picture, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
 
 
-def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> Tensor:
-    return Tensor(f"state.{fqn}.{name}", fqn, name, dtype, placement)
+def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> SavedValue:
+    return SavedValue(fqn, name, dtype, placement, stored_name=f"state.{fqn}.{name}")
 
 
 def _opaque(callers: Callers, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
     """Values that are not tensors cut like their parameter, on the lowest rank."""
     parts = [
-        Part(p.fqn, p.placement, {}, callers.ranks[:1], tuple(name for name, _ in p.summary.opaque))
+        OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, callers.ranks[:1])
         for p in picture.params.values()
         if p.summary is not None and p.summary.opaque
     ]
@@ -234,24 +232,24 @@ def _by_unit(picture: Picture) -> Iterator[str]:
     return (fqn for fqns in _units(picture) for fqn in fqns)
 
 
-def _with_distinct_keys(tensors: list[Tensor]) -> list[Tensor]:
-    """Values whose names are written alike (0 and "0", or with dots in them) under different keys."""
+def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
+    """Values whose names are written alike (0 and "0", or with dots in them) under different names."""
     taken: set[str] = set()
     found = []
     for tensor in tensors:
-        key = tensor.key
-        while key in taken:
-            key += "'"
-        taken.add(key)
-        found.append(tensor if key == tensor.key else replace(tensor, key=key))
+        name = tensor.stored_name
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        found.append(tensor if name == tensor.stored_name else replace(tensor, stored_name=name))
     return found
 
 
-def _aligned(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
     """Wide elements first, so that every tensor begins at a multiple of its element."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
 
 
-def described(tensor: Tensor) -> tuple[str, str, tuple[int, ...]]:
-    """(key, dtype, shape), as a header says it."""
-    return tensor.key, dtype_name(tensor.dtype), tensor.placement.shape
+def described(tensor: SavedValue) -> tuple[str, str, tuple[int, ...]]:
+    """(name, dtype, shape), as a header says it."""
+    return tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape

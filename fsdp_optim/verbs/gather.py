@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.memory import dtype_named, empty
-from fsdp_optim.plan import Copy, plan
+from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.layout import Placement, Ranks
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.move import StateValue, move
 from fsdp_optim.state.full import FullDict, KeyBy, assemble
-from fsdp_optim.state.local import LocalParam, Optimizers
-from fsdp_optim.state.packed import LocalId
+from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.asked import Asked, check_one_of, check_rank
 from fsdp_optim.verbs.call import Local, Options, calling, log_summary, meet, read_local
-from fsdp_optim.verbs.opaque import gather_opaque
-
-_CPU = torch.device("cpu")
+from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
+from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,10 @@ class Gathering:
     @property
     def receives(self) -> bool:
         return self.callers.rank in self.recipients
+
+    def recipients_of(self, placement: Placement, param: Param) -> tuple[int, ...]:
+        """The recipients of what is placed so of a parameter: where ranks hold variants, each gets its own."""
+        return tuple(rank for rank in self.recipients if not param.variants or rank in placement.ranks)
 
 
 def begin(reader: ModelReader, callers: Callers, optim: Optimizers, options: GatherOptions) -> Gathering:
@@ -106,7 +107,7 @@ def gather(model: nn.Module, optim: Optimizers, options: GatherOptions) -> FullD
     with calling("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), callers):
         gathering = begin(reader, callers, optim, options)
         failure = Failure()
-        values = move(gathering, tuple(gathering.picture.params.values()), failure)
+        values = move_state(gathering, tuple(gathering.picture.params.values()), failure)
         full = None
         if gathering.receives and failure.error is None:
             full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, options.key_by)
@@ -116,13 +117,25 @@ def gather(model: nn.Module, optim: Optimizers, options: GatherOptions) -> FullD
     return full
 
 
-def move(gathering: Gathering, params: Sequence[Param], failure: Failure) -> dict[tuple[str, str], Any]:
+def move_state(gathering: Gathering, params: Sequence[Param], failure: Failure) -> dict[tuple[str, str], Any]:
     """Move the state of some parameters to the recipients: there the values, by (FQN, name), elsewhere nothing.
 
     All but scalars, which everyone knows already.
     """
-    parts = [part for param in params for part in _parts(param, gathering.recipients)]
-    return _move_parts(gathering, parts, failure)
+    values: list[StateValue] = []
+    opaque: list[OpaqueValues] = []
+    for param in params:
+        for one in _variants(param, gathering.recipients):
+            values += _values_of(one)
+            opaque += _opaque_of(one, gathering.recipients_of(one.placement, param))
+    varied = {param.fqn for param in params if param.variants}
+
+    def ranks_of(value: StateValue) -> Ranks:
+        if value.fqn not in varied:
+            return gathering.recipients
+        return tuple(rank for rank in gathering.recipients if rank in value.placement.ranks)
+
+    return _move(gathering, values, opaque, ranks_of, failure)
 
 
 Needs = Callable[[str], tuple[tuple[int, ...], Mapping[int, tuple[int, ...]]]]
@@ -130,125 +143,47 @@ Needs = Callable[[str], tuple[tuple[int, ...], Mapping[int, tuple[int, ...]]]]
 
 
 def move_odd(gathering: Gathering, needs: Needs, failure: Failure) -> dict[tuple[str, str], Any]:
-    """As `move`, of all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
-    parts = [
-        replace(part, targets=targets, needs=by_shard)
-        for fqn, param in gathering.picture.params.items()
-        for targets, by_shard in [needs(fqn)]
-        for part in _parts(param, gathering.recipients)
-        if targets
-    ]
-    odd = [part if part.odd else replace(part, dtypes={}) for part in parts if part.odd or part.opaque]
-    return _move_parts(gathering, odd, failure) if odd else {}
+    """As `move_state`, of all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
+    values: list[StateValue] = []
+    opaque: list[OpaqueValues] = []
+    for param in gathering.picture.params.values():
+        targets, by_shard = needs(param.fqn)
+        for one in _variants(param, gathering.recipients) if targets else ():
+            values += _placed_of(one)
+            opaque += [replace(values, needs=by_shard) for values in _opaque_of(one, targets)]
+    return _move(gathering, values, opaque, lambda value: needs(value.fqn)[0], failure)
 
 
-def _move_parts(gathering: Gathering, parts: Sequence[Part], failure: Failure) -> dict[tuple[str, str], Any]:
-    rank = gathering.callers.rank
-    copies = _copies(parts, rank)
-    sources = Sources(gathering.local)
-    values: dict[tuple[str, str], Any] = {}
-    items = []
-    for part, mine in zip(parts, copies, strict=True):
-        filled = sum(copy.numel for copy in mine if copy.target_rank == rank)
-        if rank in part.targets and filled != part.placement.numel:  # memory comes uninitialised
-            raise StateError(
-                f"{part.fqn}: {filled} of its {counted_noun(part.placement.numel, 'element')} were planned for rank {rank}"
-            )
-        for name, dtype in part.dtypes.items():
-            source = target = None
-            try:
-                if rank in part.targets:
-                    whole = empty(part.placement.shape, dtype, _CPU)
-                    values[part.fqn, name] = whole
-                    target = whole.view(-1)
-                if any(copy.source_rank == rank for copy in mine):
-                    source = sources.flat(part.fqn, name)
-            except Exception as error:
-                failure.note(error)
-            items.append(Item(mine, dtype, source, target))
-    exchange(gathering.callers, items, failure)
-    if any(part.opaque for part in parts):
-        values.update(gather_opaque(gathering.callers, gathering.local, parts, failure))
-    return values
+def _move(
+    gathering: Gathering,
+    values: Sequence[StateValue],
+    opaque: Sequence[OpaqueValues],
+    ranks_of: Callable[[StateValue], Ranks],
+    failure: Failure,
+) -> dict[tuple[str, str], Any]:
+    callers, whole = gathering.callers, WholeEnd(gathering.callers.rank, ranks_of)
+    move(values, LiveEnd(gathering.local), whole, callers, callers.budget, failure)
+    return {**whole.made, **gather_opaque(callers, gathering.local, opaque, failure)}
 
 
-@dataclass(frozen=True)
-class Part:
-    """State values of one parameter that share a placement, on their way to some recipients."""
-
-    fqn: str
-    placement: Placement
-    dtypes: Mapping[str, torch.dtype]
-    targets: tuple[int, ...]
-    opaque: tuple[str, ...] = ()
-    odd: bool = False  # the placement is the value's own, not the parameter's
-    needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by shard, which targets need its opaque values
+def _variants(param: Param, recipients: tuple[int, ...]) -> list[Param]:
+    """What there is of a parameter for the recipients: one, or one for each of its groups of ranks that have recipients."""
+    found = (param.as_seen_by(rank) for rank in recipients) if param.variants else (param,)
+    return list({one.placement: one for one in found if one is not None}.values())
 
 
-def _parts(param: Param, recipients: tuple[int, ...]) -> list[Part]:
-    seen = [(param.as_seen_by(rank), (rank,)) for rank in recipients] if param.variants else [(param, recipients)]
-    parts = []
-    for one, targets in seen:
-        if one is None or one.summary is None or not targets:
-            continue
-        opaque = tuple(name for name, _ in one.summary.opaque)
-        parts.append(Part(one.fqn, one.placement, one.summary.dtypes, targets, opaque))
-        for name, (dtype, placement) in one.summary.placed:
-            parts.append(Part(one.fqn, placement, {name: dtype_named(dtype)}, targets, odd=True))
-    return parts
+def _values_of(param: Param) -> list[StateValue]:
+    if param.summary is None:
+        return []
+    fqn, placement = param.fqn, param.placement
+    return [StateValue(fqn, name, dtype, placement) for name, dtype in param.summary.dtypes.items()] + _placed_of(param)
 
 
-def _copies(parts: Sequence[Part], rank: int) -> list[list[Copy]]:
-    """This rank's copies of every part, planned together for parts that go to the same recipients.
-
-    Parts that lie alike, as those of equal layers do, share one plan; where there are replicas to choose from, each has its own.
-    """
-    found: list[list[Copy]] = [[] for _ in parts]
-    for targets, indices in _by_targets(parts).items():
-        alike: dict[Placement, list[int]] = {}
-        for index in indices:
-            alike.setdefault(parts[index].placement, []).append(index)
-        source = Layout(
-            {
-                str(index): placement
-                for placement, same in alike.items()
-                for index in (same[:1] if _has_one_holder(placement) else same)
-            }
-        )
-        for copy in plan(source, source.whole_on(targets), rank=rank):
-            found[int(copy.fqn)].append(copy)
-        for placement, same in alike.items():
-            if _has_one_holder(placement):
-                for index in same[1:]:
-                    found[index] = found[same[0]]
-    return found
+def _placed_of(param: Param) -> list[StateValue]:
+    placed = param.summary.placed if param.summary is not None else ()
+    return [StateValue(param.fqn, name, dtype_named(dtype), placement) for name, (dtype, placement) in placed]
 
 
-def _by_targets(parts: Sequence[Part]) -> dict[tuple[int, ...], list[int]]:
-    found: dict[tuple[int, ...], list[int]] = {}
-    for index, part in enumerate(parts):
-        found.setdefault(part.targets, []).append(index)
-    return found
-
-
-def _has_one_holder(placement: Placement) -> bool:
-    """Whether no shard has replicas, so that nothing beside it decides who sends."""
-    return not placement.num_shards or len(placement.holders(0)) == 1
-
-
-class Sources:
-    """This rank's local tensors, flattened once per live parameter and value, not once per original."""
-
-    def __init__(self, local: Local) -> None:
-        self._local = local
-        self._flat: dict[tuple[LocalId, str], torch.Tensor] = {}
-
-    def flat(self, fqn: str, name: str) -> torch.Tensor:
-        param: LocalParam = self._local.by_fqn[fqn]
-        key = (param.local_id, name)
-        if key not in self._flat:
-            if param.state is None:
-                raise RankError(f"{fqn}: its state went away while it was gathered")
-            flat = param.handle.local(param.state[name])
-            self._flat[key] = flat if flat is not None else param.handle.placed_local(param.state[name])
-        return self._flat[key]
+def _opaque_of(param: Param, targets: tuple[int, ...]) -> list[OpaqueValues]:
+    names = tuple(name for name, _ in param.summary.opaque) if param.summary is not None else ()
+    return [OpaqueValues(param.fqn, names, param.placement, targets)] if names and targets else []

@@ -19,9 +19,9 @@ from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling
-from fsdp_optim.verbs.gather import Gathering, GatherOptions, begin, move
+from fsdp_optim.verbs.gather import Gathering, GatherOptions, begin, move_state
 
 FullParam = tuple[str, dict[str, Any] | None]
 
@@ -51,11 +51,9 @@ def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Gen
         batches = list(_batches(gathering.picture, callers.bucket_nbytes))
         for number, batch in enumerate(batches, start=1):
             failure = Failure()
-            try:
+            with failure:
                 unchanged.check()
-            except Exception as error:
-                failure.note(error)
-            values = move(gathering, batch, failure)
+            values = move_state(gathering, batch, failure)
             found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
             agree(callers, "moved", failure.error, fatal=failure.fatal)
             while found:

@@ -19,7 +19,7 @@ from fsdp_optim.state.same import same
 from fsdp_optim.state.values import own
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.view import ModuleValues
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -12,48 +12,59 @@ from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.opaque import OpaqueShards, cuts_of, has_local_part, holds_all
 from fsdp_optim.state.values import own
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.verbs.call import Local
 
-if TYPE_CHECKING:
-    from fsdp_optim.verbs.gather import Part
+
+@dataclass(frozen=True)
+class OpaqueValues:
+    """The opaque values of one parameter on their way to the ranks `targets`.
+
+    `needs`: by shard, those of the targets that need the values of that shard, where not all do.
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    placement: Placement
+    targets: tuple[int, ...]
+    needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def gather_opaque(
-    callers: Callers, local: Local, parts: Sequence[Part], failure: Failure
+    callers: Callers, local: Local, moved: Sequence[OpaqueValues], failure: Failure
 ) -> dict[tuple[str, str], Any]:
-    """The opaque values of some parts, by (FQN, name), on recipients. Called by all ranks.
+    """The opaque values of some parameters, by (FQN, name), on the ranks that need them. Called by all ranks.
 
     A parameter that is whole has one value, that of the first rank that holds it. That of a sharded one comes as
     `OpaqueShards`, unless one rank holds all of the parameter, or the value does not depend on how it is cut.
     """
-    keys = [(part, name, shard) for part in parts for name in part.opaque for shard in range(part.placement.num_shards)]
-    parcels = [Parcel(part.placement.holders(shard)[0], part.needs.get(shard, part.targets)) for part, _, shard in keys]
+    if not moved:
+        return {}
+    keys = [(one, name, shard) for one in moved for name in one.names for shard in range(one.placement.num_shards)]
+    parcels = [Parcel(one.placement.holders(shard)[0], one.needs.get(shard, one.targets)) for one, _, shard in keys]
 
     def value_of(index: int) -> Any:
-        part, name, _ = keys[index]
-        return _held(part, name, local)
+        one, name, _ = keys[index]
+        return _held(one.fqn, name, local)
 
     arrived = send(callers, parcels, value_of, failure)
     found: dict[tuple[str, str], dict[int, Any]] = {}
-    try:
-        for index, (part, name, shard) in enumerate(keys):
+    with failure:
+        for index, (one, name, shard) in enumerate(keys):
             value = arrived.get(index, NOTHING)
             if (
                 callers.rank == parcels[index].source
                 and callers.rank in parcels[index].targets
                 and failure.error is None
             ):
-                value = _held(part, name, local)
+                value = _held(one.fqn, name, local)
                 if isinstance(value, _OfShard):
                     value = replace(value, value=own(value.value))
                 elif value is not NOTHING:
                     value = own(value)
             if value is not NOTHING:
-                found.setdefault((part.fqn, name), {})[shard] = value
-    except Exception as error:
-        failure.note(error)
+                found.setdefault((one.fqn, name), {})[shard] = value
     return {key: _joined(said) for key, said in found.items()}
 
 
@@ -70,10 +81,10 @@ class _OfShard:
     alone: bool
 
 
-def _held(part: Part, name: str, local: Local) -> Any:
-    """This rank's opaque value of a part, as it is in memory; those of flat parameters are the first original's."""
-    param = local.by_fqn.get(part.fqn)
-    if param is None or param.state is None or param.named.fqns[0] != part.fqn:
+def _held(fqn: str, name: str, local: Local) -> Any:
+    """This rank's opaque value of a parameter, as it is in memory; those of flat parameters are the first original's."""
+    param = local.by_fqn.get(fqn)
+    if param is None or param.state is None or param.named.fqns[0] != fqn:
         return NOTHING
     placements = tuple(original.placement for original in param.handle.originals)
     if name not in param.state:  # a rank that holds no element of the parameter may have fewer values of it

@@ -18,7 +18,7 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.reading import normalize
 from fsdp_optim.state.shard import summarize
-from fsdp_optim.verbs.contents import RECORDS, Half, Tensor
+from fsdp_optim.verbs.contents import RECORDS, Half, SavedValue
 from fsdp_optim.verbs.targets import check_filled, full_dict
 
 
@@ -26,7 +26,7 @@ from fsdp_optim.verbs.targets import check_filled, full_dict
 class _Planned:
     """The tensors of the optimizer's state, as they will be in the files: without their elements, but for scalars."""
 
-    by_key: Mapping[str, Tensor]
+    by_key: Mapping[str, SavedValue]
 
     def described(self, key: str) -> tuple[Shape, str]:
         tensor = self.by_key[key]
@@ -62,7 +62,7 @@ def prove_loadable(state: Half, encoded: Any, tensors: Sequence[torch.Tensor], *
         said = Decoder(where, tensors, allow_pickle=allow_pickle, records=RECORDS).decode(parse_json(where, text))
         live = state.local.live_optimizer(state.picture)
         with distrusted(where):
-            given = full_dict(_Planned({one.key: one for one in state.tensors}), said, live.names, {})
+            given = full_dict(_Planned({one.stored_name: one for one in state.tensors}), said, live.names, {})
         full, _ = live.fit(normalize(given, live.names), strict=True)
         check_filled(full, summarize(full, live.shapes))
     except FsdpOptimError as error:

@@ -12,9 +12,9 @@ from torch import nn
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Layout, Placement, Whole
-from fsdp_optim.memory import dtype_name, dtype_named, empty, flatten, is_plain
-from fsdp_optim.plan import plan
+from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
+from fsdp_optim.move import StateValue, move
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.parts import WHOLE_HERE, DictPart, Told, ValuePart, join
 from fsdp_optim.state.reading import FullState, normalize
@@ -22,12 +22,11 @@ from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.shard import Shard, Summaries, summarize
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Options, calling, meet, read_local
+from fsdp_optim.verbs.ends import DictEnd, WholeEnd
 from fsdp_optim.verbs.scatter import Contents, deliver
-
-_CPU = torch.device("cpu")
 
 _Here = dict[tuple[str, str], torch.Tensor]
 """This rank's elements of each value, 1-D, by FQN and name."""
@@ -60,10 +59,10 @@ def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], optio
         )
         described, fit = live.fit(described, strict=options.strict, groups=options.groups)
         summaries = summarize(described, live.shapes)
-        odd = _odd_values(callers, state, summaries, here)
+        source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
+        odd = _odd_values(callers, state, summaries, source)
         contents = Contents(summaries, described.groups, described.extra, odd, fit)
-        source, apart = _sources(state, summaries)
-        return deliver(callers, local, picture, contents, source, lambda fqn, name: here[fqn, name], apart)
+        return deliver(callers, local, picture, contents, source)
 
 
 def _tell(callers: Callers, part: DictPart) -> Told:
@@ -125,38 +124,26 @@ def _stand_in(part: ValuePart) -> Any:
     return torch.empty(part.placement.shape, dtype=dtype_named(part.dtype), device="meta")
 
 
-def _sources(state: _State, summaries: Summaries) -> tuple[Layout, dict[tuple[str, str], Placement]]:
-    """Where values lie that are shaped like their parameter: most values of one alike, and those that lie in another way."""
-    source: dict[str, Placement] = {}
-    apart: dict[tuple[str, str], Placement] = {}
-    for fqn, summary in summaries.items():
-        for name in summary.dtypes:
-            placement = state[fqn][name].placement
-            if placement is not None and source.setdefault(fqn, placement) != placement:
-                apart[fqn, name] = placement
-    return Layout(source), apart
+def _placement_of(state: _State, value: StateValue) -> Placement:
+    """Where the ranks have a value."""
+    placement = state[value.fqn][value.name].placement
+    if placement is None:
+        raise StateError(
+            f"{value.fqn}: {value.name} is {state[value.fqn][value.name].value!r}, and has no elements to move"
+        )
+    return placement
 
 
-def _odd_values(callers: Callers, state: _State, summaries: Summaries, here: _Here) -> dict[tuple[str, str], Any]:
+def _odd_values(callers: Callers, state: _State, summaries: Summaries, source: DictEnd) -> dict[tuple[str, str], Any]:
     """The values that are not shaped like their parameter, whole on every rank, which cuts them as it needs."""
-    found: dict[tuple[str, str], Any] = {}
-    items, failure = [], Failure()
-    for fqn, summary in summaries.items():
-        for name, _ in summary.opaque:
-            part = state[fqn][name]
-            if part.placement is None:
-                found[fqn, name] = part.value
-                continue
-            source = Layout({fqn: part.placement})
-            copies = plan(source, source.whole_on(callers.ranks), rank=callers.rank)
-            target = None
-            try:
-                found[fqn, name] = empty(part.placement.shape, dtype_named(part.dtype), _CPU)
-                target = found[fqn, name].view(-1)
-            except Exception as error:
-                failure.note(error)
-            items.append(Item(copies, dtype_named(part.dtype), here.get((fqn, name)), target))
-    if items:
-        exchange(callers, items, failure)
+    odd = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
+    values = [
+        StateValue(fqn, name, dtype_named(part.dtype), part.placement)
+        for fqn, name, part in odd
+        if part.placement is not None
+    ]
+    whole, failure = WholeEnd(callers.rank, lambda value: callers.ranks), Failure()
+    if values:
+        move(values, source, whole, callers, callers.budget, failure)
         agree(callers, "odd values", failure.error, fatal=failure.fatal)
-    return found
+    return {**{(fqn, name): part.value for fqn, name, part in odd if part.placement is None}, **whole.made}

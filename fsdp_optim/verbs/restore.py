@@ -16,10 +16,11 @@ from torch import nn
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.files import absolute
+from fsdp_optim.move import move
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.checking import check_bitwise
 from fsdp_optim.verbs.load import Before, LoadableOptimizer
@@ -30,7 +31,7 @@ from fsdp_optim.verbs.places import common_path
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.restored import Restored, read_extras
 from fsdp_optim.verbs.targets import State, Weights
-from fsdp_optim.verbs.unfiling import fetch
+from fsdp_optim.verbs.unfiling import CheckpointEnd, StoredFlats
 
 _LOOKS = 5  # at a path that is given to another checkpoint while this one is loaded
 
@@ -84,14 +85,14 @@ def _restore(
         total = sum(one.nbytes_on(callers.rank) for one in wanted)
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=callers.rank == callers.ranks[0]) as progress:
-            nbytes = fetch(callers, checkpoint, wanted, failure, progress.up_to)
+            host = callers.budget.share(2, "what lies on a device, by way of the host")
+            source = CheckpointEnd(checkpoint, callers.rank, host, progress.up_to)
+            move(wanted, source, StoredFlats(), callers, callers.budget, failure)
             made = None
-            if failure.error is None:
-                try:
+            with failure:
+                if failure.error is None:
                     checkpoint.check_unchanged()
                     made = state.dict_of() if state is not None else None
-                except Exception as error:
-                    failure.note(error)
             agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
         had = _install_values(callers, weights)
@@ -106,7 +107,7 @@ def _restore(
         agree(callers, "installed")
         if options.check == "bitwise":
             check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
-    return _summarized(restored, checkpoint, weights, state, nbytes, callers, len(wanted))
+    return _summarized(restored, checkpoint, weights, state, source.nbytes, callers, len(wanted))
 
 
 def _position(options: LoadOptions) -> int:
@@ -147,10 +148,8 @@ def _install_values(callers: Callers, weights: Weights) -> dict[str, Any]:
     if not weights.picture.module_values and not weights.picture.module_takers:
         return {}
     failure, had = Failure(), weights.values.before()
-    try:
+    with failure:
         weights.values.install()
-    except Exception as error:
-        failure.note(error)
     try:
         agree(callers, "modules loaded", failure.error)
     except Exception:
@@ -168,10 +167,8 @@ def _load_on_all(
     """Load the optimizer on all ranks; where one fails, all have what they had before."""
     before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure = Failure()
-    try:
+    with failure:  # this rank has put back what it had
         load_shard(optim, made, keep, logs=callers.rank == callers.ranks[0])
-    except Exception as error:  # this rank has put back what it had
-        failure.note(error)
     try:
         agree(callers, "optimizer loaded", failure.error)
     except Exception:

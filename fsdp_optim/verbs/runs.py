@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_optim.formats.extents import Extent
-from fsdp_optim.memory import empty
+from fsdp_optim.memory import Budget, empty
 from fsdp_optim.plan import Copy
 
 _CPU = torch.device("cpu")
@@ -83,8 +83,9 @@ class Batch:
             there.copy_(here)
 
 
-def in_host_memory(runs: Sequence[Run], most_nbytes: int) -> Iterator[Batch]:
-    """All runs that lie on the host at once; those on a device in batches of at most `most_nbytes`, in memory made for them."""
+def in_host_memory(runs: Sequence[Run], budget: Budget) -> Iterator[Batch]:
+    """All runs that lie on the host at once; those on a device in batches of at most `budget`, in memory made for them."""
+    most_nbytes = budget.nbytes
     host = [run for run in runs if isinstance(run, Extent)]
     if host:
         yield Batch(host)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import CheckpointError, FsdpOptimError
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import content_of
 from fsdp_optim.formats.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
@@ -26,23 +26,24 @@ from fsdp_optim.formats.files import absolute, sync_file, write_file
 from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
 from fsdp_optim.formats.folder import Staging
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
-from fsdp_optim.memory import flatten, pieces
+from fsdp_optim.move import End, Part, move
 from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import Told, agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.claims import Claim
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.alone import warn_if_alone
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.contents import RECORDS, Half, read_state, read_weights
-from fsdp_optim.verbs.filing import File, Held, Move, Part, batches_of, cut_into_files, moves_of, staged
+from fsdp_optim.verbs.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
+from fsdp_optim.verbs.ends import LiveEnd
+from fsdp_optim.verbs.filing import File, cut_into_files
 from fsdp_optim.verbs.module_values import FILE as MODULE_VALUES
 from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.proving import prove_loadable
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
-from fsdp_optim.verbs.writing import Writer
+from fsdp_optim.verbs.writing import FilesEnd, Writer
 
 _LENGTH = 8  # bytes of a number in a note
 _BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several
@@ -52,21 +53,21 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class Job:
-    """A save that all ranks have agreed on: what goes where. `held` gives this rank's part of a tensor."""
+    """A save that all ranks have agreed on: what goes where."""
 
     callers: Callers
     options: SaveOptions
     path: Path
     folder: Path
     files: tuple[File, ...]
-    moves: tuple[Move, ...]
     absent: tuple[str, ...]
-    held: Held
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
     said: Mapping[str, Any] = field(default_factory=dict)  # what the marker will say
     staging: Staging | None = None  # on the rank that made the folder
     claim: Claim | None = None  # on the same rank
-    own_files: tuple[File, ...] = ()  # those that this rank makes and writes alone
+    owners: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by file, the rank that makes and writes it alone, where one does
 
     @property
     def leads(self) -> bool:
@@ -79,81 +80,67 @@ class Job:
             self.callers.rank,
             checksums=self.options.checksums,
             durable=self.options.durable,
-            bucket_nbytes=self.callers.bucket_nbytes,
+            budget=self.callers.budget.share(2, "what lies on a device, by way of the host"),
         )
+
+    @property
+    def values(self) -> tuple[SavedValue, ...]:
+        return tuple(value for file in self.files for value in file.tensors)
+
+    @property
+    def own_files(self) -> list[File]:
+        """Those that this rank makes and writes alone."""
+        return [file for file in self.files if self.owners.get(file.name) == self.callers.rank]
+
+    def target(self, take: Callable[[Sequence[Part]], None]) -> FilesEnd:
+        """The files as an end, whose parts on this rank go to `take`."""
+        owned = {
+            value.key: self.owners[file.name]
+            for file in self.files
+            if file.name in self.owners
+            for value in file.tensors
+        }
+        return FilesEnd(take, owned)
 
     def saved(self, nbytes_written: int) -> Saved:
         nbytes = sum(file.header.data_nbytes for file in self.files)
-        return Saved(self.path, len(self.moves), nbytes, nbytes_written, self.absent)
-
-    def direct(self) -> Iterator[list[Part]]:
-        """What is written as it is held, a bucket at a time.
-
-        Use each batch before asking for the next: it is emptied then. The batches are the same on all ranks, because which
-        replica writes what depends on what else is planned with it.
-        """
-        for batch in batches_of([move for move in self.moves if move.is_direct], self.callers.bucket_nbytes):
-            for parts in self._parts(batch):
-                yield parts
-                parts.clear()
-
-    def _parts(self, batch: Sequence[Move]) -> Iterator[list[Part]]:
-        """All of a batch, or one tensor that is large in pieces, where it has to be copied because it is not contiguous."""
-        if len(batch) == 1 and self._has(batch[0]):
-            most_numel = max(self.callers.bucket_nbytes // 2 // batch[0].itemsize, 1)  # two are there at a time
-            for start, flat in pieces(self.held(batch[0].tensor), most_numel):
-                yield [Part(batch[0], flat, start)]
-        else:
-            yield [Part(move, flatten(self.held(move.tensor)) if self._has(move) else None) for move in batch]
-
-    def _has(self, move: Move) -> bool:
-        return move.side.numel_on(self.callers.rank) > 0
+        return Saved(self.path, len(self.values), nbytes, nbytes_written, self.absent)
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
     """Write one full checkpoint. Called by all ranks of the model."""
     with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-        job = begin(path, reader, callers, optim, options)
+        job, live = begin(path, reader, callers, optim, options)
         with abandoned_on_failure(job):
             writer = job.writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
-                told = _write(job, writer, progress)
-                error: Exception | None = None
-                if job.leads:
-                    try:
+                told, failure = _write(job, live, writer, progress), Failure()
+                with failure:
+                    if job.leads:
                         finish(job, [told.by(rank) for rank in job.callers.ranks])
-                    except Exception as reason:
-                        error = reason
-                agree(job.callers, "committed", error)
+                agree(job.callers, "committed", failure.error)
                 progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
 
 
-def _write(job: Job, writer: Writer, progress: Progress) -> Told:
+def _write(job: Job, live: End, writer: Writer, progress: Progress) -> Told:
     """Write this rank's part, and tell the segments; the failure of any rank is raised on all, when all have stopped."""
     failure = Failure()
+
+    def write(parts: Sequence[Part]) -> None:
+        writer.write(writer.runs_of(parts))
+        progress.up_to(writer.nbytes * len(job.callers.ranks))
+
     try:
-        try:
+        with failure:
             make_files(job.folder, job.own_files)
             write_extras(job)
-            for parts in job.direct():
-                writer.write(writer.runs_of(parts))
-                progress.up_to(writer.nbytes * len(job.callers.ranks))
-        except Exception as error:
-            failure.note(error)
-        for batch in staged(job.callers, [move for move in job.moves if not move.is_direct], job.held, failure):
-            try:
-                writer.write(writer.runs_of(batch))
-                progress.up_to(writer.nbytes * len(job.callers.ranks))
-            except Exception as error:
-                failure.note(error)
-        if failure.error is None:
-            writer.finish()
-    except Exception as error:
-        if isinstance(error, FsdpOptimError) and error.told:
-            raise
-        failure.note(error)
+        with failure:
+            move(job.values, live, job.target(write), job.callers, job.callers.budget, failure)
+        with failure:
+            if failure.error is None:
+                writer.finish()
     finally:
         writer.discard()
     return tell(job.callers, "written", encode_note(job, writer), error=failure.error, fatal=failure.fatal)
@@ -165,8 +152,8 @@ def begin(
     callers: Callers,
     optim: Optimizers | None,
     options: SaveOptions,
-) -> Job:
-    """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet."""
+) -> tuple[Job, End]:
+    """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet. The end has what is live."""
     where = absolute(path)
     warn_if_alone(callers, where, was_told=options.call.process_group is not None)
     pending.settle()
@@ -198,21 +185,20 @@ def begin(
                     make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
                 agree(callers, "files are made")
         files, owners = _files(options, weights, state, callers, strategy, groups)
-        return Job(
+        job = Job(
             callers,
             options,
             Path(leaders_path),
             Path(folder),
             tuple(files),
-            tuple(moves_of(files, owners)),
             _absent(state),
-            lambda tensor: (state if state is not None and tensor.is_state else weights).held(tensor),
             extras,
             said,
             staging,
             claim,
-            tuple(f for f, owner in zip(files, owners, strict=True) if owner == callers.rank) if owners else (),
+            owners,
         )
+        return job, HalvesEnd(LiveEnd(weights.local), LiveEnd(state.local) if state is not None else None)
     except BaseException:
         if staging is not None:
             staging.abandon()
@@ -250,7 +236,8 @@ def _strategy(folder: Path, options: SaveOptions) -> str:
 
 def _files(
     options: SaveOptions, weights: Half, state: Half | None, callers: Callers, strategy: str, groups: str
-) -> tuple[list[File], list[int] | None]:
+) -> tuple[list[File], dict[str, int]]:
+    """The files, and by name the rank that makes and writes each alone, where one does."""
     num = len(callers.ranks)
     halves = [("model", weights.tensors, {"format": "pt"})]
     if state is not None:
@@ -263,13 +250,13 @@ def _files(
             most = min(most, max(-(-total // num), 1))
         files += cut_into_files(stem, tensors, most, metadata, num)
     if strategy != "per_rank_files":
-        return files, None
+        return files, {}
     load = dict.fromkeys(callers.ranks, 0)
-    owners = []
+    owners = {}
     for file in files:
         owner = min(load, key=lambda rank: (load[rank], rank))
         load[owner] += file.nbytes
-        owners.append(owner)
+        owners[file.name] = owner
     return files, owners
 
 
@@ -370,7 +357,7 @@ def _write_index(job: Job, stem: str) -> dict[str, FileInfo]:
     name = f"{stem}.safetensors.index.json"
     said = {
         "metadata": {"total_size": sum(file.header.data_nbytes for file in files)},
-        "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
+        "weight_map": {tensor.stored_name: file.name for file in files for tensor in file.tensors},
     }
     text = json.dumps(said, indent=2).encode() + b"\n"
     write_file(job.folder / name, text, durable=job.options.durable)
@@ -417,7 +404,7 @@ def _optim_said(state: Half) -> dict[str, Any]:
         for name, kind in summary.kinds if summary is not None else ():
             if (fqn, name) in keys:
                 how = {"sharded": "tensor", "scalar": "scalar tensor"}.get(kind, kind)
-                values.append([name, how, keys[fqn, name].key])
+                values.append([name, how, keys[fqn, name].stored_name])
             elif name in scalars:
                 values.append([name, "scalar", scalars[name].value])
             elif (fqn, name) in state.opaque:

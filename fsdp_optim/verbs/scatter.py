@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,26 +12,24 @@ from torch import nn
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Layout, Placement
-from fsdp_optim.memory import Slabs, flatten
-from fsdp_optim.plan import Copy, plan
+from fsdp_optim.layout import Whole
+from fsdp_optim.memory import Slabs
+from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.state.fits import Fit
-from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
-from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary, own
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure, Item, exchange
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.verbs.asked import Asked, check_rank
 from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
+from fsdp_optim.verbs.ends import DictEnd, ShardEnd
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
-
-_NONE_APART: Mapping[tuple[str, str], Placement] = {}
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,10 @@ def scatter(
         state, contents = _tell_contents(callers, local, picture, full, source_rank, options.call)
 
         def whole(fqn: str, name: str) -> torch.Tensor | None:
-            return flatten(state.state[fqn][name]) if state is not None else None
+            return state.state[fqn][name] if state is not None else None
 
-        source = picture.layout.whole_on((source_rank,))
-        return deliver(callers, local, picture, contents, source, whole)
+        source = DictEnd(lambda value: Whole(value.placement.shape, (source_rank,)), whole)
+        return deliver(callers, local, picture, contents, source)
 
 
 def deliver(
@@ -94,24 +92,25 @@ def deliver(
     local: Local,
     picture: Picture,
     contents: Contents,
-    source: Layout,
-    source_of: Callable[[str, str], torch.Tensor | None],
-    apart: Mapping[tuple[str, str], Placement] = _NONE_APART,
+    source: End,
 ) -> Shard | list[Shard]:
-    """Move a state that lies as `source` says to where the model and optimizer of `picture` need it.
+    """Move a state from where it is to where the model and optimizer of `picture` need it.
 
-    Called by all ranks, inside `all_hear`. `source_of(fqn, name)`: this rank's local elements of a sharded value, 1-D, None where
-    it has none. `apart`: values that lie in another way than `source` says of their parameter.
+    Called by all ranks, inside `all_hear`.
     """
     opaque = contents.opaque
     wanted = decide(
         local, contents.summaries, contents.fit, lambda fqn, name: opaque[fqn, name], is_own=contents.is_own
     )
     failure = Failure()
-    tensors = _move(callers, picture, contents, wanted, source, source_of, apart, failure)
+    values = _values(picture, contents.summaries)
+    target = ShardEnd(local, {})
+    with failure:
+        target = allocate_shard(wanted, values, callers.rank)
+    move(values, source, target, callers, callers.budget, failure)
     made: Shard | list[Shard] = []
-    if failure.error is None:
-        made = wanted.dict_of(tensors, contents.groups, contents.extra)
+    with failure:
+        made = wanted.dict_of(target.flats, contents.groups, contents.extra) if failure.error is None else []
     warn_of_uncollected(local, contents.uncollected)
     agree(callers, "delivered", failure.error, fatal=failure.fatal)
     return made
@@ -200,70 +199,31 @@ def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> C
     )
 
 
-def _copies(picture: Picture, source: Layout, rank: int) -> dict[str, list[Copy]]:
-    """This rank's copies, by FQN. Where ranks hold variants of a parameter, all of them get what there is of it."""
-    copies: dict[str, list[Copy]] = {}
-    plain = [fqn for fqn, param in picture.params.items() if fqn in source.placements and not param.variants]
-    layouts = [picture.layout.only(plain)]
-    for fqn, param in picture.params.items():
-        if fqn in source.placements:
-            layouts += [Layout({fqn: placement}) for placement, _ in param.variants]
-    for layout in layouts:
-        for copy in plan(source, layout, rank=rank):
-            copies.setdefault(copy.fqn, []).append(copy)
-    return copies
+def _values(picture: Picture, summaries: Mapping[str, Summary]) -> list[StateValue]:
+    """The values that move. Where groups of ranks hold variants of a parameter, each gets what there is of it."""
+    return [
+        StateValue(fqn, name, dtype, placement)
+        for fqn, param in picture.params.items()
+        if fqn in summaries
+        for name, dtype in summaries[fqn].dtypes.items()
+        for placement in ([place for place, _ in param.variants] or [param.placement])
+    ]
 
 
-def _move(
-    callers: Callers,
-    picture: Picture,
-    contents: Contents,
-    wanted: Wanted,
-    source: Layout,
-    source_of: Callable[[str, str], torch.Tensor | None],
-    apart: Mapping[tuple[str, str], Placement],
-    failure: Failure,
-) -> dict[LocalId, dict[str, torch.Tensor]]:
-    """Local tensors by local id and value name, filled."""
-    tensors: dict[LocalId, dict[str, torch.Tensor]] = {}
+def allocate_shard(wanted: Wanted, values: Sequence[StateValue], rank: int) -> ShardEnd:
+    """Memory for what this rank's optimizer gets, of which some values will fill everything.
+
+    Raises StateError where they would not: memory comes uninitialised.
+    """
     slabs = Slabs()
-    copies = _copies(picture, source.only([fqn for fqn in source.fqns if fqn in contents.summaries]), callers.rank)
-    copies_apart = {
-        (fqn, name): _copies(picture, Layout({fqn: placement}), callers.rank).get(fqn, [])
-        for (fqn, name), placement in apart.items()
-        if fqn in picture.params
-    }
-    try:
-        for param, summary in wanted.given:
-            tensors[param.local_id] = allocate(param, summary, callers.rank, wanted.missing, slabs)
-            _check_filled(param, copies, callers.rank, wanted)
-            for (fqn, _), its in copies_apart.items():
-                if fqn in param.named.fqns:
-                    _check_filled(param, {**copies, fqn: its}, callers.rank, wanted)
-    except Exception as error:
-        failure.note(error)
-    items = []
-    for fqn in picture.params:
-        told = contents.summaries.get(fqn)
-        mine = wanted.local.by_fqn.get(fqn)
-        for name, dtype in told.dtypes.items() if told is not None else ():
-            its = copies_apart.get((fqn, name), copies.get(fqn, []))
-            taken = None
-            try:
-                taken = source_of(fqn, name) if any(copy.source_rank == callers.rank for copy in its) else None
-            except Exception as error:
-                failure.note(error)
-            target = tensors.get(mine.local_id, {}).get(name) if mine is not None else None
-            items.append(Item(its, dtype, taken, target))
-    exchange(callers, items, failure)
-    return tensors
-
-
-def _check_filled(param: LocalParam, copies: Mapping[str, list[Copy]], rank: int, wanted: Wanted) -> None:
-    """Memory comes uninitialised: every element of it that is not padding has to be planned."""
-    for fqn, placement in param.named.placements.items():
-        planned = sum(copy.numel for copy in copies.get(fqn, ()) if copy.target_rank == rank)
-        if planned != placement.numel_on(rank) and fqn not in wanted.missing:
-            raise StateError(
-                f"{fqn}: rank {rank} holds {counted_noun(placement.numel_on(rank), 'element')}, {planned} were planned"
-            )
+    flats = {param.local_id: allocate(param, summary, rank, wanted.missing, slabs) for param, summary in wanted.given}
+    coming = {(value.fqn, value.name) for value in values}
+    for param, summary in wanted.given:
+        for fqn, placement in param.named.placements.items():
+            for name in summary.dtypes if fqn not in wanted.missing else ():
+                if (fqn, name) not in coming and placement.numel_on(rank):
+                    raise StateError(
+                        f"{fqn}: rank {rank} needs {counted_noun(placement.numel_on(rank), 'element')} of {name}, and none "
+                        "would come"
+                    )
+    return ShardEnd(wanted.local, flats)

@@ -6,23 +6,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.layout import Layout
-from fsdp_optim.memory import Slabs, copy_in_memory, flatten
-from fsdp_optim.plan import plan_into
+from fsdp_optim.layout import Whole
+from fsdp_optim.move import StateValue, move
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_shapes
-from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.reading import FullState, normalize
-from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.shard import Shard, summarize
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
+from fsdp_optim.verbs.ends import DictEnd
 from fsdp_optim.verbs.resharding import is_sharded, reshard
-from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
+from fsdp_optim.verbs.scatter import allocate_shard
+from fsdp_optim.verbs.wanted import decide, warn_of_uncollected
 from fsdp_optim.view import ModelView, check_materialized
 
 
@@ -44,9 +46,20 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.groups, others=others)
     warn_of_uncollected(local, state.uncollected)
     wanted = decide(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
-    slabs, rank = Slabs(), local.view.rank
-    tensors = {p.local_id: _cut(p, summary, state, rank, wanted, slabs) for p, summary in wanted.given}
-    return wanted.dict_of(tensors, state.groups, state.extra)
+    rank = local.view.rank
+    values = [
+        StateValue(fqn, name, dtype, placement)
+        for param, summary in wanted.given
+        for fqn, placement in param.named.placements.items()
+        if fqn in state.state
+        for name, dtype in summary.dtypes.items()
+    ]
+    here = Callers.of("get_shard_from_optim_state_dict", (rank,), rank)
+    source = DictEnd(lambda value: Whole(value.placement.shape, (rank,)), lambda fqn, name: state.state[fqn][name])
+    target, failure = allocate_shard(wanted, values, rank), Failure()
+    move(values, source, target, here, here.budget, failure)
+    agree(here, "cut", failure.error)
+    return wanted.dict_of(target.flats, state.groups, state.extra)
 
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
@@ -75,19 +88,3 @@ def _of_other_ranks(view: ModelView, full: FullState, options: Options) -> froze
 
 def _without_numbers(fqn: str) -> str:
     return re.sub(r"\d+", "#", fqn)
-
-
-def _cut(
-    param: LocalParam, summary: Summary, full: FullState, rank: int, wanted: Wanted, slabs: Slabs
-) -> dict[str, torch.Tensor]:
-    """This rank's elements of the state of one live parameter, in memory of its own."""
-    target = Layout(
-        {f: p for f, p in param.named.placements.items() if p.shard_of(rank) is not None and f in full.state}
-    )
-    tensors = allocate(param, summary, rank, wanted.missing, slabs)
-    for fqn in target.fqns:
-        one = target.only((fqn,))
-        copies = plan_into(one.whole_on((rank,)), one, rank)
-        for name, flat in tensors.items():
-            copy_in_memory(copies, flatten(full.state[fqn][name]), flat)
-    return tensors

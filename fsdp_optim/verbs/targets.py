@@ -29,8 +29,7 @@ from fsdp_optim.verbs.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.verbs.contents import RECORDS, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.verbs.load_options import LoadOptions
 from fsdp_optim.verbs.module_values import StoredValues
-from fsdp_optim.verbs.unfiling import Wanted as WantedTensor
-from fsdp_optim.verbs.unfiling import read_constants
+from fsdp_optim.verbs.unfiling import StoredValue, read_constants
 from fsdp_optim.verbs.wanted import Wanted, decide
 
 _KIND_OF = {"tensor": "sharded", "scalar tensor": "scalar"}  # what a checkpoint calls by another name than a full dict
@@ -85,12 +84,12 @@ class Weights:
                 flats[param.local_id][dtype] = flat
         return cls(local, picture, stored, flats, lacking, tuple(extra), values)
 
-    def wanted(self) -> Iterator[WantedTensor]:
+    def wanted(self) -> Iterator[StoredValue]:
         for fqn, param in self.picture.params.items():
             if fqn in self.stored:
                 mine = self.local.by_fqn.get(fqn)
                 flat = self.flats[mine.local_id][self.stored[fqn].entry.dtype] if mine is not None else None
-                yield WantedTensor(fqn, WEIGHT, self.stored[fqn], param.placement, flat)
+                yield StoredValue.of(fqn, WEIGHT, self.stored[fqn], param.placement, flat, is_state=False)
 
     def install(self) -> None:
         for param in self.local.optim.params:
@@ -208,13 +207,14 @@ class State:
         stored = weights.stored if options.cast else {}
         return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats, stored)
 
-    def wanted(self) -> Iterator[WantedTensor]:
+    def wanted(self) -> Iterator[StoredValue]:
         for fqn, param in self.picture.params.items():
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     mine = self.local.by_fqn.get(fqn)
                     flat = self.flats.get(mine.local_id, {}).get(name) if mine is not None else None
-                    yield WantedTensor(fqn, name, self.optim[self.keys[fqn, name]], param.placement, flat)
+                    stored = self.optim[self.keys[fqn, name]]
+                    yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
 
     @property
     def absent(self) -> tuple[str, ...]:

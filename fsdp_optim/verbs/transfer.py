@@ -19,9 +19,10 @@ from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
-from fsdp_optim.verbs.gather import Gathering, Sources, move_odd
+from fsdp_optim.verbs.ends import LiveEnd
+from fsdp_optim.verbs.gather import Gathering, move_odd
 from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer, load
 from fsdp_optim.verbs.scatter import Contents, deliver
 
@@ -67,8 +68,8 @@ def _transfer(
     live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
     full, fit = live.fit(_described(local, picture), strict=options.strict, groups=options.groups)
     contents = _contents(callers, local, picture, dst_picture, full, fit)
-    source = picture.layout.only([fqn for fqn in picture.params if fqn in dst_picture.params])
-    shard = deliver(callers, dst_local, dst_picture, contents, source, Sources(local).flat)
+    source = LiveEnd(local, {fqn: param.placement for fqn, param in picture.params.items()})
+    shard = deliver(callers, dst_local, dst_picture, contents, source)
     found = load(dst_optim, shard)
     agree(callers, "loaded")
     return found

@@ -1,193 +1,136 @@
-"""From files to tensors: which bytes each rank reads, how they come to the ranks that need them, and whether they did."""
+"""From files to tensors: which bytes each rank reads, and in which cut."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.extents import Extent
-from fsdp_optim.layout import Layout, Placement, Whole
-from fsdp_optim.memory import dtype_named, empty
-from fsdp_optim.plan import Copy, part_from, part_into, plan, plan_into
-from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Failure, Item, exchange
-from fsdp_optim.verbs.filing import FILE, batches_of, has_short_rows, in_runs, windows_of
+from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.memory import Budget, dtype_named
+from fsdp_optim.move import STORAGE, End, Part, StateValue
+from fsdp_optim.plan import copies_into, part_into
+from fsdp_optim.verbs.filing import has_short_rows, in_runs
 from fsdp_optim.verbs.runs import LocalMemory, Run, bytes_of, in_host_memory, runs_of
 
 _CPU = torch.device("cpu")
 _CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them
+_MOST_RUNS = 512  # at once: of short rows there are many
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One stored tensor, where its elements are needed, and this rank's local tensor for them (None: it needs none)."""
+class StoredValue(StateValue):
+    """A value that a checkpoint has. `flat`: this rank's memory for it; None where it needs none."""
 
-    fqn: str
-    name: str
-    stored: Stored
-    placement: Placement
-    flat: torch.Tensor | None
+    stored: Stored = field(kw_only=True, compare=False)
+    flat: torch.Tensor | None = field(default=None, kw_only=True, compare=False)
 
-    @property
-    def nbytes(self) -> int:
-        return self.stored.entry.stop - self.stored.entry.start
+    @classmethod
+    def of(
+        cls, fqn: str, name: str, stored: Stored, placement: Placement, flat: torch.Tensor | None, *, is_state: bool
+    ) -> StoredValue:
+        dtype = dtype_named(stored.entry.dtype)
+        return cls(fqn, name, dtype, placement, is_state, stored=stored, flat=flat)
 
     def nbytes_on(self, rank: int) -> int:
-        return self.placement.numel_on(rank) * self.stored.entry.itemsize
+        return self.placement.numel_on(rank) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class _Moved:
-    """A tensor that is read in another cut than it is needed in."""
+class StoredFlats(End):
+    """The target of a load: the memory that stored values come with."""
 
-    wanted: Wanted
-    side: Placement
-
-    @property
-    def itemsize(self) -> int:
-        return self.wanted.stored.entry.itemsize
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        return stored_value(value).flat
 
 
-def fetch(
-    callers: Callers,
-    checkpoint: Checkpoint,
-    wanted: Sequence[Wanted],
-    failure: Failure,
-    progress: Callable[[int], None],
-) -> int:
-    """Fill the local tensors of all of `wanted`; returns the bytes that this rank read. Called by all ranks.
+def stored_value(value: StateValue) -> StoredValue:
+    """The same value, where it is one that a checkpoint has."""
+    if not isinstance(value, StoredValue):
+        raise CheckpointError(f"{value.fqn}: {value.name} is not described as a value of a checkpoint")
+    return value
 
-    What goes wrong on this rank is put into `failure`; the ranks must agree afterwards whether all went well. Holds at most
-    `callers.bucket_nbytes` beyond the local tensors.
+
+@dataclass
+class CheckpointEnd(End):
+    """An open checkpoint on this rank. `nbytes`: how many bytes this rank has read.
+
+    Args:
+        budget: for what lies on a device, by way of the host.
+        as_needed: every rank reads just the elements that it needs, without a word to the others.
     """
-    sides = list(_sides(wanted))
-    nbytes = 0
 
-    def did_read(more: int) -> None:
-        nonlocal nbytes
-        nbytes += more
-        progress(nbytes)
+    checkpoint: Checkpoint
+    rank: int
+    budget: Budget
+    progress: Callable[[int], None] = lambda nbytes: None
+    as_needed: bool = False
+    nbytes: int = 0
 
-    try:
-        reads = _Reads()
-        for one, side in zip(wanted, sides, strict=True):
-            if side is None:
-                reads.add(one.stored, runs_in(one.stored, one.placement, one.flat, callers.rank))
-        reads.read(checkpoint, max(callers.bucket_nbytes // 2, 1), did_read)
-    except Exception as error:
-        failure.note(error)
-    half = replace(callers, bucket_nbytes=max(callers.bucket_nbytes // 2, 1))
-    moved = [_Moved(one, side) for one, side in zip(wanted, sides, strict=True) if side is not None]
-    for these in batches_of(moved, half.bucket_nbytes):
-        _read_and_move(half, checkpoint, these, failure, did_read)
-    return nbytes
+    is_stored = True
 
+    def io_placement(self, value: StateValue, other: Placement) -> Placement:
+        """What several ranks need is read once, each rank its share; rows of a few bytes are read in long runs."""
+        if self.as_needed or not value.nbytes:
+            return other
+        stored = stored_value(value).stored
+        is_shared = other.num_replicas > 1 or other.overlapping
+        if not is_shared and not has_short_rows(other, value.dtype.itemsize, stored.file.short_nbytes):
+            return other
+        if value.nbytes >= _CUT_FROM:
+            return in_runs(other, other.ranks)
+        ranks = other.ranks  # neighbours in a file are read together
+        return Whole(other.shape, (ranks[stored.entry.start // _CUT_FROM % len(ranks)],))
 
-def _sides(wanted: Sequence[Wanted]) -> Iterator[Placement | None]:
-    """The cut in which each tensor is read: None where it is that in which it is needed.
+    def fill(self, parts: Sequence[Part]) -> None:
+        rounds: list[list[Part]] = []  # a tensor that is wanted twice, because it was tied when saved, is read twice
+        times: dict[tuple[str, str], int] = {}
+        for part in parts:
+            stored = stored_value(part.value).stored
+            key = (stored.file.name, stored.entry.key)
+            times[key] = times.get(key, 0) + 1
+            if times[key] > len(rounds):
+                rounds.append([])
+            rounds[times[key] - 1].append(part)
+        for its in rounds:
+            runs = ((stored_value(part.value).stored.file.name, run) for part in its for run in self._runs(part))
+            while few := list(itertools.islice(runs, _MOST_RUNS)):
+                by_file: dict[str, list[Run]] = {}
+                for name, run in few:
+                    by_file.setdefault(name, []).append(run)
+                self._read(by_file)
 
-    What several ranks need is read once, each rank its share; rows of a few bytes are read in long runs.
-    """
-    load = 0
-    for one in wanted:
-        placement = one.placement
-        replicated = placement.num_shards > 0 and len(placement.holders(0)) > 1
-        if not one.nbytes or not (
-            replicated
-            or placement.overlapping
-            or has_short_rows(placement, one.stored.entry.itemsize, one.stored.file.short_nbytes)
-        ):
-            yield None
-        elif one.nbytes >= _CUT_FROM:
-            yield in_runs(placement, placement.ranks)
-        else:
-            ranks = placement.ranks
-            yield Whole(placement.shape, (ranks[load // _CUT_FROM % len(ranks)],))
-            load += one.nbytes
+    def _read(self, by_file: dict[str, list[Run]]) -> None:
+        for name, runs in by_file.items():
+            for batch in in_host_memory(runs, self.budget):
+                self.checkpoint.read({name: batch.extents}, self._did_read)
+                batch.put()
 
+    def _did_read(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.progress(self.nbytes)
 
-class _Reads:
-    """What to read of each file. A tensor that is wanted twice, because it was tied when saved, is read in two rounds."""
-
-    def __init__(self) -> None:
-        self._rounds: list[dict[str, list[Run]]] = []
-        self._times: dict[tuple[str, str], int] = {}
-
-    def add(self, stored: Stored, runs: Iterator[Run]) -> None:
-        key = (stored.file.name, stored.entry.key)
-        times = self._times.get(key, 0)
-        self._times[key] = times + 1
-        if times == len(self._rounds):
-            self._rounds.append({})
-        self._rounds[times].setdefault(stored.file.name, []).extend(runs)
-
-    def read(self, checkpoint: Checkpoint, most_nbytes: int, did_read: Callable[[int], None]) -> None:
-        for by_file in self._rounds:
-            for name, runs in by_file.items():
-                for batch in in_host_memory(runs, most_nbytes):
-                    checkpoint.read({name: batch.extents}, did_read)
-                    batch.put()
+    def _runs(self, part: Part) -> Iterator[Run]:
+        """Where in its file the elements of a part are, and the memory that they belong to."""
+        entry = stored_value(part.value).stored.entry
+        if part.cut.local_range(self.rank)[1] <= part.start:
+            return
+        if part.flat is None:
+            raise CheckpointError(f"{entry.key}: rank {self.rank} has no memory for it")
+        memory = LocalMemory(part.flat)
+        for there, here, numel in elements_in(part.cut, self.rank, part.start, part.flat.numel()):
+            yield memory.run(entry.start + there * entry.itemsize, here, numel)
 
 
-def runs_in(
-    stored: Stored, placement: Placement, flat: torch.Tensor | None, rank: int, first: int = 0
-) -> Iterator[Run]:
-    """Where in the file this rank's elements are, and the memory that they belong to: all, or those from `first` on."""
-    if placement.shard_of(rank) is None or placement.numel_on(rank) <= first:
-        return
-    if flat is None:
-        raise CheckpointError(f"{stored.entry.key}: rank {rank} has no memory for it")
-    memory = LocalMemory(flat)
-    for there, here, numel in elements_in(stored, placement, rank, first, flat.numel()):
-        yield memory.run(stored.entry.start + there * stored.entry.itemsize, here, numel)
-
-
-def elements_in(
-    stored: Stored, placement: Placement, rank: int, first: int, num: int
-) -> Iterator[tuple[int, int, int]]:
-    """(offset in the stored tensor, offset from `first` on this rank, how many) of `num` of this rank's elements."""
-    source = Layout({"": Whole(placement.shape, (FILE,))})
-    for copy in plan_into(source, Layout({"": placement}), rank):
+def elements_in(placement: Placement, rank: int, first: int, num: int) -> Iterator[tuple[int, int, int]]:
+    """(offset in the whole tensor, offset from `first` on this rank, how many) of `num` of this rank's elements."""
+    for copy in copies_into(Whole(placement.shape, (STORAGE,)), placement, rank):
         for part in part_into(copy, first, first + num):
             yield from runs_of(part)
-
-
-def _read_and_move(
-    callers: Callers,
-    checkpoint: Checkpoint,
-    moved: Sequence[_Moved],
-    failure: Failure,
-    did_read: Callable[[int], None],
-) -> None:
-    """Read some tensors in the cut in which they are read best, and send them to where they are needed."""
-    rank = callers.rank
-    copies: list[tuple[Copy, ...]] = []
-    try:
-        for one in moved:
-            copies.append(plan(Layout({"": one.side}), Layout({"": one.wanted.placement}), rank=rank))
-    except Exception as error:
-        failure.note(error)
-    for window in windows_of(moved, callers.bucket_nbytes):
-        items = []
-        reads = _Reads()
-        try:
-            for one, its in zip(moved, copies, strict=True):
-                stored, wanted = one.wanted.stored, one.wanted
-                dtype, numel = dtype_named(stored.entry.dtype), window.of(one.side.numel_on(rank))
-                flat = empty((numel,), dtype, _CPU) if numel else None
-                if flat is not None:
-                    reads.add(stored, runs_in(stored, one.side, flat, rank, window.start))
-                mine = [part for copy in its for part in part_from(copy, window.start, window.stop)]
-                items.append(Item(mine, dtype, flat, wanted.flat))
-            if failure.error is None:
-                reads.read(checkpoint, callers.bucket_nbytes, did_read)
-        except Exception as error:
-            failure.note(error)
-        exchange(callers, items, failure)
 
 
 def read_constants(checkpoint: Checkpoint, stored: Sequence[Stored]) -> list[torch.Tensor]:

@@ -1,0 +1,88 @@
+"""The ends of a move that are memory: a live optimizer or model, whole tensors, a full or sharded dict, and room for a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp_optim.errors import RankError
+from fsdp_optim.layout import Placement, Ranks, Whole
+from fsdp_optim.memory import empty
+from fsdp_optim.move import End, StateValue
+from fsdp_optim.state.packed import LocalId
+from fsdp_optim.verbs.call import Local
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LiveEnd(End):
+    """The state of a live optimizer, or the weights of a model, as they lie in memory.
+
+    `layout`: where the values are, by FQN, where the values that move are described by another model's placements.
+    """
+
+    local: Local
+    layout: Mapping[str, Placement] | None = None
+    _held: dict[tuple[LocalId, str], torch.Tensor] = field(default_factory=dict)
+
+    def placement(self, value: StateValue) -> Placement:
+        return value.placement if self.layout is None else self.layout[value.fqn]
+
+    def memory(self, value: StateValue) -> torch.Tensor:
+        param = self.local.by_fqn[value.fqn]
+        key = (param.local_id, value.name)  # once per live parameter, not once per original
+        held = self._held.get(key)
+        if held is None:
+            if param.state is None:
+                raise RankError(f"{value.fqn}: its state went away while it was read")
+            live = param.state[value.name]
+            held = param.handle.held(live)
+            held = self._held[key] = held if held is not None else param.handle.placed_local(live)
+        return held
+
+
+@dataclass(frozen=True)
+class WholeEnd(End):
+    """Every value whole, in new memory on the CPU of some ranks. `made`: this rank's tensors, by FQN and name."""
+
+    rank: int
+    ranks_of: Callable[[StateValue], Ranks]
+    made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    def placement(self, value: StateValue) -> Placement:
+        return Whole(value.placement.shape, self.ranks_of(value))
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        if self.rank not in self.ranks_of(value):
+            return None
+        whole = self.made[value.fqn, value.name] = empty(value.placement.shape, value.dtype, _CPU)
+        return whole.view(-1)
+
+
+@dataclass(frozen=True)
+class DictEnd(End):
+    """The values of a dict, of which this rank has all or a part. `elements(fqn, name)`: None where it has none."""
+
+    placement_of: Callable[[StateValue], Placement]
+    elements: Callable[[str, str], torch.Tensor | None]
+
+    def placement(self, value: StateValue) -> Placement:
+        return self.placement_of(value)
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        return self.elements(value.fqn, value.name)
+
+
+@dataclass(frozen=True)
+class ShardEnd(End):
+    """Memory that was allocated for this rank's shard: 1-D tensors by local id and name."""
+
+    local: Local
+    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        param = self.local.by_fqn.get(value.fqn)
+        return self.flats.get(param.local_id, {}).get(value.name) if param is not None else None

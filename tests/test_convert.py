@@ -1,0 +1,123 @@
+"""From files to other files, in one process without ranks: the same checkpoint, element by element."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_marker, tensors_of
+from kit.wrapping import Trained, adam, check_same, cpu
+
+import fsdp_optim
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport import collective
+from fsdp_optim.verbs.converting import convert
+
+WRAPPERS = ("FSDP2", "fairscale flat", "plain")
+
+
+def saved(root: Path, *, with_optim: bool = True) -> None:
+    """One checkpoint for each wrapper."""
+    for wrapper in WRAPPERS:
+        with cpu():
+            one = Trained(wrapper, adam, model=Buffered)
+            optim = one.optim if with_optim else None
+            options: dict[str, Any] = {"per_rank_extra": ["of a rank"], "process_group": one.process_group}
+            fsdp_optim.save(root / wrapper, one.model, optim, extra=extra(), step=7, durable=False, **options)
+
+
+def loaded(root: Path) -> None:
+    """What was converted is what was saved, in another wrapper and world size, and bit for bit."""
+    for wrapper in WRAPPERS:
+        with cpu():
+            one, wanted = Trained("FSDP2", adam, 0, Buffered), Trained("FSDP2", adam, model=Buffered)
+            restored = fsdp_optim.load(root / wrapper, one.model, one.optim, check="bitwise")
+            check_same(wrapper, one.gather(None), wanted.gather(None))
+            check_same("step", restored.summary.step, 7)
+            check_same("extra", dict(restored), extra())
+
+
+class ConvertTest(unittest.TestCase):
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        (cls.root / "saved").mkdir()
+        (cls.root / "weights").mkdir()
+        run_on_ranks(saved, 2, cls.root / "saved")
+        run_on_ranks(saved, 2, cls.root / "weights", with_optim=False)
+
+    def converted(self, source: Path, name: str, size: int) -> Path:
+        """No message is sent, and no process group is there."""
+        target = self.root / name / source.name
+        target.parent.mkdir(exist_ok=True)
+        before = all_bytes(source)
+        with mock.patch.object(collective.dist, "batch_isend_irecv", side_effect=AssertionError("a message was sent")):
+            done = convert(source, target, max_file_size=size, durable=False)
+        self.assertEqual(done.path, target)
+        check_same("the source", all_bytes(source), before)
+        check_folder(target)
+        return target
+
+    def test_every_tensor_is_the_same_in_files_of_another_size(self) -> None:
+        for size in (1, 100, 10**9):
+            for kind in ("saved", "weights"):
+                for wrapper in WRAPPERS:
+                    source = self.root / kind / wrapper
+                    target = self.converted(source, f"{kind}-{size}", size)
+                    for half in ("model", "optim"):
+                        check_same(half, tensors_of(target, half), tensors_of(source, half))
+                    files = list(target.glob("model*.safetensors"))
+                    self.assertEqual(len(files), 1 if size == 10**9 else max(len(files), 2))
+                    told = [{**read_marker(folder)} for folder in (source, target)]
+                    for one in told:
+                        for key in ("created_ns", "token", "files", "brief"):
+                            del one[key]
+                    check_same("the marker", told[1], told[0])
+
+    def test_it_is_loaded_as_the_first_one_is(self) -> None:
+        for size in (100, 10**9):
+            for wrapper in WRAPPERS:
+                self.converted(self.root / "saved" / wrapper, f"loaded-{size}", size)
+            run_on_ranks(loaded, 3, self.root / f"loaded-{size}")
+
+    def test_and_back_gives_the_same_files(self) -> None:
+        source = self.root / "saved" / "FSDP2"
+        there = self.converted(source, "there", 100)
+        back = self.converted(there, "back", 10**9)
+        found, wanted = all_bytes(back), all_bytes(source)
+        for name in wanted:
+            if name.endswith(".safetensors"):
+                self.assertEqual(found[name], wanted[name], name)
+
+    def test_damage_is_not_converted(self) -> None:
+        source = self.root / "damaged"
+        source.mkdir()
+        for name, content in all_bytes(self.root / "saved" / "plain").items():
+            (source / name).parent.mkdir(exist_ok=True)
+            (source / name).write_bytes(content)
+        file = source / "optim.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+        target = self.root / "from damaged"
+        with self.assertRaisesRegex(CheckpointError, "optim.safetensors.*not those that were saved"):
+            convert(source, target, max_file_size=100, durable=False)
+        self.assertEqual([path.name for path in self.root.iterdir() if "from damaged" in path.name], [])
+
+    def test_what_is_there_stays(self) -> None:
+        source, target = self.root / "saved" / "FSDP2", self.root / "taken"
+        target.mkdir()
+        (target / "note").write_text("mine")
+        with self.assertRaises(CheckpointError):
+            convert(source, target, max_file_size=100)
+        self.assertEqual((target / "note").read_text(), "mine")
+        self.assertTrue(torch.is_tensor(tensors_of(source, "model")["scale"]))
