@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import unittest
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from soak.mutators import repair
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.formats.bools import BOOL, check_bools
+from fsdp_optim.formats.extents import Extent
+from fsdp_optim.formats.header import Entry
 from fsdp_optim.testing import run_on_ranks
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
@@ -178,6 +182,17 @@ class BoolsTest(unittest.TestCase):
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn(where, text)
         self.assertEqual(all_bytes(self.folder), before)
+
+    def test_ranges_of_a_file(self) -> None:
+        """Every byte of every range, where ranges begin and end in, before and after tensors of bools."""
+        entries = [Entry(f"b{start}", BOOL, (stop - start,), start, stop) for start, stop in ((2, 3), (5, 5), (5, 8))]
+        bools = {at: entry.key for entry in entries for at in range(entry.start, entry.stop)}
+        for start, stop, odd in itertools.product(range(10), range(10), range(10)):
+            data = bytes(2 if at == odd else 1 for at in range(start, stop))
+            key = bools.get(odd) if start <= odd < stop else None
+            extents = [Extent(0, memoryview(b"")), Extent(start, memoryview(data))]
+            kind, text = error_text(lambda extents=extents: check_bools(Path("file"), entries, extents))
+            self.assertEqual((kind, f"file: {key} is" in text), ("CheckpointError" if key else "", key is not None))
 
 
 if __name__ == "__main__":
