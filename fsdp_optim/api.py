@@ -474,8 +474,8 @@ def load(
 
     Returns:
         The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,
-        with a warning, where this rank had none), `all_ranks` (that of every rank that saved), `missing`, `left_out`,
-        `left_out_hyperparameters`, `left_out_values`, `summary`.
+        with a warning, where this rank had none), `all_ranks` (that of every rank that saved), `missing`, `unexpected`,
+        `unmatched_hyperparameters`, `unmatched_values`, `summary`.
 
     Raises (the same on all ranks, before anything is changed):
         CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.

@@ -128,7 +128,7 @@ class GroupsTest(unittest.TestCase):
             fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live")
         shard = fsdp_optim.get_shard_from_optim_state_dict(model, live, full, groups="live", strict=False)
         found = fsdp_optim.load_optim_state_dict(live, shard)
-        self.assertEqual((found.missing, found.extra), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
+        self.assertEqual((found.missing, found.unexpected), (("2.weight", "2.bias"), ("0.weight", "0.bias")))
         for param in model[1].parameters():
             check_same("state", live.state[param], saved.state[param])
         self.assertEqual([group["lr"] for group in live.param_groups], [0.5, 0.5])

@@ -915,7 +915,7 @@ class ExtraTest(InFolder):
             fsdp_optim.save(path, self.plain(), extra=extra)
             restored = fsdp_optim.load(path)
             self.assertEqual((dict(restored), bool(restored.per_rank)), ({}, False))
-            self.assertEqual((tuple(restored.missing), tuple(restored.left_out)), ((), ()))
+            self.assertEqual((tuple(restored.missing), tuple(restored.unexpected)), ((), ()))
 
     @parameterized.expand(ChangedOrRefused.values)
     def test_never_changed_in_silence(self, case: str) -> None:
@@ -1149,8 +1149,8 @@ class RefusedTest(InFolder):
         source, target, names = DIFFERENT[case]
         run_on_ranks(save_trained, 2, self.path, "FSDP1 flat", source)
         by_rank = run_on_ranks(load_not_strict, 3, self.path, "FSDP2", target)
-        missing, left_out = (sorted(names), []) if case == "longer" else ([], sorted(names))
-        self.assertEqual(by_rank, [(missing, left_out)] * 3)
+        missing, unexpected = (sorted(names), []) if case == "longer" else ([], sorted(names))
+        self.assertEqual(by_rank, [(missing, unexpected)] * 3)
         for stem in ("model", "optim"):
             saved, before, after = (opened(self.root / name, stem) for name in ("step-1", "before", "after"))
             self.assertEqual(list(after), list(before))
@@ -1228,7 +1228,7 @@ def load_not_strict(path: Path, wrapper: str, kwargs: Mapping[str, Any]) -> tupl
         restored = load(path, target, strict=False)
         save(path.parent / "after", target)
         target.step([7])
-        return sorted(restored.missing), sorted(restored.left_out)
+        return sorted(restored.missing), sorted(restored.unexpected)
 
 
 def refused_not_strict(path: Path, wrapper: str, kwargs: Mapping[str, Any]) -> tuple[str, str]:

@@ -154,7 +154,7 @@ def keeping(wrapper: str) -> None:
             found = fsdp_optim.load_optim_state_dict(target.optim, shard, keep=keep)
             got = target.optim.param_groups
             again = target.gather(None)
-            check_same("missing and extra", [tuple(found.missing), tuple(found.extra)], [(), ()])
+            check_same("missing and unexpected", [tuple(found.missing), tuple(found.unexpected)], [(), ()])
             check_same(f"lr, keep={keep}", [g["lr"] for g in got], lrs)
             check_same(f"weight_decay, keep={keep}", [g["weight_decay"] for g in got], decays)
             check_same(f"betas, keep={keep}", [tuple(g["betas"]) for g in got], [betas, betas])
@@ -221,7 +221,7 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
         }
         check_same("nothing is changed before loading", snapshot(target), before)
         for what, shard in found.items():
-            told = {"missing": missing, "extra": extra}
+            told = {"missing": missing, "unexpected": extra}
             if wrapper == "FSDP1 orig" and case == "frozen" and what != "scatter":  # as this rank alone can see
                 held = {name for index in target.index for name in target.numbers.names_of(index)}
                 told["missing"] = tuple(name for name in missing if name in held)
@@ -232,8 +232,8 @@ def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
             told = fsdp_optim.load_optim_state_dict(target.optim, shard)
             check_same(
                 f"{what}, told by loading",
-                [sorted(told.missing), sorted(told.extra)],
-                [sorted(shard.get("incompatible", {}).get(key, ())) for key in ("missing", "extra")],
+                [sorted(told.missing), sorted(told.unexpected)],
+                [sorted(shard.get("incompatible", {}).get(key, ())) for key in ("missing", "unexpected")],
             )
             got = target.gather(None, "name", process_group=world)["state"]
             for name in target.numbers.start:

@@ -218,7 +218,7 @@ def stages(folder: str) -> None:
     give(model, 9)
     restored = fsdp_optim.load(f"{folder}/stages", model, process_group=group, check="bitwise")
     check_same("each its own", values_of(model), wanted)
-    check_same("nothing missing", (restored.missing, restored.left_out), ((), ()))
+    check_same("nothing missing", (restored.missing, restored.unexpected), ((), ()))
     # A module that all of them have, with values of its own on each, is no replica.
     alike = nn.Sequential(Scaled(2, 2))
     with torch.no_grad():
@@ -314,7 +314,7 @@ class ModuleValuesTest(unittest.TestCase):
         self.assertIn("b._extra_state: the model has it, the checkpoint does not", text)
         self.assertIn("a._extra_state: the checkpoint has it, the model does not", text)
         restored = fsdp_optim.load(self.path, target, strict=False)
-        check_same("listed", (restored.missing, restored.left_out), (("b._extra_state",), ("a._extra_state",)))
+        check_same("listed", (restored.missing, restored.unexpected), (("b._extra_state",), ("a._extra_state",)))
 
     def test_values_that_a_module_has_at_times(self) -> None:
         model, target = Deep(), Deep()

@@ -88,7 +88,7 @@ class PairsTest(unittest.TestCase):
                 shard = fsdp_optim.get_shard_from_optim_state_dict(target, other, full, strict=False)
                 found = fsdp_optim.load_optim_state_dict(other, shard)
                 mine, theirs = set(made.param_groups[0]) - {"params"}, set(groups) - {"params"}
-                check_same("hyperparameters left out", found.hyperparameters, tuple(sorted(mine ^ theirs)))
+                check_same("hyperparameters left out", found.unmatched_hyperparameters, tuple(sorted(mine ^ theirs)))
                 loaded = other.param_groups[0]
                 for key in theirs:
                     is_taken = key in mine and key not in STAY
@@ -103,7 +103,7 @@ class PairsTest(unittest.TestCase):
         before = copy.deepcopy(other.state_dict()["state"])
         shard = fsdp_optim.get_shard_from_optim_state_dict(target, other, full, strict=False)
         found = fsdp_optim.load_optim_state_dict(other, shard)
-        self.assertEqual(found.values, ("exp_avg_sq", "exp_inf"))
+        self.assertEqual(found.unmatched_values, ("exp_avg_sq", "exp_inf"))
         for index, values in other.state_dict()["state"].items():
             wanted = {name: made.state_dict()["state"][index][name] for name in ("step", "exp_avg")}
             check_same("state", values, {**wanted, "exp_inf": before[index]["exp_inf"]})
@@ -340,8 +340,7 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
                 # Adam can go on with all of it; only the way of its weight decay is its own
                 target = Trained(wrapper, MAKERS["Adam"], steps)
                 found = ways(target, strict=False)[verb]()
-                left = found.left_out_hyperparameters if verb == "load" else found.hyperparameters
-                check_same(f"{verb}: left out", left, ())
+                check_same(f"{verb}: left out", found.unmatched_hyperparameters, ())
                 again = target.gather(None, "name")
                 check_same(f"{verb}: state", again["state"], full["state"])
                 check_same(f"{verb}: class", again["optimizer_class"], "Adam")
@@ -351,8 +350,9 @@ def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
             target = Trained(wrapper, sgd, 2)
             momenta = target.gather(None, "name")["state"]
             found = ways(target, strict=False)[verb]()
-            values = found.left_out_values if verb == "load" else found.values
-            check_same(f"{verb}: values", set(values), {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+            check_same(
+                f"{verb}: values", set(found.unmatched_values), {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+            )
             check_same(f"{verb}: momenta", target.gather(None, "name")["state"], momenta)
             target.step([7])
         return errors

@@ -19,16 +19,16 @@ from fsdp_optim.state.supported import is_sparse, sparse
 
 @dataclass(frozen=True)
 class Fit:
-    """What does not fit: FQNs that a model's optimizer has and a full state does not have (`missing`), and the reverse (`extra`).
+    """What does not fit: FQNs that only a model's optimizer has (`missing`), and those that only a full state has (`unexpected`).
 
     And where the optimizers' classes differ, the names of the hyperparameters and state values that only one side has. `kept`:
     by FQN, the names of values of the live optimizer that stay beside those that are loaded.
     """
 
     missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-    hyperparameters: tuple[str, ...] = ()
-    values: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unmatched_hyperparameters: tuple[str, ...] = ()
+    unmatched_values: tuple[str, ...] = ()
     kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def said(self) -> dict[str, list[str]]:
@@ -58,20 +58,22 @@ def check_fits(
         live: FQNs that have state in the live optimizer. One that the full state lists, but has no state for although it
             has for others, was frozen or unused when it was saved: its live state is not thrown away without a word, it is
             missing.
-        strict: refuse parameters that are missing or extra, too.
-        others: parameters of the full state that only other ranks hold; they are not counted as extra.
+        strict: refuse parameters that are missing or unexpected, too.
+        others: parameters of the full state that only other ranks hold; they are not counted as unexpected.
         regroup: several optimizers share the groups of the full state, so their own groups do not have to be the same.
 
     Raises StateError that names the parameter, both numbers and the way out.
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
-    extra = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
+    unexpected = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
     # Of a flat parameter all originals are left out, or they disagree, which is another error.
     units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
     left_out = live.intersection(fqn for fqns in units for fqn in fqns)
     missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in left_out]
-    if extra and strict:
-        raise StateError(_not_found(extra, sorted(names.known), "the full dict has", "the model's optimizer does not"))
+    if unexpected and strict:
+        raise StateError(
+            _not_found(unexpected, sorted(names.known), "the full dict has", "the model's optimizer does not")
+        )
     if missing and strict and missing[0] in saved:
         raise StateError(
             f"{missing[0]}: the full dict has no state for it (it was frozen or not used when it was saved), the optimizer has; "
@@ -84,7 +86,7 @@ def check_fits(
     if not regroup:
         _check_groups(full, names, saved)
     check_shapes(full, shapes)
-    return Fit(tuple(missing), tuple(extra))
+    return Fit(tuple(missing), tuple(unexpected))
 
 
 def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:

@@ -57,7 +57,12 @@ class LiveOptimizer:
         )
         if left.text:
             log.warning("%s; strict=False: what both have is loaded", left.text)
-        return full, replace(fit, hyperparameters=left.hyperparameters, values=left.values, kept=left.kept)
+        return full, replace(
+            fit,
+            unmatched_hyperparameters=left.hyperparameters,
+            unmatched_values=left.values,
+            kept=left.kept,
+        )
 
 
 def _in_live_groups(full: FullState, optim: LocalOptim, names: Names) -> FullState:

@@ -35,15 +35,15 @@ class Incompatible(NamedTuple):
 
     Attributes:
         missing: FQNs that kept the state they had.
-        extra: FQNs of the full dict that were left out.
-        hyperparameters, values: where the optimizers' classes differ, the names that only one of them has: the saved ones were
-            left out, the live ones stay as they are.
+        unexpected: FQNs of the full dict that the optimizer does not have, so that they were not loaded.
+        unmatched_hyperparameters, unmatched_values: where the optimizers' classes differ, the names that only one of them has:
+            the saved ones were left out, the live ones stay as they are.
     """
 
     missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
-    hyperparameters: tuple[str, ...] = ()
-    values: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unmatched_hyperparameters: tuple[str, ...] = ()
+    unmatched_values: tuple[str, ...] = ()
 
 
 class Before:

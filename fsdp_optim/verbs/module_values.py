@@ -83,13 +83,13 @@ class StoredValues:
 
     Attributes:
         given: by FQN, the version of the code that saved it and the value.
-        missing, extra: names that only the model has, or only the checkpoint.
+        missing, unexpected: names that only the model has, or only the checkpoint.
     """
 
     local: ModuleValues
     given: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
     @classmethod
     def find(

@@ -188,9 +188,12 @@ def _summarized(
 ) -> Restored:
     absent = state.absent if state is not None else ()
     if state is not None:
-        restored.left_out_hyperparameters, restored.left_out_values = state.fit.hyperparameters, state.fit.values
+        restored.unmatched_hyperparameters, restored.unmatched_values = (
+            state.fit.unmatched_hyperparameters,
+            state.fit.unmatched_values,
+        )
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
-    restored.left_out = _each_once(weights.extra, state.fit.extra if state is not None else ())
+    restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
     brief = checkpoint.marker.brief
     restored.summary = LoadSummary(num_tensors, nbytes, absent, brief.world_size, brief.step)
     if callers.rank == callers.ranks[0]:

@@ -75,17 +75,17 @@ class Restored(Guarded):
     """The saved `extra`, and what else came back.
 
     Attributes:
-        missing, left_out: FQNs that the model or the optimizer has and the checkpoint does not have, and the other way round
+        missing, unexpected: FQNs that the model or the optimizer has and the checkpoint does not have, and the other way round
             (`strict=False`).
-        left_out_hyperparameters, left_out_values: names that only one side has, where the optimizers' classes differ
+        unmatched_hyperparameters, unmatched_values: names that only one side has, where the optimizers' classes differ
             (`strict=False`).
         summary: what was loaded.
     """
 
     missing: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    left_out_hyperparameters: tuple[str, ...] = ()
-    left_out_values: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unmatched_hyperparameters: tuple[str, ...] = ()
+    unmatched_values: tuple[str, ...] = ()
     summary: LoadSummary = LoadSummary()
     _per_rank: Any = None
     _of_all: OfAllRanks | None = None

@@ -46,7 +46,7 @@ class Weights:
     stored: Mapping[str, Stored]
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
-    extra: tuple[str, ...]
+    unexpected: tuple[str, ...]
     values: StoredValues
 
     @classmethod
@@ -62,7 +62,7 @@ class Weights:
         stored = _by_name(picture, local, checkpoint.model, aliases)
         used = {one.entry.key for one in stored.values()}
         missing = [fqn for fqn in picture.params if fqn not in stored]
-        extra = [key for key in checkpoint.model if key not in used]
+        unexpected = [key for key in checkpoint.model if key not in used]
         values = StoredValues.find(
             local.module_values,
             picture,
@@ -72,8 +72,8 @@ class Weights:
             strict=options.strict,
         )
         lacking = (*missing, *values.missing)
-        extra += values.extra
-        _check_model(checkpoint, local, picture, stored, lacking, extra, options.strict, cast=asked.cast)
+        unexpected += values.unexpected
+        _check_model(checkpoint, local, picture, stored, lacking, unexpected, options.strict, cast=asked.cast)
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # their own: the state's stay with the optimizer, these do not
         for param in local.optim.params:
@@ -82,7 +82,7 @@ class Weights:
                 summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
                 flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
                 flats[param.local_id][dtype] = flat
-        return cls(local, picture, stored, flats, lacking, tuple(extra), values)
+        return cls(local, picture, stored, flats, lacking, tuple(unexpected), values)
 
     def wanted(self) -> Iterator[StoredValue]:
         for fqn, param in self.picture.params.items():
@@ -124,7 +124,7 @@ def _check_model(
     picture: Picture,
     stored: Mapping[str, Stored],
     missing: Sequence[str],
-    extra: Sequence[str],
+    unexpected: Sequence[str],
     strict: bool,
     *,
     cast: bool,
@@ -134,7 +134,7 @@ def _check_model(
     differences = []
     if strict:
         differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
-        differences += [f"{key}: the checkpoint has it, the model does not" for key in extra]
+        differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
         if differences:
             ways_out.add("strict=False allows those where one side lacks a parameter")
     for fqn, one in stored.items():
