@@ -24,7 +24,7 @@ $(INSTALLED): requirements-dev.txt setup.cfg pyproject.toml
 test: venv  ## run the test suite, but for what takes minutes
 	$(BIN)/python -m pytest
 
-test-long: venv  ## run what takes minutes: every optimizer of another package in every wrapper
+test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths
 	$(BIN)/python -m pytest -m slow
 
 check: venv  ## formatting, linting, types, and the examples in the docs

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from kit.wrapping import Differs, check_same
 from soak.ranks import LIMIT, WORLD, Ranks, check_root, fill, leftovers, plain, read_notes, told, wait_for
 
@@ -26,7 +27,7 @@ import fsdp_optim
 
 SEED = 20251121
 MODES = ("steps", "async steps", "overwrite")
-MOMENTS = 20
+MOMENTS, FEW_MOMENTS = 20, 7
 ONE_DIES = (1, 6, 12, 17)  # of the moments; otherwise all die
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead
 SHORT_PATIENCE = 3.0  # the same, where ranks begin to save together
@@ -50,6 +51,13 @@ class KillTest(unittest.TestCase):
         self.root = self.folder / self.id().split(".")[-1]
 
     def test_at_random_moments(self) -> None:
+        self.die_and_live_on(FEW_MOMENTS)
+
+    @pytest.mark.slow
+    def test_at_many_random_moments(self) -> None:
+        self.die_and_live_on(MOMENTS)
+
+    def die_and_live_on(self, moments: int) -> None:
         """Three ways of saving in turn, each in a folder of its own, in which life goes on after each death."""
         rng = random.Random(SEED)
         newest, lasts = {}, {}
@@ -61,7 +69,7 @@ class KillTest(unittest.TestCase):
             newest[mode] = check_root(self.root / mode, 4, 4)
         were_left: dict[str, set[str]] = {mode: set() for mode in MODES}
         in_the_middle = 0
-        for moment in range(MOMENTS):
+        for moment in range(moments):
             mode = MODES[moment % len(MODES)]
             root = self.root / mode
             victims = [rng.randrange(WORLD)] if moment in ONE_DIES else list(range(WORLD))
@@ -71,7 +79,7 @@ class KillTest(unittest.TestCase):
                 newest[mode] = check_root(root, ended, begun)
                 check_same("what had been left before", sorted(leftovers(root) & were_left[mode]), [])
                 were_left[mode] = leftovers(root)
-        print(f"{in_the_middle} of {MOMENTS} in the middle of a save; left were {were_left}")
+        print(f"{in_the_middle} of {moments} in the middle of a save; left were {were_left}")
         for mode, first in newest.items():
             root = self.root / mode
             with told(f"{mode}, at the end", root):
@@ -80,8 +88,8 @@ class KillTest(unittest.TestCase):
                 check_same("left", sorted(leftovers(root)), [])
                 count = len([path for path in root.iterdir() if path.is_dir()])
                 check_same("checkpoints", count, 1 if mode == "overwrite" else 2)
-        if in_the_middle < MOMENTS // 2:
-            raise Differs(f"only {in_the_middle} of {MOMENTS} ranks died in the middle of a save")
+        if in_the_middle < moments // 2:
+            raise Differs(f"only {in_the_middle} of {moments} ranks died in the middle of a save")
 
     def die(
         self, root: Path, mode: str, first: int, victims: Sequence[int], delay: float, rng: random.Random

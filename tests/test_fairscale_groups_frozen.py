@@ -139,7 +139,7 @@ TIED = {
 # Saved and resumed at every pair of world sizes; the others at four pairs each, in which each world size comes once.
 AT_EVERY_PAIR = {
     *("two with other hyperparameters", "own step, adam, flat", "tied across siblings"),
-    *(f"{position} {why}" for position in "024" for why in ("frozen, adam", "unused, nadam")),
+    *("0 frozen, adam", "4 unused, nadam"),
 }
 SETUPS = {**GROUPS, **ABSENT, **STEPS_APART, **TIED}
 
