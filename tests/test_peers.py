@@ -168,9 +168,7 @@ class FromPeersTest(unittest.TestCase):
     @parameterized.expand(("FSDP1 flat", "FSDP1 orig"))
     def test_one_ranks_shards_are_not_scattered(self, source: str) -> None:
         by_rank = run_on_ranks(scattering_what_is_sharded, 2, source, timeout=30.0)
-        kind = by_rank[0][0][0]
-        self.assertIn(kind, ("StateError", "RankError"))
-        check_refused("scatter", [mine[0] for mine in by_rank], kind, "scale", "ShardedTensor")
+        check_refused("scatter", [mine[0] for mine in by_rank], "StateError", "scale", "ShardedTensor")
 
     @parameterized.expand(
         [

@@ -516,8 +516,7 @@ class TestOtherRoots(unittest.TestCase):
     def test_a_root_without_rank_0(self) -> None:
         found = run_on_ranks(everything_on_the_last_two, 4)[2:]
         for wrong, errors in zip((0, 1, 4, -1, 1), zip(*found, strict=True), strict=True):
-            check_alike(errors, errors[0][0], f"_rank {wrong}", "[2, 3]")
-            assert errors[0][0] in fsdp_optim.__all__, errors[0]
+            check_alike(errors, "RankError", f"_rank {wrong}", "[2, 3]")
 
     def test_two_models_on_disjoint_groups_at_the_same_time(self) -> None:
         run_on_ranks(two_models_at_once, 4, rounds=3)
