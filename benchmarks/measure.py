@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
+from tabulate import tabulate
 
 MIB = 1 << 20
 _TOUCHED_NBYTES = 3 << 30  # by all ranks together, before each call
@@ -101,9 +102,4 @@ def _status(key: str) -> int:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, its columns aligned."""
-    cells = [list(header), *map(list, rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    return tabulate(rows, header, tablefmt="github", disable_numparse=True)

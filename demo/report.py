@@ -9,22 +9,20 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot
+from tabulate import tabulate
 
 from demo.compare import LOSS_TOLERANCE, Comparison
 from demo.train import Run
 
 HEADER = (
-    ("resumed on", "steps", "loss:", "loss:", "largest loss", "state, right", "state,", "seconds", ""),
-    ("", "", "not stopped", "resumed", "difference", "after load", "at the end", "", ""),
+    *("resumed on", "steps", "loss:\nnot stopped", "loss:\nresumed", "largest loss\ndifference"),
+    *("state, right\nafter load", "state,\nat the end", "seconds", ""),
 )
 
 
 def table(comparisons: Sequence[Comparison]) -> str:
     """One line per resumed run. The state's columns are the largest absolute difference of any value."""
-    rows = [row(comparison) for comparison in comparisons]
-    widths = [max(map(len, column)) for column in zip(*HEADER, *rows, strict=True)]
-    rule = tuple("-" * width for width in widths)
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (*HEADER, rule, *rows))
+    return tabulate([row(comparison) for comparison in comparisons], HEADER, tablefmt="simple", disable_numparse=True)
 
 
 def row(comparison: Comparison) -> tuple[str, ...]:

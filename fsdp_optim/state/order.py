@@ -10,9 +10,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from fsdp_optim.errors import StateError
 
@@ -128,26 +128,26 @@ def merge_lists(lists: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list
     """
     if len(set(lists)) == 1:
         return lists[0], []
-    followers: dict[str, set[str]] = {fqn: set() for names in lists for fqn in names}
+    sorter = TopologicalSorter({fqn: () for names in lists for fqn in names})
     for names in lists:
-        for fqn, following in itertools.pairwise(names):
-            followers[fqn].add(following)
-    num_before = Counter(following for names in followers.values() for following in names)
-    free = [(_as_people_count(fqn), fqn) for fqn in followers if not num_before[fqn]]
-    heapq.heapify(free)
+        for before, fqn in itertools.pairwise(names):
+            sorter.add(fqn, before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise StateError(
+            f"{error.args[1][0]}: the ranks have their parameters in orders that contradict each other"
+        ) from None
+    free: list[tuple[tuple[tuple[int, str], ...], str]] = []
     merged: list[str] = []
     unrelated: list[tuple[str, str]] = []
-    while free:
+    while sorter.is_active():
+        for fqn in sorter.get_ready():
+            heapq.heappush(free, (_as_people_count(fqn), fqn))
         _, fqn = heapq.heappop(free)
         merged.append(fqn)
         unrelated += [(fqn, free[0][1])] if free else []
-        for following in followers[fqn]:
-            num_before[following] -= 1
-            if not num_before[following]:
-                heapq.heappush(free, (_as_people_count(following), following))
-    if len(merged) < len(followers):
-        stuck = next(fqn for fqn in followers if num_before[fqn])
-        raise StateError(f"{stuck}: the ranks have their parameters in orders that contradict each other")
+        sorter.done(fqn)
     return tuple(merged), unrelated
 
 
