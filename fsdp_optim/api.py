@@ -13,16 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import NameOf
-from fsdp_optim.formats import catalog
-from fsdp_optim.formats.distrust import of_files
-from fsdp_optim.formats.files import local_path
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.state.fitting import GroupsFrom
 from fsdp_optim.state.full import FullDict, KeyBy
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
+from fsdp_optim.storage.posix.files import local_path, of_files
 from fsdp_optim.transport.callers import BUCKET_NBYTES
-from fsdp_optim.verbs import background, gather, iterate, rekey, restore, scatter, shard, transfer
+from fsdp_optim.verbs import background, catalog, gather, iterate, rekey, restore, scatter, shard, transfer
 from fsdp_optim.verbs import load as loading
 from fsdp_optim.verbs import save as saving
 from fsdp_optim.verbs.call import Collect, OnReplicaMismatch, Options

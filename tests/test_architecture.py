@@ -80,17 +80,51 @@ ARROWS: dict[str, set[str]] = {
     "state": {"errors", "layout", "plan", "memory", "view"},
     "adapters": {"errors", "layout", "plan", "memory", "view", "state"},
     "transport": {"errors", "layout", "plan", "memory"},
-    "formats": {"errors", "layout", "plan", "memory"},
+    "storage": {"errors"},
+    "formats": {"errors", "layout", "plan", "memory", "storage"},
     "move": {"errors", "layout", "plan", "memory", "transport"},
-    "verbs": {"errors", "layout", "plan", "memory", "move", "view", "state", "adapters", "transport", "formats"},
-    "api": {"errors", "layout", "plan", "state", "view", "adapters", "transport", "memory", "formats", "verbs"},
+    "verbs": {
+        "errors",
+        "layout",
+        "plan",
+        "memory",
+        "move",
+        "view",
+        "state",
+        "adapters",
+        "transport",
+        "storage",
+        "formats",
+    },
+    "api": {
+        "errors",
+        "layout",
+        "plan",
+        "state",
+        "view",
+        "adapters",
+        "transport",
+        "memory",
+        "storage",
+        "formats",
+        "verbs",
+    },
     "drop_in": {"errors", "state", "adapters", "verbs", "api"},
     "cli": {"errors", "api"},
-    "testing": {"errors"},
+    "testing": {"errors", "storage"},
     "": {"errors", "api", "drop_in", "testing"},
 }
 JOIN_THE_PARTS = {"verbs", "api", "drop_in"}
 PARTS = {"adapters", "transport", "formats"}
+
+
+FILE_SYSTEM = {"os", "fcntl", "shutil", "pathlib", "stat", "tempfile", "glob"}
+OF_OS = {"PathLike", "environ", "fspath", "fsencode", "fsdecode"}
+ON_PATHS = {  # methods of a path that ask the file system, or change it
+    *("mkdir", "rmdir", "unlink", "touch", "rename", "symlink_to", "hardlink_to", "chmod", "iterdir", "glob", "rglob"),
+    *("exists", "is_dir", "is_file", "is_symlink", "stat", "lstat", "resolve", "read_text", "read_bytes", "write_text"),
+    *("write_bytes", "expanduser", "samefile"),
+}
 
 
 class TestArrows(unittest.TestCase):
@@ -123,6 +157,38 @@ class TestArrows(unittest.TestCase):
         for module, file in MODULES.items():
             if len(rooms_used(file) & PARTS) > 1:
                 assert room_of(module) in JOIN_THE_PARTS, f"{module} joins {rooms_used(file) & PARTS}"
+
+    def test_only_verbs_and_api_know_a_kind_of_store(self) -> None:
+        """Formats read and write through the protocol, so that they work with any store; so does what proves a store."""
+        for module, file in MODULES.items():
+            if room_of(module) not in {"storage", *JOIN_THE_PARTS}:
+                known = {used for used in imports(file) if room_of(used) == "storage"} - {f"{PACKAGE}.storage.base"}
+                assert not known, f"{module} imports {known}"
+
+    def test_stores_know_bytes_and_names(self) -> None:
+        """No tensors, no arrays; and a store that is no folder has nothing to do with the file system."""
+        for module, file in MODULES.items():
+            if room_of(module) == "storage":
+                outside = {used.split(".")[0] for used in imports(file)} - set(sys.stdlib_module_names) - {PACKAGE}
+                assert not outside, f"{module} imports {outside}"
+                if not module.startswith(f"{PACKAGE}.storage.posix"):
+                    assert not imports(file) & FILE_SYSTEM, f"{module} imports {imports(file) & FILE_SYSTEM}"
+
+    def test_files_are_touched_in_storage_only(self) -> None:
+        """Elsewhere a path is a value: its type, `os.PathLike`, is all that is used of `os`."""
+        wrong = []
+        for module, file in MODULES.items():
+            if room_of(module) in ("storage", "testing"):
+                continue
+            wrong += [f"{module} imports {used}" for used in imports(file) & (FILE_SYSTEM - {"os", "pathlib"})]
+            for node in nodes(tree_of(file)):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr not in OF_OS:
+                    wrong.append(f"{module}, line {node.lineno}: os.{node.attr}")
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ON_PATHS:
+                    wrong.append(f"{module}, line {node.lineno}: {ast.unparse(node.func)}")
+            if room_of(module) == "formats" and imports(file) & FILE_SYSTEM:
+                wrong.append(f"{module} imports {imports(file) & FILE_SYSTEM}")
+        assert not wrong, wrong
 
     @parameterized.expand([("layout",), ("plan",), ("errors",)])
     def test_pure_rooms_know_no_torch(self, room: str) -> None:
@@ -283,6 +349,7 @@ def public_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast
 READ_BY_USERS = (
     "api.py",
     "drop_in.py",
+    "testing/conformance.py",
     "testing/fairscale_cpu.py",
     "testing/ranks.py",
     "testing/worker.py",

@@ -39,7 +39,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats import folder
+from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
 
 LIMIT = 60.0  # seconds; reached by nothing but a failure
@@ -519,8 +520,8 @@ class KeepTest(InFolder):
             if next(moments) == 2:
                 saving.rename(self.root / "step-10")
 
-        with mock.patch.object(folder.time, "sleep", later):
-            found = folder.existing(self.root / "step-10")
+        with mock.patch.object(leftovers.time, "sleep", later):
+            found = leftovers.existing(self.root / "step-10", JUDGE)
         self.assertEqual(found, self.root / "step-10")
         self.assertTrue((found / "fsdp_optim.json").exists())
 

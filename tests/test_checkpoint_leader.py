@@ -19,8 +19,10 @@ from kit.groups import Meeting
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
+from fsdp_optim.storage.posix import notes
+from fsdp_optim.storage.posix.completion import FolderCompletion
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import background, notes
+from fsdp_optim.verbs import background
 
 LONG, SOON = 600.0, 30.0  # seconds: the timeout of the saves, and what is much less
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": LONG}
@@ -41,7 +43,7 @@ def let_go() -> None:
 
 @contextlib.contextmanager
 def dies(where: str, begun: Path) -> Iterator[None]:
-    """This rank's thread dies when it comes to a function of background.py; not before all have begun."""
+    """This rank's thread dies when it comes to a function of a save in the background; not before all have begun."""
 
     def die(*args: Any, **kwargs: Any) -> None:
         while not begun.exists():
@@ -49,7 +51,7 @@ def dies(where: str, begun: Path) -> Iterator[None]:
         let_go()
         raise Dead
 
-    with mock.patch.object(background, where, die):
+    with mock.patch.object(FolderCompletion if hasattr(FolderCompletion, where) else background, where, die):
         yield
 
 
@@ -80,21 +82,21 @@ def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[st
     return found
 
 
-CASES = [(0, "_lead"), (0, "make_files"), (0, "finish"), (1, "make_files"), (2, "_leave_note")]
+CASES = [(0, "_lead"), (0, "make_files"), (0, "finish"), (1, "make_files"), (2, "done")]
 
 
 def take_away(root: Path, how: str) -> tuple[list[str], Any]:
     """Rank 0 takes the folder away as soon as it has waited; the others look only then."""
     meeting, taken = Meeting(), root / f"{how} taken"
     path = root / how / "step"
-    real = background._follow
+    real = FolderCompletion.wait_for_end
 
     def late(*args: Any) -> None:
         while not taken.exists():
             time.sleep(0.01)
         real(*args)
 
-    with cpu(), mock.patch.object(background, "_follow", late):
+    with cpu(), mock.patch.object(FolderCompletion, "wait_for_end", late):
         one = Trained("FSDP2", adam, steps=1)
         handle = fsdp_optim.async_save(path, one.model, one.optim, **QUIET)
         if dist.get_rank() == 0:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.formats import folder
-from fsdp_optim.formats.folder import LOCK, Staging
+from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.storage.posix import leftovers
+from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix.leftovers import LOCK
 
 
 class LeftoversTest(unittest.TestCase):
@@ -25,14 +27,14 @@ class LeftoversTest(unittest.TestCase):
         self.path = Path(place.name) / "path"
         self.neighbour = Path(place.name) / "neighbour"
 
-    def begin(self, path: Path) -> Staging:
-        staging = Staging.begin(path, overwrite=True, durable=False)
+    def begin(self, path: Path) -> FolderStaging:
+        staging = FolderStaging.begin(path, JUDGE, overwrite=True, durable=False)
         self.addCleanup(staging.abandon)
         return staging
 
-    def check_is_held(self, staging: Staging) -> None:
+    def check_is_held(self, staging: FolderStaging) -> None:
         self.assertTrue((staging.folder / LOCK).exists(), "it has lost its lock")
-        self.assertTrue(folder._is_held(staging.folder), "nobody holds it")
+        self.assertTrue(leftovers._is_held(staging.folder), "nobody holds it")
         self.begin(self.neighbour)
         self.assertTrue(staging.folder.exists(), "a later save took it for a leftover")
 
@@ -56,7 +58,7 @@ class LeftoversTest(unittest.TestCase):
 
     def test_lock_is_held_for_ever(self) -> None:
         with mock.patch.object(fcntl, "flock", side_effect=BlockingIOError), self.assertRaises(OSError) as caught:
-            Staging.begin(self.path, overwrite=True, durable=False)
+            FolderStaging.begin(self.path, JUDGE, overwrite=True, durable=False)
         self.assertIn("took the new folder for a leftover", str(caught.exception))
         self.assertEqual(list(self.path.parent.iterdir()), [])
 
@@ -67,7 +69,7 @@ class LeftoversTest(unittest.TestCase):
                 self.use_new_place()
                 self.check_is_held(self.made_while_removed(first))
 
-    def made_while_removed(self, first: str) -> Staging:
+    def made_while_removed(self, first: str) -> FolderStaging:
         """Pause the one before its call `first`; the other goes as far as the removal of a file; then the one ends."""
         paused, go_on, made = threading.Event(), threading.Event(), list[Any]()
         one = threading.Thread(target=lambda: made.append(self.begin(self.path)))
@@ -93,10 +95,10 @@ class LeftoversTest(unittest.TestCase):
         with mock.patch.object(where, first, pausing(getattr(where, first))), mock.patch.object(os, "unlink", unlink):
             one.start()
             self.assertTrue(paused.wait(10))
-            folder._remove_leftovers(self.neighbour)
+            leftovers.remove_leftovers(self.neighbour, JUDGE)
             go_on.set()
             one.join(10)
         self.assertEqual(len(made), 1, "the save that was beginning failed")
         staging = made[0]
-        assert isinstance(staging, Staging)
+        assert isinstance(staging, FolderStaging)
         return staging

@@ -19,9 +19,9 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats import catalog, folder
+from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import background
+from fsdp_optim.verbs import background, catalog
 from fsdp_optim.verbs.pending import Pending
 
 
@@ -98,7 +98,7 @@ class LetGoTest(unittest.TestCase):
         events, rename = Events(), Path.rename
         with (
             mock.patch.object(Path, "rename", events.recorded("rename", rename)),
-            mock.patch.object(folder, "sync_folder", events.recorded("flush", folder.sync_folder)),
+            mock.patch.object(leftovers, "sync_folder", events.recorded("flush", leftovers.sync_folder)),
             mock.patch.object(shutil, "rmtree", events.recorded("remove", shutil.rmtree)),
         ):
             self.save(3, keep_last=1)
@@ -111,7 +111,7 @@ class LetGoTest(unittest.TestCase):
     def test_a_new_name_that_is_not_on_the_disk(self) -> None:
         """Then nothing is emptied; the next save does it."""
         self.save(1, 2)
-        real, calls = folder.sync_folder, []
+        real, calls = leftovers.sync_folder, []
 
         def fails_at_last(path: Path) -> None:
             calls.append(path)
@@ -119,7 +119,10 @@ class LetGoTest(unittest.TestCase):
                 raise OSError(5, "Input/output error")
             real(path)
 
-        with mock.patch.object(folder, "sync_folder", fails_at_last), self.assertLogs("fsdp_optim", "WARNING") as told:
+        with (
+            mock.patch.object(leftovers, "sync_folder", fails_at_last),
+            self.assertLogs("fsdp_optim", "WARNING") as told,
+        ):
             self.save(3, keep_last=1)
         self.assertRegex(told.output[-1], "is not removed yet.*Input/output error")
         gone = [path for path in self.root.iterdir() if ".gone-" in path.name]

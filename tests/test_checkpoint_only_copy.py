@@ -22,7 +22,9 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats import folder as folders
+from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix.leftovers import LOCK
 from fsdp_optim.testing import run_on_ranks
 
 TOKEN = "0123456789abcdef"
@@ -168,7 +170,7 @@ class LockTest(CatalogTest):
         """Nobody has to wait for it, and what no save has made is not removed."""
         neighbour = self.root / f"step-9.saving-{TOKEN}"
         neighbour.mkdir()
-        make(neighbour / folders.LOCK)
+        make(neighbour / LOCK)
         (self.root / "mine").write_bytes(b"mine")
         self.saved_in_time()
         self.check_only("mine", "step-1", neighbour.name)
@@ -309,8 +311,8 @@ def flushes(path: Path) -> list[int]:
 class OvertakenTest(CatalogTest):
     """Two saves to one path at the same time: one wins, the other raises, whatever they were asked."""
 
-    def staged(self, number: int, overwrite: bool) -> folders.Staging:
-        staging = folders.Staging.begin(self.path, overwrite=overwrite)
+    def staged(self, number: int, overwrite: bool) -> FolderStaging:
+        staging = FolderStaging.begin(self.path, JUDGE, overwrite=overwrite)
         save(self.root / "other" / "step", extra={"number": number})
         shutil.copytree(self.root / "other" / "step", staging.folder, dirs_exist_ok=True)
         shutil.rmtree(self.root / "other")
@@ -323,8 +325,8 @@ class OvertakenTest(CatalogTest):
         if there:
             save(self.path)
         one, two = self.staged(1, overwrite), self.staged(2, overwrite)
-        two.commit(durable=True)
-        kind, text = error_text(lambda: one.commit(durable=True))
+        two.take_place(durable=True)
+        kind, text = error_text(lambda: one.take_place(durable=True))
         one.abandon()
         check_same("kind", kind, "CheckpointError")
         self.assertIn(str(self.path), text)
@@ -335,7 +337,7 @@ class OvertakenTest(CatalogTest):
         save(self.path)
         one = self.staged(1, True)
         self.path.rename(self.root / "elsewhere")
-        one.commit(durable=True)
+        one.take_place(durable=True)
         check_same("there", load(self.path)["number"], 1)
 
     def test_one_after_the_other(self) -> None:

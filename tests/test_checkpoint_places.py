@@ -33,10 +33,9 @@ from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refus
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.formats import filesystem, folder
+from fsdp_optim.storage.posix import completion, filesystem, folder, leftovers, store
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import background, runs
-from fsdp_optim.verbs import save as save_verb
+from fsdp_optim.verbs import runs
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
 BUCKETS = (1 << 26, 64)
@@ -148,9 +147,9 @@ def save_on_machines(root: Path, num_machines: int, kind: str, sparse: bool, opt
     host = f"machine {dist.get_rank() % num_machines}"
     with (
         cpu(),
-        mock.patch.object(save_verb, "this_host", return_value=host),
-        mock.patch.object(save_verb, "kind_of", return_value=kind),
-        mock.patch.object(save_verb, "has_sparse_files", return_value=sparse),
+        mock.patch.object(store, "this_host", return_value=host),
+        mock.patch.object(folder, "kind_of", return_value=kind),
+        mock.patch.object(folder, "has_sparse_files", return_value=sparse),
     ):
         save(root, Trained("FSDP2", **KWARGS), **options)
 
@@ -181,18 +180,18 @@ class MachinesTest(InFolder):
 
 def hide_for_a_while(path: Path, times: int) -> None:
     """A network file system on another machine says for a while that what was renamed is not there."""
-    real, looks = background.read_marker, []
+    real, looks = completion.token_of, []
 
-    def read_marker(where: Path) -> Any:
+    def token_of(where: Path, judge: Any) -> Any:
         looks.append(where)
         if len(looks) <= times:
             raise fsdp_optim.CheckpointError(f"{where}: is not there")
-        return real(where)
+        return real(where, judge)
 
     with cpu():
         trained = Trained("FSDP2", **KWARGS)
         handle = async_save(path, trained)
-        with mock.patch.object(background, "read_marker", read_marker if dist.get_rank() else real):
+        with mock.patch.object(completion, "token_of", token_of if dist.get_rank() else real):
             handle.wait()
 
 
@@ -210,12 +209,12 @@ class OtherMachineTest(InFolder):
         )
     )
     def test_a_folder_whose_lock_is_free(self, _: str, host: str | None, age: float, removed: bool) -> None:
-        leftover = self.root / f"step-1{folder._SAVING}0123456789abcdef"
+        leftover = self.root / f"step-1{leftovers.SAVING}0123456789abcdef"
         (leftover / "extra").mkdir(parents=True)
-        (leftover / folder.LOCK).write_text(filesystem.this_host(leftover) if host is None else host)
+        (leftover / leftovers.LOCK).write_text(filesystem.this_host(leftover) if host is None else host)
         (leftover / "extra" / "late").write_bytes(b"")
         then = time.time() - age
-        for entry in (leftover / folder.LOCK, leftover / "extra", leftover):
+        for entry in (leftover / leftovers.LOCK, leftover / "extra", leftover):
             os.utime(entry, (then - 7200, then - 7200))
         os.utime(leftover / "extra" / "late", (then, then))
         run_on_ranks(save_trained, 1, self.path, "plain", KWARGS)
@@ -232,7 +231,7 @@ def save_and_note(path: Path, durable: bool) -> dict[int, list[tuple[int, int]]]
     def note(fd: int, offset: int, nbytes: int) -> None:
         found.setdefault(os.fstat(fd).st_ino, []).append((offset, offset + nbytes))
 
-    with cpu(), mock.patch("fsdp_optim.formats.extents.start_writeback", note):
+    with cpu(), mock.patch("fsdp_optim.storage.posix.writer.start_writeback", note):
         save(path, Trained("FSDP2", **KWARGS), durable=durable)
     return found
 

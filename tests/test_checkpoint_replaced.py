@@ -26,7 +26,7 @@ from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.formats import opened
+from fsdp_optim.storage.posix import opened
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.verbs import restore
 
@@ -384,14 +384,14 @@ def open_one_after_the_other(root: Path, late: int) -> list[float]:
     meeting, place = Meeting(), Place(root)
     real_open, opens = Checkpoint.open.__func__, itertools.count()  # type: ignore[attr-defined]
 
-    def open_checkpoint(cls: Any, path: Path, *, verify: bool) -> Any:
+    def open_checkpoint(cls: Any, store: Any, *, verify: bool) -> Any:
         if next(opens):
-            return real_open(cls, path, verify=verify)
-        found = None if dist.get_rank() == late else real_open(cls, path, verify=verify)
+            return real_open(cls, store, verify=verify)
+        found = None if dist.get_rank() == late else real_open(cls, store, verify=verify)
         meeting.tell(0)
         if dist.get_rank() == late:
             place.replace()
-            found = real_open(cls, path, verify=verify)
+            found = real_open(cls, store, verify=verify)
         meeting.tell(0)
         return found
 

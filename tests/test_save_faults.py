@@ -17,10 +17,11 @@ from soak.faults import Case, Subject, on_ranks
 from soak.torture import temporary
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import sync_file, sync_folder
-from fsdp_optim.formats.folder import Staging
+from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.storage.posix.files import sync_file, sync_folder
+from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix.notes import HeldNote, WatchedNote
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs.notes import HeldNote, WatchedNote
 
 ALL = (*WRITING, *MAKING, *MOVING, *FLUSHING, *READING)
 FAILS = OSError(errno.EIO, os.strerror(errno.EIO))
@@ -44,7 +45,7 @@ ON_RANKS = [
 
 def without_farewell(root: Path, cases: list[Case]) -> list[tuple[int, list[str], Counter[str]]]:
     """On each rank: as `on_ranks`, but nobody waits for a rank that cannot say that it has seen what failed."""
-    with mock.patch("fsdp_optim.verbs.background._FAREWELL", 0.2):
+    with mock.patch("fsdp_optim.storage.posix.completion._FAREWELL", 0.2):
         return on_ranks(root, cases)
 
 
@@ -85,14 +86,14 @@ class PiecesTest(unittest.TestCase):
     def test_a_folder_that_is_abandoned_lets_go_of_its_lock(self) -> None:
         """rmtree raises what a close says, also where it is to ignore errors."""
         with temporary() as root:
-            staging = Staging.begin(root / "path", overwrite=False)
+            staging = FolderStaging.begin(root / "path", JUDGE, overwrite=False)
             (staging.folder / "extra").mkdir()
             lock = os.open(staging.folder / "owner.lock", os.O_RDWR)
             with _failing_close():
                 staging.abandon()
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.close(lock)
-            Staging.begin(root / "path", overwrite=False).abandon()
+            FolderStaging.begin(root / "path", JUDGE, overwrite=False).abandon()
             self.assertEqual(list(root.iterdir()), [])
 
     def test_the_lock_of_a_leftover_whose_close_fails(self) -> None:
@@ -102,7 +103,7 @@ class PiecesTest(unittest.TestCase):
             leftover.mkdir()
             (leftover / "owner.lock").write_text("")
             with _failing_close("owner.lock"):
-                staging = Staging.begin(root / "path", overwrite=False)
+                staging = FolderStaging.begin(root / "path", JUDGE, overwrite=False)
             self.assertEqual(list(root.iterdir()), [staging.folder])
             staging.abandon()
 
@@ -115,7 +116,7 @@ class PiecesTest(unittest.TestCase):
                 mock.patch.object(Path, "rename", side_effect=full),
                 self.assertRaisesRegex(CheckpointError, os.strerror(errno.ENOSPC)),
             ):
-                Staging.begin(root / "path", overwrite=False)
+                FolderStaging.begin(root / "path", JUDGE, overwrite=False)
             self.assertEqual(list(root.iterdir()), [])
 
     def test_a_flush_whose_close_fails(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy
 import torch
@@ -18,7 +17,7 @@ BOOL = "BOOL"
 """How a header calls their dtype."""
 
 
-def check_bools(path: Path, entries: Sequence[Entry], extents: Sequence[Extent]) -> None:
+def check_bools(path: str, entries: Sequence[Entry], extents: Sequence[Extent]) -> None:
     """Refuse other bytes in ranges of a file's data section. `entries`: its tensors of bools, in the order of their bytes.
 
     Raises CheckpointError that names the file and the tensor.
@@ -31,7 +30,7 @@ def check_bools(path: Path, entries: Sequence[Entry], extents: Sequence[Extent])
             check_bytes(path, entry.key, extent.memory[max(entry.start - extent.start, 0) : entry.stop - extent.start])
 
 
-def check_bytes(path: Path, key: str, data: bytes | memoryview) -> None:
+def check_bytes(path: str, key: str, data: bytes | memoryview) -> None:
     """Refuse other bytes in one tensor. Raises CheckpointError."""
     found = int(numpy.frombuffer(data, dtype=numpy.uint8).max(initial=0))
     if found > 1:

@@ -14,8 +14,8 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.formats.files import check_name
 from fsdp_optim.formats.json_text import without_duplicates
+from fsdp_optim.storage.base import check_name
 
 KEY = "brief"
 """The first of all keys when they are sorted, so that it is where the marker begins."""

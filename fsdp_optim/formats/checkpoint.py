@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, ReplacedError, causes_of
+from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.bools import BOOL, check_bools
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import Extra, read_extra
-from fsdp_optim.formats.files import absolute, check_name
-from fsdp_optim.formats.folder import existing
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, marker_in
-from fsdp_optim.formats.opened import OpenFolder
+from fsdp_optim.storage.base import Opened, Store, check_name
 
 MOST_INDEX_NBYTES = 1 << 28
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
-_LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a path that is given to another folder while this one is opened
+_LOOKS = 5  # times: for a place that is given to another checkpoint while this one is opened
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,15 @@ class StoredFile:
             return _SHORT_NBYTES
         return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // self.num_segments)
 
-    def table(self, folder: OpenFolder) -> Sums | None:
+    def table(self, opened: Opened) -> Sums | None:
         """The table of checksums, read when it is needed: those of all files at once are large."""
         if self.sums is None:
             return None
         name = sums_of(self.name)
-        data, path = folder.read_whole(name, table_nbytes(self.num_segments)), folder.path / name
+        data, path = opened.read_whole(name, table_nbytes(self.num_segments)), opened.named(name)
         if hex_of(data) != self.sums:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
-        return Sums.parse(str(path), data, self.header.data_nbytes)
+        return Sums.parse(path, data, self.header.data_nbytes)
 
 
 @dataclass(frozen=True)
@@ -79,31 +75,24 @@ class Stored:
 class Checkpoint:
     """All tensors by key: those of the model, and those of the optimizer's state. To be closed after use.
 
-    `opened`: its folder, from which everything is read, whatever its path leads to meanwhile.
+    `opened`: its files, from which everything is read, whatever takes their place meanwhile.
     """
 
-    opened: OpenFolder
+    opened: Opened
     marker: Marker
     model: Mapping[str, Stored]
     optim: Mapping[str, Stored]
-    _marker_version: tuple[int, ...] | None = None
+    _marker_version: tuple[object, ...] | None = None
     _last_table: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, path: Path, *, verify: bool) -> Checkpoint:
-        """Read the marker and all headers of the checkpoint of a path, looking again where another save replaces it meanwhile.
+    def open(cls, store: Store, *, verify: bool) -> Checkpoint:
+        """Read the marker and all headers of the checkpoint in a store, looking again where another save replaces it meanwhile.
 
         Raises CheckpointError that names the file that is not as it was saved.
         """
         for attempt in range(1, _LOOKS + 1):
-            where = existing(path)
-            try:
-                opened = OpenFolder(where, asked=absolute(path))
-            except CheckpointError as error:
-                if attempt == _LOOKS or not any(isinstance(cause, FileNotFoundError) for cause in causes_of(error)):
-                    raise
-                time.sleep(_AGAIN)  # it may be just between two names
-                continue
+            opened = store.open()
             try:
                 return cls.opened_in(opened, verify=verify)
             except BaseException as error:
@@ -112,12 +101,12 @@ class Checkpoint:
                 if not replaced:
                     raise
                 if attempt == _LOOKS:
-                    raise _replaced(where) from error
-        raise CheckpointError(f"{path}: unreachable")
+                    raise _replaced(opened.where) from error
+        raise CheckpointError(f"{store.where}: unreachable")
 
     @classmethod
-    def opened_in(cls, opened: OpenFolder, *, verify: bool) -> Checkpoint:
-        """As `open`, of a folder that is open already."""
+    def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
+        """As `open`, of what is open already."""
         version = opened.version_of(NAME)
         marker = marker_in(opened)
         found: dict[str, dict[str, Stored]] = {"model": {}, "optim": {}}
@@ -127,12 +116,12 @@ class Checkpoint:
             stem = name.split("-")[0].split(".")[0]
             if stem not in found:
                 raise CheckpointError(
-                    f"{opened.path}: the marker names {name}, which is neither the model's nor the optimizer's"
+                    f"{opened.where}: the marker names {name}, which is neither the model's nor the optimizer's"
                 )
             file = _open_file(opened, name, info, verify=verify)
             for entry in file.header.entries:
                 if entry.key in found[stem]:
-                    raise CheckpointError(f"{opened.path / name}: {entry.key} is in another file too")
+                    raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
                 found[stem][entry.key] = Stored(file, entry)
         for stem, tensors in found.items():
             _check_index(opened, stem, marker, tensors, verify=verify)
@@ -145,13 +134,17 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Let go of the files."""
         self.opened.close()
 
     @property
-    def folder(self) -> Path:
+    def where(self) -> str:
         """Where it was opened."""
-        return self.opened.path
+        return self.opened.where
+
+    def named(self, name: str) -> str:
+        """One of its files, for errors."""
+        return self.opened.named(name)
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -166,12 +159,12 @@ class Checkpoint:
         """
         version = self.opened.version_of(NAME)
         if version is not None and version != self._marker_version:
-            raise _replaced(self.folder)
+            raise _replaced(self.where)
 
     def extra(self, name: str, *, verify: bool) -> Extra:
         """One of the extra files."""
         if name not in self.marker.files:
-            raise CheckpointError(f"{self.folder}: the marker does not name {name}")
+            raise CheckpointError(f"{self.where}: the marker does not name {name}")
         with self._replacement_told():
             return read_extra(self.opened, name, self.marker.files[name], verify=verify)
 
@@ -189,9 +182,10 @@ class Checkpoint:
             for name, its in extents.items():
                 file = self._files[name]
                 sums = self._table(file)
-                section = DataSection(self.opened.file(name), self.folder / name, file.offset, file.header.tensors_in)
+                fill = partial(self.opened.read_into, name)
+                section = DataSection(self.named(name), fill, file.offset, file.header.tensors_in)
                 read_extents(section, its, sums, did_read)
-                check_bools(section.path, file.bools, its)
+                check_bools(section.name, file.bools, its)
 
     def verified(self) -> Checkpoint:
         """The same checkpoint, read with verification. It is closed with this one."""
@@ -205,7 +199,7 @@ class Checkpoint:
             yield
         except CheckpointError as error:
             if self.opened.was_replaced():
-                raise _replaced(self.folder) from error
+                raise _replaced(self.where) from error
             raise
 
     def _table(self, file: StoredFile) -> Sums | None:
@@ -220,41 +214,41 @@ class Checkpoint:
         return {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
 
 
-def _replaced(folder: Path) -> ReplacedError:
+def _replaced(where: str) -> ReplacedError:
     return ReplacedError(
-        f"{folder}: was replaced by another checkpoint again and again while it was loaded: load it when nobody saves to it"
+        f"{where}: was replaced by another checkpoint again and again while it was loaded: load it when nobody saves to it"
     )
 
 
-def _open_file(folder: OpenFolder, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
-    path, nbytes = folder.path / name, folder.size_of(name)
+def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
+    path, nbytes = opened.named(name), opened.size_of(name)
     if nbytes != info.nbytes:
         raise CheckpointError(f"{path}: has {nbytes} bytes, {info.nbytes} were saved: it was cut short or changed")
-    prefix = folder.read(name, 0, min(8, nbytes))
-    text = folder.read(name, 8, length_of_header(str(path), prefix, nbytes))
+    prefix = opened.read(name, 0, min(8, nbytes))
+    text = opened.read(name, 8, length_of_header(path, prefix, nbytes))
     if verify and hex_of(prefix + text) != info.header:
         raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
     offset = 8 + len(text)
-    header = parse_header(str(path), text, nbytes - offset)
+    header = parse_header(path, text, nbytes - offset)
     if not verify or info.sums is None:
         return StoredFile(name, header, offset)
-    number = num_segments(f"{path}.sums", folder.size_of(sums_of(name)), header.data_nbytes)
+    number = num_segments(f"{path}.sums", opened.size_of(sums_of(name)), header.data_nbytes)
     return StoredFile(name, header, offset, info.sums, number)
 
 
-def _check_index(folder: OpenFolder, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:
+def _check_index(opened: Opened, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:
     """Where a half is split, other tools read its index: it has to say what the files say."""
     if not any(name.startswith(f"{stem}-") for name in marker.files):
         return
     name = f"{stem}.safetensors.index.json"
-    path = folder.path / name
-    text = folder.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
+    path = opened.named(name)
+    text = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
     info = marker.files.get(name)
     if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
-    with distrusted(str(path)):
-        weight_map = parse_json(str(path), text)["weight_map"]
-        said = {key: check_name(str(path), file) for key, file in weight_map.items()}
+    with distrusted(path):
+        weight_map = parse_json(path, text)["weight_map"]
+        said = {key: check_name(path, file) for key, file in weight_map.items()}
     for key in {**said, **tensors}:
         stored = tensors.get(key)
         if stored is None or said.get(key) != stored.file.name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,15 +21,3 @@ def distrusted(where: str) -> Iterator[None]:
     ) as error:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
         raise CheckpointError(f"{where}: is not written as it should be: {reason}") from error
-
-
-@contextmanager
-def of_files(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a CheckpointError of every error of the file system that comes up in work on a checkpoint."""
-    try:
-        yield
-    except FsdpOptimError:
-        raise
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename is not None else ""
-        raise CheckpointError(f"{os.fspath(path)}: {error.strerror or error}{where}") from error

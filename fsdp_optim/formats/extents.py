@@ -6,13 +6,11 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import xxhash
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Rows, Sums, Window, hash_of, rows_of
-from fsdp_optim.formats.files import read_into, start_writeback, write_all
 
 _BLOCK_NBYTES = 1 << 20  # hashed and written at once, so that the second finds it in the processor's cache
 _READ_NBYTES = 8 << 20  # read at once, then verified
@@ -30,35 +28,34 @@ class Extent:
         return self.start + len(self.memory)
 
 
+Pieces = Sequence[memoryview]
+
+
 @dataclass(frozen=True)
 class DataSection:
-    """The data section of an open file. `tensors_in(start, stop)`: the names of the tensors in a range of it, for errors."""
+    """The data section of a file in a store.
 
-    fd: int
-    path: Path
+    Attributes:
+        name: of the file, for errors.
+        move: fills pieces of memory from a place in the file, where it is read, and puts them there, where it is written.
+        offset: where in the file the section begins.
+        tensors_in: the names of the tensors in a range [start, stop) of it, for errors.
+    """
+
+    name: str
+    move: Callable[[Pieces, int], None]
     offset: int
     tensors_in: Callable[[int, int], str]
 
 
-def write_extents(
-    section: DataSection, extents: Iterable[Extent], segment_nbytes: int, *, durable: bool = False
-) -> Rows:
-    """Write ranges to their place; returns their segments. With `segment_nbytes` 0 nothing is hashed: their hashes are 0.
-
-    `durable`: they will be waited for to be on the disk, so their way there begins at once.
-    """
-
-    def write(pieces: Sequence[memoryview], start: int) -> None:
-        write_all(section.fd, section.path, pieces, section.offset + start)
-        if durable:
-            start_writeback(section.fd, section.offset + start, sum(map(len, pieces)))
-
+def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> Rows:
+    """Write ranges to their place; returns their segments. With `segment_nbytes` 0 nothing is hashed: their hashes are 0."""
     rows: list[tuple[int, int, int]] = []
     block: list[memoryview] = []
     block_start = at = 0
     for segment in _segments(extents, segment_nbytes):
         if block and (segment[0].start != at or at - block_start >= _BLOCK_NBYTES):
-            write(block, block_start)
+            section.move(block, section.offset + block_start)
             block = []
         if not block:
             block_start = segment[0].start
@@ -67,7 +64,7 @@ def write_extents(
         rows.append((segment[0].start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
         block += pieces
     if block:
-        write(block, block_start)
+        section.move(block, section.offset + block_start)
     return rows_of(rows)
 
 
@@ -110,7 +107,7 @@ def read_extents(
     covered = _with_rest_of_segments(wanted, window.borders) if window is not None else wanted
     check = _Check(section, window) if window is not None else None
     for batch in _batches(covered):
-        read_into(section.fd, section.path, [e.memory for e in batch], section.offset + batch[0].start)
+        section.move([e.memory for e in batch], section.offset + batch[0].start)
         if check is not None:
             for extent in batch:
                 check.add(extent)
@@ -180,7 +177,7 @@ class _Check:
                 if found != self._window.hashes[index]:
                     names = self._section.tensors_in(begin, end)
                     raise CheckpointError(
-                        f"{self._section.path}: bytes [{begin}, {end}) of its data, in {names}, are not those that were "
+                        f"{self._section.name}: bytes [{begin}, {end}) of its data, in {names}, are not those that were "
                         "saved: the file was damaged; load another checkpoint (verify=False reads it as it is)"
                     )
             start, index = stop, index + 1

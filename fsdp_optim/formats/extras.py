@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.marker import FileInfo
-from fsdp_optim.formats.opened import OpenFolder
 from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.storage.base import Opened
 
 
 def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:
@@ -45,31 +44,31 @@ def info_of(encoded: bytes) -> FileInfo:
 class Extra:
     """What such a file has, read and verified, and not decoded yet."""
 
-    path: Path
+    path: str
     said: Any
     tensors: tuple[torch.Tensor, ...]
 
     def decoded(self, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
         """The value. Raises CheckpointError for a pickle, unless it is allowed."""
-        return Decoder(str(self.path), self.tensors, allow_pickle=allow_pickle, records=records).decode(self.said)
+        return Decoder(self.path, self.tensors, allow_pickle=allow_pickle, records=records).decode(self.said)
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         """The same, with Withheld in the place of each item of a dict that needs a pickle which is not allowed."""
-        return Decoder(str(self.path), self.tensors, allow_pickle=allow_pickle).decode_each(self.said)
+        return Decoder(self.path, self.tensors, allow_pickle=allow_pickle).decode_each(self.said)
 
 
-def read_extra(folder: OpenFolder, name: str, info: FileInfo, *, verify: bool) -> Extra:
+def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Extra:
     """Such a file. Raises CheckpointError where it is not what was saved."""
-    path, whole = folder.path / name, folder.read_whole(name, info.nbytes)
-    length = length_of_header(str(path), whole, len(whole))
+    path, whole = opened.named(name), opened.read_whole(name, info.nbytes)
+    length = length_of_header(path, whole, len(whole))
     head, data = whole[: 8 + length], memoryview(whole)[8 + length :]
     if verify and hex_of(head) != info.header:
         raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
-    header = parse_header(str(path), head[8:], len(data))
+    header = parse_header(path, head[8:], len(data))
     text = header.metadata.get("json")
     if text is None:
         raise CheckpointError(f"{path}: has no values of a trainer in it")
-    with distrusted(str(path)):
+    with distrusted(path):
         encoded = text.encode()
         if verify and header.metadata.get("xxh3_64") != f"{hash_of(encoded):016x}{hash_of(data):016x}":
             raise CheckpointError(

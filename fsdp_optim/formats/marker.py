@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import KEY, Brief
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.formats.files import check_name
 from fsdp_optim.formats.json_text import check_density, parse_json
-from fsdp_optim.formats.opened import OpenFolder
+from fsdp_optim.storage.base import Opened, Undecided, check_name
 
 NAME = "fsdp_optim.json"
 MOST_NBYTES = 1 << 28  # of a marker: some hundred for each parameter
 FORMAT, VERSION = "fsdp_optim", 2
 
 
-class NewerVersion(Exception):
+class NewerVersion(Undecided):
     """The cause of a CheckpointError: the checkpoint may be whole, but this version of the library cannot tell."""
 
 
@@ -73,23 +71,17 @@ def _canonical(said: Mapping[str, Any]) -> bytes:
     return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def read_marker(folder: Path) -> Marker:
+def marker_in(opened: Opened) -> Marker:
     """The marker of a complete checkpoint. Raises CheckpointError for everything else."""
-    with OpenFolder(folder) as opened:
-        return marker_in(opened)
-
-
-def marker_in(folder: OpenFolder) -> Marker:
-    """As `read_marker`, of a folder that is open."""
-    if not folder.has(NAME):
+    if not opened.has(NAME):
         raise CheckpointError(
-            f"{folder.path}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
+            f"{opened.where}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
         )
-    path = folder.path / NAME
-    text = folder.read_whole(NAME, most_nbytes=MOST_NBYTES)
-    check_density(str(path), text)
-    outer = parse_json(str(path), text)
-    with distrusted(str(path)):
+    path = opened.named(NAME)
+    text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)
+    check_density(path, text)
+    outer = parse_json(path, text)
+    with distrusted(path):
         said, checksum = outer["checkpoint"], outer["checksum"]
         if said["format"] != FORMAT:
             raise CheckpointError(f"{path}: has the format {said['format']!r}, not {FORMAT!r}")
@@ -99,17 +91,17 @@ def marker_in(folder: OpenFolder) -> Marker:
             ) from NewerVersion()
         if not _is_as_written(text, checksum) and hex_of(_canonical(said)) != checksum:
             raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
-        files = {check_name(str(path), name): file_info(info) for name, info in said["files"].items()}
+        files = {check_name(path, name): file_info(info) for name, info in said["files"].items()}
         _check_said(said, files)
         return Marker(said, files, _brief_of(path, said), checksum)
 
 
-def _brief_of(path: Path, said: Mapping[str, Any]) -> Brief:
+def _brief_of(path: str, said: Mapping[str, Any]) -> Brief:
     """The brief, which has to agree with the rest: those who read it alone see the same checkpoint."""
     made = Brief.of(said)
     if KEY not in said:
         return made
-    brief = Brief.read(str(path), said[KEY])
+    brief = Brief.read(path, said[KEY])
     if replace(made, sequence=brief.sequence, step=brief.step, keep_last=brief.keep_last) != brief:
         raise CheckpointError(f"{path}: its brief and the rest of it say different things; load another checkpoint")
     return brief

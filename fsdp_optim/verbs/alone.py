@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,7 +12,7 @@ from fsdp_optim.transport.callers import Callers
 log = logging.getLogger("fsdp_optim")
 
 
-def warn_if_alone(callers: Callers, path: Path, *, was_told: bool) -> None:
+def warn_if_alone(callers: Callers, path: str, *, was_told: bool) -> None:
     """Warn of a save by one rank where several processes were launched. `was_told`: the caller gave its process group."""
     if len(callers.ranks) > 1 or was_told:
         return

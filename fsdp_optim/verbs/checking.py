@@ -75,7 +75,7 @@ def check_bitwise(
     total, expected = sum(map(int, told)), sum(one.nbytes for one in values)
     if total != expected:
         raise CheckpointError(
-            f"{loaded_from.folder}: {total} of {expected} bytes were found in the live model and optimizer"
+            f"{loaded_from.where}: {total} of {expected} bytes were found in the live model and optimizer"
         )
 
 

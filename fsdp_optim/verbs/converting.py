@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
-from fsdp_optim.formats.files import absolute
-from fsdp_optim.formats.folder import Staging
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import move
 from fsdp_optim.transport.callers import Callers
@@ -20,19 +17,19 @@ from fsdp_optim.verbs.save import (
     abandoned_on_failure,
     encode_note,
     finish,
-    make_extra_folder,
     make_files,
     write_extras,
 )
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
+from fsdp_optim.verbs.stores import Place, store_at
 from fsdp_optim.verbs.unfiling import CheckpointEnd, StoredValue
 
 _MADE_ANEW = ("created_ns", "token", "files", "format", "version", "brief")  # what the new marker says for itself
 
 
 def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Place,
+    target: Place,
     *,
     max_file_size: int,
     overwrite: bool = False,
@@ -45,7 +42,7 @@ def convert(
     """
     here = Callers.of("convert", (0,), 0)
     SaveOptions(Options(), max_file_size=max_file_size).validate()
-    with Checkpoint.open(absolute(source), verify=True) as checkpoint:
+    with Checkpoint.open(store_at(source), verify=True) as checkpoint:
         step = checkpoint.marker.brief.step
         options = SaveOptions(Options(), step=step, max_file_size=max_file_size, overwrite=overwrite, durable=durable)
         halves = {"model": checkpoint.model, "optim": checkpoint.optim}
@@ -59,13 +56,13 @@ def convert(
         ]
         extras = {name: checkpoint.extra_bytes(name) for name in checkpoint.marker.files if name.startswith("extra/")}
         said = {key: value for key, value in checkpoint.marker.said.items() if key not in _MADE_ANEW}
-        staging = Staging.begin(absolute(target), overwrite=overwrite, durable=durable)
-        job = Job(here, options, staging.path, staging.folder, tuple(files), (), extras, said, staging)
+        store = store_at(target)
+        staging = store.begin(overwrite=overwrite, durable=durable)
+        job = Job(here, options, store, staging.address, tuple(files), (), extras, said, staging)
         with abandoned_on_failure(job):
-            make_extra_folder(job.folder)
-            make_files(job.folder, files)
-            write_extras(job)
             writer, failure = job.writer(), Failure()
+            make_files(writer.hand, files)
+            write_extras(job, writer.hand)
             values = [
                 *_stored_values(checkpoint.model, is_state=False),
                 *_stored_values(checkpoint.optim, is_state=True),

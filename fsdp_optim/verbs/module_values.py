@@ -173,7 +173,7 @@ def _stored(checkpoint: Checkpoint, *, verify: bool, allow_pickle: bool) -> dict
         return {}
     said = checkpoint.extra(FILE, verify=verify).decoded_each(allow_pickle=allow_pickle)
     found: dict[str, Any] = {}
-    with distrusted(f"{checkpoint.folder / FILE}"):
+    with distrusted(checkpoint.named(FILE)):
         for fqn, one in said.items():
             if isinstance(one, Withheld):
                 found[fqn] = one

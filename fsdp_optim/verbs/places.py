@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from fsdp_optim.formats.files import absolute
+from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.callers import Callers
+from fsdp_optim.verbs.stores import Place, store_at, store_told
 
 
-def common_path(callers: Callers, path: str | os.PathLike[str]) -> Path:
-    """A user's path from the root. A relative one counts from the working directory of the lowest rank, on all of them.
+def common_store(callers: Callers, place: Place) -> Store:
+    """The store of a place, the same on all ranks: a relative path counts from the working directory of the lowest rank.
 
     Called by all ranks.
     """
-    mine = absolute(path)
-    content = os.fsencode(mine)
+    mine = store_at(place)
+    content = os.fsencode(mine.where)
     told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", said=content)
-    return mine if told.alike else Path(os.fsdecode(told.by(callers.ranks[0])))
+    return mine if told.alike else store_told(place, mine, os.fsdecode(told.by(callers.ranks[0])))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,9 +13,9 @@ from torch import nn
 
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
-from fsdp_optim.formats.files import absolute
 from fsdp_optim.move import move
 from fsdp_optim.state.shard import Shard
+from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
@@ -27,9 +25,10 @@ from fsdp_optim.verbs.load import Before, LoadableOptimizer
 from fsdp_optim.verbs.load import load as load_shard
 from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary
 from fsdp_optim.verbs.pending import pending
-from fsdp_optim.verbs.places import common_path
+from fsdp_optim.verbs.places import common_store
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.restored import Restored, read_extras
+from fsdp_optim.verbs.stores import Place, name_of, store_at
 from fsdp_optim.verbs.targets import State, Weights
 from fsdp_optim.verbs.unfiling import CheckpointEnd, StoredFlats
 
@@ -39,7 +38,7 @@ log = logging.getLogger("fsdp_optim")
 
 
 def restore(
-    path: str | os.PathLike[str],
+    path: Place,
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
@@ -54,7 +53,7 @@ def restore(
 
 
 def _restore(
-    path: str | os.PathLike[str],
+    path: Place,
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
@@ -64,9 +63,9 @@ def _restore(
             raise StateError("an optimizer is loaded together with the model that it was built from: give model= too")
         options.validate()
         pending.settle()
-        where = absolute(path)
-        with Checkpoint.open(where, verify=options.verify) as checkpoint:
-            restored = read_extras(checkpoint, where, _position(options), options)
+        store = store_at(path)
+        with Checkpoint.open(store, verify=options.verify) as checkpoint:
+            restored = read_extras(checkpoint, store, _position(options), options)
             brief = checkpoint.marker.brief
             restored.summary = LoadSummary(world_size=brief.world_size, step=brief.step)
             return restored
@@ -74,13 +73,13 @@ def _restore(
         calling("load", [model], options, options.call, all_of_plain=True) as ((reader,), callers),
         ExitStack() as stack,
     ):
-        about = f"{str(path)!r}, {'an' if optim is not None else 'no'} optimizer"
+        about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
-        where = common_path(callers, path)
-        checkpoint = stack.enter_context(_open_on_all(callers, where, options))
+        store = common_store(callers, path)
+        checkpoint = stack.enter_context(_open_on_all(callers, store, options))
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
-        restored = read_extras(checkpoint, where, callers.position, options)
+        restored = read_extras(checkpoint, store, callers.position, options)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
         total = sum(one.nbytes_on(callers.rank) for one in wanted)
         failure = Failure()
@@ -121,10 +120,10 @@ def _position(options: LoadOptions) -> int:
     return position
 
 
-def _open_on_all(callers: Callers, where: Path, options: LoadOptions) -> Checkpoint:
+def _open_on_all(callers: Callers, store: Store, options: LoadOptions) -> Checkpoint:
     """The same checkpoint on all ranks, open. They look again where it was replaced after some of them had opened it."""
     for _ in range(_LOOKS):
-        checkpoint = Checkpoint.open(where, verify=options.verify)
+        checkpoint = Checkpoint.open(store, verify=options.verify)
         alike = False
         try:
             said = json.dumps(checkpoint.identity, sort_keys=True).encode()
@@ -135,8 +134,8 @@ def _open_on_all(callers: Callers, where: Path, options: LoadOptions) -> Checkpo
         if alike:
             return checkpoint
     raise CheckpointError(
-        f"{where}: the ranks see different checkpoints there: it has to be on a file system that all ranks share, and nobody "
-        "may save to it again and again meanwhile"
+        f"{store.where}: the ranks see different checkpoints there: it has to be on a file system that all ranks share, and "
+        "nobody may save to it again and again meanwhile"
     )
 
 
@@ -199,7 +198,7 @@ def _summarized(
     if callers.rank == callers.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank; without optimizer state: %s",
-            checkpoint.folder,
+            checkpoint.where,
             restored.summary.world_size,
             len(callers.ranks),
             num_tensors,

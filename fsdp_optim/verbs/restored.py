@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.codec import Withheld
+from fsdp_optim.storage.base import Store
 from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary
 
 log = logging.getLogger("fsdp_optim")
@@ -20,16 +20,16 @@ log = logging.getLogger("fsdp_optim")
 class OfAllRanks:
     """Where the `per_rank_extra` of every rank is, to be read when it is asked for: most ranks need only their own."""
 
-    path: Path
+    store: Store
     identity: Mapping[str, Any]
     verify: bool
     allow_pickle: bool
 
     def read(self) -> tuple[Any, ...]:
-        with Checkpoint.open(self.path, verify=self.verify) as checkpoint:
+        with Checkpoint.open(self.store, verify=self.verify) as checkpoint:
             if checkpoint.identity != self.identity:
                 raise CheckpointError(
-                    f"{self.path}: was replaced by another checkpoint after it was loaded: read all_ranks before that"
+                    f"{self.store.where}: was replaced by another checkpoint after it was loaded: read all_ranks before that"
                 )
             names = [_of_rank(position) for position in range(checkpoint.marker.said["world_size"])]
             files = [
@@ -118,8 +118,8 @@ def _of_rank(position: int) -> str:
     return f"extra/rank-{position:05}.safetensors"
 
 
-def read_extras(checkpoint: Checkpoint, path: Path, position: int, options: LoadOptions) -> Restored:
-    """The trainer's values for the rank at this place among those that load. `path`: where the checkpoint is found again."""
+def read_extras(checkpoint: Checkpoint, store: Store, position: int, options: LoadOptions) -> Restored:
+    """The trainer's values for the rank at this place among those that load. `store`: where the checkpoint is found again."""
 
     def read(name: str) -> Any:
         return checkpoint.extra(name, verify=options.verify).decoded_each(allow_pickle=options.allow_pickle)
@@ -132,7 +132,7 @@ def read_extras(checkpoint: Checkpoint, path: Path, position: int, options: Load
     names = checkpoint.marker.files
     extra = read(common) if common in names else None
     restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
-    restored._of_all = OfAllRanks(path, checkpoint.identity, options.verify, options.allow_pickle)
+    restored._of_all = OfAllRanks(store, checkpoint.identity, options.verify, options.allow_pickle)
     if mine in names:
         restored._per_rank = guarded(read(mine))
     elif first in names:
@@ -140,7 +140,7 @@ def read_extras(checkpoint: Checkpoint, path: Path, position: int, options: Load
             "rank %d had no per_rank_extra when %s was saved by %d ranks: it gets rank 0's, so give it a random state of its own "
             "(restored.all_ranks has what every rank saved)",
             position,
-            checkpoint.folder,
+            checkpoint.where,
             checkpoint.marker.said["world_size"],
         )
         restored._per_rank = guarded(read(first))

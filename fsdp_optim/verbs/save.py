@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,23 +17,22 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import content_of
-from fsdp_optim.formats.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
 from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extras import encode_extra, info_of
-from fsdp_optim.formats.files import absolute, sync_file, write_file
-from fsdp_optim.formats.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
-from fsdp_optim.formats.folder import Staging
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.move import End, Part, move
 from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
+from fsdp_optim.storage.base import Completion, Staging, Store
+from fsdp_optim.storage.base import Writer as StoreWriter
 from fsdp_optim.transport.agree import Told, agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.alone import warn_if_alone
 from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.verbs.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.filing import File, cut_into_files
@@ -43,10 +41,12 @@ from fsdp_optim.verbs.pending import pending
 from fsdp_optim.verbs.progress import Progress
 from fsdp_optim.verbs.proving import prove_loadable
 from fsdp_optim.verbs.save_options import Saved, SaveOptions
+from fsdp_optim.verbs.stores import Place, folder_of, name_of, store_at, store_told
 from fsdp_optim.verbs.writing import FilesEnd, Writer
 
 _LENGTH = 8  # bytes of a number in a note
 _BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several
+_STRATEGIES = {"anywhere": "in_place", "on one machine": _BY_MACHINES, "no": "per_rank_files"}
 
 log = logging.getLogger("fsdp_optim")
 
@@ -57,8 +57,8 @@ class Job:
 
     callers: Callers
     options: SaveOptions
-    path: Path
-    folder: Path
+    store: Store
+    address: str  # of the save that is under way in the store
     files: tuple[File, ...]
     absent: tuple[str, ...]
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
@@ -73,13 +73,20 @@ class Job:
     def leads(self) -> bool:
         return self.callers.rank == self.callers.ranks[0]
 
+    @property
+    def path(self) -> Path:
+        return Path(self.store.where)
+
+    def completion(self) -> Completion:
+        callers = self.callers
+        return self.store.completion(self.address, callers.rank, callers.ranks, callers.timeout)
+
     def writer(self) -> Writer:
         return Writer(
-            self.folder,
+            self.store.join(self.address, durable=self.options.durable, who=f"rank {self.callers.rank}"),
             self.files,
             self.callers.rank,
             checksums=self.options.checksums,
-            durable=self.options.durable,
             budget=self.callers.budget.share(2, "what lies on a device, by way of the host"),
         )
 
@@ -107,7 +114,7 @@ class Job:
         return Saved(self.path, len(self.values), nbytes, nbytes_written, self.absent)
 
 
-def save(path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
+def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
     """Write one full checkpoint. Called by all ranks of the model."""
     with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
         job, live = begin(path, reader, callers, optim, options)
@@ -134,8 +141,8 @@ def _write(job: Job, live: End, writer: Writer, progress: Progress) -> Told:
 
     try:
         with failure:
-            make_files(job.folder, job.own_files)
-            write_extras(job)
+            make_files(writer.hand, job.own_files)
+            write_extras(job, writer.hand)
         with failure:
             move(job.values, live, job.target(write), job.callers, job.callers.budget, failure)
         with failure:
@@ -147,17 +154,17 @@ def _write(job: Job, live: End, writer: Writer, progress: Progress) -> Told:
 
 
 def begin(
-    path: str | os.PathLike[str],
+    path: Place,
     reader: ModelReader,
     callers: Callers,
     optim: Optimizers | None,
     options: SaveOptions,
 ) -> tuple[Job, End]:
     """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet. The end has what is live."""
-    where = absolute(path)
-    warn_if_alone(callers, where, was_told=options.call.process_group is not None)
+    store = store_at(path)
+    warn_if_alone(callers, store.where, was_told=options.call.process_group is not None)
     pending.settle()
-    about = f"{str(path)!r}, {'an' if optim is not None else 'no'} optimizer"
+    about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
     weights = read_weights(reader, callers, options, options.call, about)
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
     extras = _encode_extras(options, callers)
@@ -166,30 +173,28 @@ def begin(
     try:
         if callers.rank == callers.ranks[0]:
             said = _said(options, callers, weights, state, extras)
-            claim = Claim.lay(callers, str(where))
-            staging = Staging.begin(where, overwrite=options.overwrite, durable=options.durable)
-            make_extra_folder(staging.folder)
-            strategy, groups = _strategy(staging.folder, options), _plain_groups(state) if state is not None else ""
+            claim = Claim.lay(callers, store.where)
+            staging = store.begin(overwrite=options.overwrite, durable=options.durable)
+            strategy, groups = _strategy(staging, options), _plain_groups(state) if state is not None else ""
             if strategy == "in_place":
-                make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
-            durable = options.durable or _removes(staging, options, said)
-            content = json.dumps([str(where), str(staging.folder), strategy, groups, durable]).encode()
-        told = tell(callers, "folder", content, said=this_host(where).encode())
-        # A relative path counts from the working directory of the rank that has made the folder.
-        leaders_path, folder, strategy, groups, durable = json.loads(told.by(callers.ranks[0]))
-        options = replace(options, durable=durable)
+                make_files(staging, _files(options, weights, state, callers, strategy, groups)[0])
+            durable = options.durable or _removes(store, staging, options, said)
+            content = json.dumps([store.where, staging.address, strategy, groups, durable]).encode()
+        told = tell(callers, "folder", content, said=store.machine().encode())
+        leaders_place, address, strategy, groups, durable = json.loads(told.by(callers.ranks[0]))
+        store, options = store_told(path, store, leaders_place), replace(options, durable=durable)
         if strategy == _BY_MACHINES:
             strategy = "in_place" if told.alike else "per_rank_files"
             if strategy == "in_place":
                 if staging is not None:
-                    make_files(staging.folder, _files(options, weights, state, callers, strategy, groups)[0])
+                    make_files(staging, _files(options, weights, state, callers, strategy, groups)[0])
                 agree(callers, "files are made")
         files, owners = _files(options, weights, state, callers, strategy, groups)
         job = Job(
             callers,
             options,
-            Path(leaders_path),
-            Path(folder),
+            store,
+            address,
             tuple(files),
             _absent(state),
             extras,
@@ -212,26 +217,22 @@ def _absent(state: Half | None) -> tuple[str, ...]:
     return tuple(param.fqn for param in params if param.summary is None)
 
 
-def _removes(staging: Staging, options: SaveOptions, said: Mapping[str, Any]) -> bool:
+def _removes(store: Store, staging: Staging, options: SaveOptions, said: Mapping[str, Any]) -> bool:
     """Whether an older checkpoint goes for this one, which is brought to the disk first then: the older one may be on it."""
     if staging.replaces or options.keep_last is None:
         return staging.replaces
     content = content_of(said["model"]["params"], has_optim=said["has_optim"])
-    series = Series.of(staging.path, content, options.step, options.keep_last)
-    return bool(outdated(staging.path, series, options.keep_last))
+    path = folder_of(store, "keep_last=")
+    return bool(outdated(path, Series.of(path, content, options.step, options.keep_last), options.keep_last))
 
 
-def _strategy(folder: Path, options: SaveOptions) -> str:
-    """How to write on this file system.
-
-    Where files are not sparse, making a whole one writes it once for nothing: then each rank writes its own. Where several
-    machines cannot write to one file, it depends on where the ranks are.
-    """
+def _strategy(staging: Staging, options: SaveOptions) -> str:
+    """How to write to a store. Where several machines cannot write to one file, it depends on where the ranks are."""
     if options.strategy != "auto":
+        if options.strategy == "in_place" and staging.can.part_nbytes:
+            raise CheckpointError('strategy="in_place" needs a store in which several ranks can write to one file')
         return options.strategy
-    if not has_sparse_files(folder):
-        return "per_rank_files"
-    return "in_place" if kind_of(folder) in WRITTEN_IN_PLACE else _BY_MACHINES
+    return _STRATEGIES[staging.can.writes_ranges]
 
 
 def _files(
@@ -290,29 +291,16 @@ def _encode_extras(options: SaveOptions, callers: Callers) -> dict[str, bytes]:
     return found
 
 
-def make_extra_folder(folder: Path) -> None:
-    """The folder of the extra files."""
-    try:
-        (folder / "extra").mkdir()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror or error}") from error
-
-
-def make_files(folder: Path, files: Sequence[File]) -> None:
+def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
     """Files with their headers, in their full length."""
-    try:
-        for file in files:
-            write_file(folder / file.name, file.head, durable=False)
-            os.truncate(folder / file.name, file.nbytes)
-    except OSError as error:
-        reason = error.strerror or error
-        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {reason}") from error
+    for file in files:
+        maker.create(file.name, file.nbytes, file.head)
 
 
-def write_extras(job: Job) -> None:
+def write_extras(job: Job, hand: StoreWriter) -> None:
     """Write this rank's small files."""
     for name, data in job.extras.items():
-        write_file(job.folder / name, data, durable=job.options.durable)
+        hand.put(name, data)
 
 
 def finish(job: Job, notes: Sequence[bytes]) -> None:
@@ -320,36 +308,34 @@ def finish(job: Job, notes: Sequence[bytes]) -> None:
     if job.staging is None:
         raise CheckpointError("only the rank that made the folder finishes it")
     infos: dict[str, FileInfo] = {}
-    if job.options.durable:  # also those into which nobody had anything to write
-        for file in job.files:
-            sync_file(job.folder / file.name)
-    tables = []
+    tables, receipts, durable = [], [], job.options.durable
     for note in notes:
-        extras, table = decode_note(job.files, note)
+        receipt, extras, table = decode_note(job.files, note)
+        receipts.append(receipt)
         infos.update(extras)
         tables.append(table)
+    job.staging.seal([file.name for file in job.files], receipts, durable=durable)
     for file in job.files:
         joined = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes)
         sums = None
         if job.options.checksums:
             encoded = joined.encoded()
-            write_file(job.folder / sums_of(file.name), encoded, durable=job.options.durable)
+            job.staging.put(sums_of(file.name), encoded, durable=durable)
             sums = hex_of(encoded)
         infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
     for stem in ("model", "optim"):
-        infos.update(_write_index(job, stem))
-    said = {**job.said, "created_ns": time.time_ns(), "token": job.folder.name}
+        infos.update(_write_index(job, job.staging, stem))
+    said = {**job.said, "created_ns": time.time_ns(), "token": job.staging.token}
     step, keep_last = (
         None if n is None else int(n) for n in (job.options.step, job.options.keep_last)
     )  # as JSON has them
-    marker = Marker.of(said, infos, sequence=next_sequence(job.path.parent), step=step, keep_last=keep_last)
-    write_file(job.folder / NAME, marker.encoded(), durable=job.options.durable)
-    job.staging.commit(durable=job.options.durable)
-    if keep_last is not None and job.options.durable:  # else there was nothing to remove when it began
-        keep_newest(job.path, marker.brief, keep_last)
+    marker = Marker.of(said, infos, sequence=next_sequence(job.store), step=step, keep_last=keep_last)
+    job.staging.commit(NAME, marker.encoded(), durable=durable)
+    if keep_last is not None and durable:  # else there was nothing to remove when it began
+        keep_newest(folder_of(job.store, "keep_last="), marker.brief, keep_last)
 
 
-def _write_index(job: Job, stem: str) -> dict[str, FileInfo]:
+def _write_index(job: Job, staging: Staging, stem: str) -> dict[str, FileInfo]:
     """Which file of a split half has which tensor, as Hugging Face writes it."""
     files = [file for file in job.files if file.name.startswith(f"{stem}-")]
     if not files:
@@ -360,7 +346,7 @@ def _write_index(job: Job, stem: str) -> dict[str, FileInfo]:
         "weight_map": {tensor.stored_name: file.name for file in files for tensor in file.tensors},
     }
     text = json.dumps(said, indent=2).encode() + b"\n"
-    write_file(job.folder / name, text, durable=job.options.durable)
+    staging.put(name, text, durable=job.options.durable)
     return {name: FileInfo(len(text), hex_of(text), None)}
 
 
@@ -425,13 +411,14 @@ def _optim_said(state: Half) -> dict[str, Any]:
 
 
 def encode_note(job: Job, writer: Writer) -> bytes:
-    """What a rank says when it has written its part: its extra files, and its segments of each file in order."""
+    """What a rank says when it has written its part: the store's receipt, its extra files, and its segments of each file."""
     extras = json.dumps({name: info_of(data).said() for name, data in job.extras.items()}).encode()
+    parts = [writer.receipt, extras]
     rows = [len(its).to_bytes(_LENGTH, "little") + its.tobytes() for its in writer.rows.values()]
-    return b"".join([len(extras).to_bytes(_LENGTH, "little"), extras, *rows])
+    return b"".join([*(len(part).to_bytes(_LENGTH, "little") + part for part in parts), *rows])
 
 
-def decode_note(files: Sequence[File], note: bytes) -> tuple[dict[str, FileInfo], dict[str, Rows]]:
+def decode_note(files: Sequence[File], note: bytes) -> tuple[bytes, dict[str, FileInfo], dict[str, Rows]]:
     """The inverse of `encode_note`."""
     left = memoryview(note)
 
@@ -443,8 +430,9 @@ def decode_note(files: Sequence[File], note: bytes) -> tuple[dict[str, FileInfo]
     def number() -> int:
         return int.from_bytes(take(_LENGTH), "little")
 
+    receipt = bytes(take(number()))
     extras = {name: file_info(said) for name, said in json.loads(bytes(take(number()))).items()}
-    return extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
+    return receipt, extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
 
 
 @contextmanager

@@ -155,9 +155,7 @@ def _check_model(
         more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
         ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
         number = counted_noun(len(differences), "difference")
-        raise StateError(
-            f"{checkpoint.folder} is not of this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
-        )
+        raise StateError(f"{checkpoint.where} is not of this model; nothing was loaded. {number}{ways}:\n{shown}{more}")
 
 
 @dataclass(frozen=True)
@@ -195,7 +193,7 @@ class State:
         live = local.live_optimizer(picture)
         names = live.names
         keys: dict[tuple[str, str], str] = {}
-        with distrusted(f"{checkpoint.folder}: the optimizer"):
+        with distrusted(f"{checkpoint.where}: the optimizer"):
             given = full_dict(_Saved(checkpoint), _optim_said(checkpoint, options), names, keys)
         full = normalize(given, names)
         full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
@@ -249,8 +247,8 @@ def check_filled(full: FullState, summaries: Summaries) -> None:
 def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
     said = checkpoint.marker.said
     if not said.get("has_optim"):
-        raise StateError(f"{checkpoint.folder}: was saved without an optimizer: load it without optim=")
-    where = f"{checkpoint.folder}: the optimizer"
+        raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
+    where = f"{checkpoint.where}: the optimizer"
     if said["optim"] is not None:
         found = Decoder(where, (), allow_pickle=options.allow_pickle, records=RECORDS).decode(said["optim"])
     else:
@@ -353,5 +351,5 @@ def _check_types(said: Mapping[str, Any]) -> None:
 
 def _stored(checkpoint: Checkpoint, key: str) -> Stored:
     if key not in checkpoint.optim:
-        raise CheckpointError(f"{checkpoint.folder}: the marker names {key}, which is in no file")
+        raise CheckpointError(f"{checkpoint.where}: the marker names {key}, which is in no file")
     return checkpoint.optim[key]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import numpy
 
@@ -19,10 +16,9 @@ from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Key, Part, StateValue
 from fsdp_optim.plan import Copy, copies_of, part_from
+from fsdp_optim.storage.base import Writer as StoreWriter
 from fsdp_optim.verbs.filing import File, offset_in_storage, stored_on, written_cut
 from fsdp_optim.verbs.runs import LocalMemory, Run, Runs, in_host_memory, runs_of
-
-_MOST_OPEN = 64  # files
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,14 @@ class FilesEnd(End):
 
 
 class Writer:
-    """Writes this rank's part of some files, and keeps the checksums of what it wrote, by file."""
+    """Writes this rank's part of some files, and keeps the checksums of what it wrote, by file.
 
-    def __init__(
-        self, folder: Path, files: Sequence[File], rank: int, *, checksums: bool, durable: bool, budget: Budget
-    ) -> None:
+    `hand`: this rank's hand in the store; `receipt`: what it gave when it had finished.
+    """
+
+    def __init__(self, hand: StoreWriter, files: Sequence[File], rank: int, *, checksums: bool, budget: Budget) -> None:
         self.nbytes = 0
+        self.hand, self.receipt = hand, b""
         self._files = {file.name: file for file in files}
         self._entries: dict[Key, tuple[File, Entry]] = {
             value.key: (file, entry)
@@ -56,10 +54,8 @@ class Writer:
         }
         self._planned: dict[tuple[Placement, Placement, int], list[tuple[int, Copy]]] = {}
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
-        self._folder, self._rank = folder, rank
-        self._checksums, self._durable = checksums, durable
+        self._rank, self._checksums = rank, checksums
         self._budget = budget
-        self._open: dict[str, int] = {}
 
     @property
     def rows(self) -> dict[str, Rows]:
@@ -100,52 +96,18 @@ class Writer:
     def write(self, runs: Runs) -> None:
         """Write runs to their place."""
         for name, its in runs.items():
-            file, path = self._files[name], self._folder / name
-            section = DataSection(self._fd(path), path, file.offset, file.header.tensors_in)
+            file = self._files[name]
+            section = DataSection(name, partial(self.hand.write, name), file.offset, file.header.tensors_in)
             for batch in in_host_memory(its, self._budget):
                 batch.bring()
                 grid = file.segment_nbytes if self._checksums else 0
-                self._rows[name].append(write_extents(section, batch.extents, grid, durable=self._durable))
+                self._rows[name].append(write_extents(section, batch.extents, grid))
                 self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
-    def _fd(self, path: Path) -> int:
-        if path.name not in self._open:
-            while len(self._open) >= _MOST_OPEN:
-                self._close(next(iter(self._open)))
-            try:
-                self._open[path.name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-            except OSError as error:
-                hint = (
-                    "; the folder has to be on a file system that all ranks share"
-                    if error.errno == errno.ENOENT
-                    else ""
-                )
-                raise CheckpointError(
-                    f"rank {self._rank} cannot open {path}: {error.strerror or error}{hint}"
-                ) from None
-        return self._open[path.name]
-
     def finish(self) -> None:
-        """Let go of the files, and hear what the file system has to say: some tell of a full disk only now.
-
-        Returns when what was written is on the disk, where it has to be durable.
-        """
-        for name in list(self._open):
-            self._close(name)
-
-    def _close(self, name: str) -> None:
-        fd = self._open.pop(name)
-        try:
-            try:
-                if self._durable:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise CheckpointError(f"{self._folder / name}: cannot be written: {error.strerror or error}") from None
+        """Return when what was written is there, and on the disk, where it has to be durable."""
+        self.receipt = self.hand.finish()
 
     def discard(self) -> None:
         """Let go of the files, whatever they say, after a failure."""
-        while self._open:
-            with contextlib.suppress(OSError):
-                os.close(self._open.popitem()[1])
+        self.hand.discard()

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import close_quietly, write_all
+from fsdp_optim.storage.posix.files import close_quietly, write_all
 
 _ROOM = 2048  # bytes that are reserved, so that a full disk is no hindrance
 

@@ -5,47 +5,45 @@ It is carried over to the checkpoint that takes the folder's place.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import sums_of
-from fsdp_optim.formats.files import sync_file, sync_folder
-from fsdp_optim.formats.marker import NAME, read_marker
-from fsdp_optim.formats.standing import read_brief
+from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.posix.files import sync_file, sync_folder
+from fsdp_optim.storage.posix.opened import OpenFolder
 
-_OWN = re.compile(
-    r"(model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
-)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EACCES)
 
 
-def strangers_in(folder: Path, lock: str) -> list[str]:
+def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
     """The names of files and folders that no save has written into a checkpoint's folder. `lock`: a file that one has.
 
-    Where its marker cannot be read, what has a name that a save gives is the save's.
+    Where its manifest cannot be read, what has a name that a save gives is the save's.
     """
-    listed: set[str] | None = None
-    with contextlib.suppress(OSError):
-        listed = set((read_brief(folder) or read_marker(folder).brief).files)
-        listed |= {sums_of(name) for name in listed}
-
-    def is_own(name: str) -> bool:
-        return name in (NAME, lock) or (name in listed if listed is not None else _OWN.fullmatch(name) is not None)
-
+    is_own = _is_own(folder, judge)
     found = []
     for name in sorted(os.listdir(folder)):
         if name == "extra" and stat.S_ISDIR(os.lstat(folder / name).st_mode):
             inside = (f"extra/{one}" for one in sorted(os.listdir(folder / name)))
             found += [one for one in inside if not is_own(one)]
-        elif not is_own(name):
+        elif name != lock and not is_own(name):
             found.append(name)
     return found
+
+
+def _is_own(folder: Path, judge: Judge[Any]) -> Callable[[str], bool]:
+    try:
+        opened = OpenFolder(folder)
+    except OSError:
+        return judge.is_own(None)
+    with opened:
+        return judge.is_own(opened)
 
 
 def carry_over(old: Path, new: Path, names: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -12,10 +11,12 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import Brief
-from fsdp_optim.formats.folder import LOCK, OLD, UNFINISHED, aside, is_nothing, new_gone, remove_gone
-from fsdp_optim.formats.marker import read_marker
-from fsdp_optim.formats.standing import read_brief, standing_of
-from fsdp_optim.formats.strangers import strangers_in
+from fsdp_optim.formats.marker import marker_in
+from fsdp_optim.formats.standing import JUDGE, read_brief
+from fsdp_optim.storage.base import Opened, Store
+from fsdp_optim.storage.posix.leftovers import LOCK, OLD, UNFINISHED, aside, remove_gone, retire
+from fsdp_optim.storage.posix.looks import is_link, is_nothing, names_in, standing_of
+from fsdp_optim.storage.posix.strangers import strangers_in
 
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
 
@@ -61,7 +62,7 @@ def latest(root: Path) -> Path | None:
     for attempt in range(_ATTEMPTS):
         found, unread = checkpoints_in(root)
         for one in reversed(found):
-            standing = standing_of(one.folder)  # all of the marker, not its beginning alone
+            standing = standing_of(one.folder, JUDGE)  # all of the marker, not its beginning alone
             if standing.is_complete:
                 return one.folder
             if standing.has_moved and attempt < _ATTEMPTS - 1:
@@ -85,22 +86,12 @@ def checkpoints_in(root: Path) -> tuple[list[Found], list[str]]:
     found: list[Found] = []
     unread: list[str] = []
     for _ in range(_ATTEMPTS):
-        before = _names_of(root)
+        before = names_in(root)
         found, unread, vanished = _scan(root, before)
-        if not vanished and _names_of(root) == before:
+        if not vanished and names_in(root) == before:
             break
         time.sleep(_AGAIN)
     return sorted(found, key=lambda one: one.brief.order), unread
-
-
-def _names_of(root: Path) -> set[str]:
-    """What is in a folder; nothing where it is not there."""
-    try:
-        return set(os.listdir(root))
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror or error}") from None
 
 
 def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
@@ -112,7 +103,7 @@ def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
         base = bases.get(folder, folder)
         if folder in unfinished or (base != folder and not is_nothing(base)):
             continue
-        standing = standing_of(folder, whole=False)
+        standing = standing_of(folder, JUDGE, whole=False)
         if standing.brief is not None:
             found.append(Found(folder, base, standing.brief))
             continue
@@ -125,23 +116,20 @@ def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
     return found, unread, vanished
 
 
-def next_sequence(root: Path) -> int:
-    """One more than the highest sequence number of all that has a marker in a folder, complete or not."""
-    try:
-        names = os.listdir(root)
-    except PermissionError:  # then nobody asks for the newest one either
-        names = []
-    return 1 + max((_sequence_of(root / name) for name in names), default=0)
+def next_sequence(store: Store) -> int:
+    """One more than the highest sequence number of all that has a marker beside a place, complete or not."""
+    highest = 0
+    for opened in store.beside():
+        with opened:
+            highest = max(highest, _sequence_in(opened))
+    return highest + 1
 
 
-def _sequence_of(folder: Path) -> int:
-    """The sequence number of a folder; 0 where there is none, or it cannot be known."""
-    for read in (
-        read_brief,
-        lambda folder: read_marker(folder).brief,
-    ):  # the rest may say it where the brief is damaged
+def _sequence_in(opened: Opened) -> int:
+    """The sequence number of a checkpoint; 0 where there is none, or it cannot be known."""
+    for read in (read_brief, lambda opened: marker_in(opened).brief):  # the rest may say it where the brief is damaged
         with contextlib.suppress(OSError):
-            brief = read(folder)
+            brief = read(opened)
             return brief.sequence if brief is not None else 0
     return 0
 
@@ -153,11 +141,11 @@ def outdated(path: Path, series: Series, keep_last: int) -> list[Found]:
     """
     kept, older = 1, []
     for one in reversed(checkpoints_in(path.parent)[0]):
-        if one.base == path or one.folder.is_symlink() or not one.series.is_alike(series):
+        if one.base == path or is_link(one.folder) or not one.series.is_alike(series):
             continue
         if kept >= keep_last:
             older.append(one)
-        elif standing_of(one.folder).is_complete:
+        elif standing_of(one.folder, JUDGE).is_complete:
             kept += 1
     return older
 
@@ -175,19 +163,17 @@ def keep_newest(path: Path, brief: Brief, keep_last: int) -> None:
     gone = []
     for one in older:
         strangers = _strangers_in(one.folder)
-        renamed = new_gone(one.folder)
         try:
-            one.folder.rename(renamed)  # from here on it is no checkpoint, and whoever saves next removes it
+            gone.append(retire(one.folder))
         except OSError as error:
             log.warning("%s cannot be removed, though keep_last=%d: %s", one.folder, keep_last, error.strerror or error)
             continue
         with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
         log.info("removed %s: keep_last=%d, and %s is newer%s", one.folder, keep_last, path, with_them)
-        gone.append(renamed)
     remove_gone(gone)
 
 
 def _strangers_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return strangers_in(folder, LOCK)
+        return strangers_in(folder, LOCK, JUDGE)
     return []

@@ -12,19 +12,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, FsdpOptimError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: pathlib makes one of two
-_NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
 _MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 1024 on Linux)
-
-
-def check_name(where: str, name: object) -> str:
-    """A file name that stays inside its checkpoint: no folders but `extra`, no `..`, nothing absolute."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise CheckpointError(f"{where}: names the file {name!r}, which is not one of a checkpoint's own")
-    return name
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -56,6 +48,18 @@ def local_path(path: str | os.PathLike[str]) -> str:
     if expanded.startswith("~"):
         raise CheckpointError(f"{text}: there is no such user; a folder whose name begins with ~ is ./{text}")
     return expanded
+
+
+@contextlib.contextmanager
+def of_files(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make a CheckpointError of every error of the file system that comes up in work on a checkpoint."""
+    try:
+        yield
+    except FsdpOptimError:
+        raise
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename is not None else ""
+        raise CheckpointError(f"{os.fspath(path)}: {error.strerror or error}{where}") from error
 
 
 def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
@@ -121,6 +125,16 @@ def write_file(path: Path, data: bytes, *, durable: bool) -> None:
             os.close(fd)  # some file systems tell of a full disk only now
     except OSError as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from None
+
+
+def make_file(folder: Path, name: str, nbytes: int, head: bytes) -> None:
+    """A file in its full length, with its first bytes."""
+    try:
+        write_file(folder / name, head, durable=False)
+        os.truncate(folder / name, nbytes)
+    except OSError as error:
+        reason = error.strerror or error
+        raise error if isinstance(error, CheckpointError) else CheckpointError(f"{folder}: {reason}") from error
 
 
 def sync_file(path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.files import check_name, close_quietly, read_into
+from fsdp_optim.storage.base import Opened, check_name
+from fsdp_optim.storage.posix.files import close_quietly, read_into
 
 _MOST_OPEN = 64  # files; the one that was used longest ago is closed for another
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -17,7 +18,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe wou
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
-class OpenFolder:
+class OpenFolder(Opened):
     """A folder and its files. Files stay open, so that they can still be read when another save has removed them.
 
     Args:
@@ -29,6 +30,7 @@ class OpenFolder:
         self.path = path
         self._asked = asked or path
         self._files: dict[str, int] = {}
+        self._paths: dict[str, Path] = {}
         try:
             self._fd = os.open(path, _FOLDER)
         except (FileNotFoundError, NotADirectoryError):
@@ -36,11 +38,9 @@ class OpenFolder:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from None
 
-    def __enter__(self) -> OpenFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    @property
+    def where(self) -> str:
+        return str(self.path)
 
     def close(self) -> None:
         """Let go of the folder and of its files."""
@@ -101,23 +101,12 @@ class OpenFolder:
         found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
-    def read_whole(self, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
-        """All of a small file; `nbytes`: what it has to have, `most_nbytes`: what it may have."""
-        size = self.size_of(name)
-        if nbytes is not None and size != nbytes:
-            raise CheckpointError(f"{self.path / name}: has {size} bytes, {nbytes} were saved")
-        if most_nbytes is not None and size > most_nbytes:
-            raise CheckpointError(f"{self.path / name}: has {size} bytes, {most_nbytes} at most make sense")
-        return self.read(name, 0, size)
-
-    def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """Some bytes of a file."""
-        try:
-            data = bytearray(nbytes)
-        except MemoryError as error:
-            raise CheckpointError(f"{self.path / name}: {nbytes} bytes do not fit into memory") from error
-        read_into(self.file(name), self.path / name, [memoryview(data)], start)
-        return bytes(data)
+    def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
+        """Fill pieces of memory, one after the other, from a file's bytes at `offset`."""
+        fd, path = self.file(name), self._paths.get(name)
+        if path is None:
+            path = self._paths[name] = self.path / name  # it takes longer to make than a short range to read
+        read_into(fd, path, pieces, offset)
 
     def _open(self, name: str) -> int:
         path = self.path / check_name(str(self.path), name)

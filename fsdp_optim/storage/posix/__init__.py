@@ -1,0 +1,1 @@
+"""A folder as a store: written aside under another name, then renamed; opened so that nothing can be swapped under a reader."""

@@ -1,0 +1,78 @@
+"""A folder as a Store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError, causes_of
+from fsdp_optim.storage.base import Judge, Store
+from fsdp_optim.storage.posix.completion import FolderCompletion
+from fsdp_optim.storage.posix.files import absolute
+from fsdp_optim.storage.posix.filesystem import this_host
+from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.storage.posix.leftovers import existing
+from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix.writer import FolderWriter
+
+_LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a path that is between two names
+
+
+class Folder(Store):
+    """The checkpoint of a path. `judge`: what the format knows of what lies there."""
+
+    def __init__(self, path: str | os.PathLike[str], judge: Judge[Any]) -> None:
+        self.path = absolute(path)
+        self._judge = judge
+
+    @property
+    def where(self) -> str:
+        return str(self.path)
+
+    def open(self) -> OpenFolder:
+        """Where the checkpoint is: there, or aside where a save was killed between two renames."""
+        for _ in range(_LOOKS - 1):
+            try:
+                return self._open()
+            except CheckpointError as error:
+                if not any(isinstance(cause, FileNotFoundError) for cause in causes_of(error)):
+                    raise
+                time.sleep(_AGAIN)  # it may be just between two names
+        return self._open()
+
+    def _open(self) -> OpenFolder:
+        return OpenFolder(existing(self.path, self._judge), asked=self.path)
+
+    def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
+        staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable)
+        try:
+            (staging.folder / "extra").mkdir()
+        except BaseException as error:
+            staging.abandon()
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{staging.folder}: {error.strerror or error}") from error
+            raise
+        return staging
+
+    def join(self, address: str, *, durable: bool, who: str) -> FolderWriter:
+        return FolderWriter(Path(address), durable=durable, who=who)
+
+    def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> FolderCompletion:
+        return FolderCompletion(self.path, Path(address), self._judge, rank, ranks, timeout)
+
+    def machine(self) -> str:
+        return this_host(self.path)
+
+    def beside(self) -> Iterator[OpenFolder]:
+        """All folders in the same folder, unfinished ones and those that are set aside too."""
+        try:
+            names = os.listdir(self.path.parent)
+        except PermissionError:  # then nobody asks for the newest one either
+            names = []
+        for name in names:
+            with contextlib.suppress(CheckpointError):
+                yield OpenFolder(self.path.parent / name)

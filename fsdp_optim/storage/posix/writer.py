@@ -1,0 +1,73 @@
+"""One process's part of the files in a folder: written to their place, and flushed where it has to be."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Writer
+from fsdp_optim.storage.posix.files import make_file, start_writeback, write_all, write_file
+
+_MOST_OPEN = 64  # files
+
+
+class FolderWriter(Writer):
+    """Writes into the folder of a save. `who`: this process, for errors."""
+
+    def __init__(self, folder: Path, *, durable: bool, who: str) -> None:
+        self._folder, self._durable, self._who = folder, durable, who
+        self._open: dict[str, int] = {}
+        self._paths: dict[str, Path] = {}  # a path takes longer to make than a short range to write
+
+    def create(self, name: str, nbytes: int, head: bytes) -> None:
+        make_file(self._folder, name, nbytes, head)
+
+    def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
+        fd = self._open.get(name)
+        if fd is None:
+            fd = self._fd(name)
+        write_all(fd, self._paths[name], pieces, offset)
+        if self._durable:  # it will be waited for, so its way to the disk begins at once
+            start_writeback(fd, offset, sum(map(len, pieces)))
+
+    def put(self, name: str, data: bytes) -> None:
+        write_file(self._folder / name, data, durable=self._durable)
+
+    def _fd(self, name: str) -> int:
+        """Open a file."""
+        path = self._paths.setdefault(name, self._folder / name)
+        while len(self._open) >= _MOST_OPEN:
+            self._close(next(iter(self._open)))
+        try:
+            fd = self._open[name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            is_missing = error.errno == errno.ENOENT
+            hint = "; the folder has to be on a file system that all ranks share" if is_missing else ""
+            raise CheckpointError(f"{self._who} cannot open {path}: {error.strerror or error}{hint}") from None
+        return fd
+
+    def finish(self) -> bytes:
+        """Let go of the files, and hear what the file system has to say: some tell of a full disk only now."""
+        for name in list(self._open):
+            self._close(name)
+        return b""
+
+    def _close(self, name: str) -> None:
+        fd = self._open.pop(name)
+        try:
+            try:
+                if self._durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder / name}: cannot be written: {error.strerror or error}") from None
+
+    def discard(self) -> None:
+        while self._open:
+            with contextlib.suppress(OSError):
+                os.close(self._open.popitem()[1])
