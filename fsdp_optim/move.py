@@ -274,13 +274,19 @@ class _Plans:
 
     callers: Callers
     _made: dict[tuple[Placement, Placement, int], _Planned] = field(default_factory=dict)
+    _last: list[tuple[_Route, _Planned]] = field(default_factory=list)
 
     def of(self, route: _Route) -> _Planned:
+        if self._last:  # the values of one parameter share its placement and come one after the other
+            last, same = self._last[0]
+            if last.source is route.source and last.target is route.target and route.source.num_replicas == 1:
+                return same
         replica = route.value.replica_among(route.source)
         key = (route.source, route.target, replica)
         planned = self._made.get(key)
         if planned is None:
             planned = self._made[key] = self._plan(route, replica)
+        self._last[:] = [(route, planned)]
         return planned
 
     def _plan(self, route: _Route, replica: int) -> _Planned:

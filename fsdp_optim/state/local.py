@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -46,6 +46,21 @@ Optimizers = OptimizerLike | Sequence[OptimizerLike]
 """One optimizer, or several over one model: one per parameter, or one per part of the model."""
 
 
+class _Look(NamedTuple):
+    """A state value by itself: whether it is a tensor, a scalar, cut like its parameter, and says itself how it is cut."""
+
+    is_tensor: bool
+    is_scalar: bool
+    fits: bool
+    is_marked: bool
+
+    @classmethod
+    def at(cls, value: object, handle: Handle) -> _Look:
+        if not isinstance(value, torch.Tensor):
+            return cls(False, is_scalar(value), False, False)
+        return cls(True, value.dim() == 0, handle.is_held(value), handle.is_marked(value))
+
+
 @dataclass(frozen=True)
 class LocalParam:
     """One parameter as the optimizer has it: its id in the optimizer's own dict, its group, its state (None: absent).
@@ -63,49 +78,53 @@ class LocalParam:
     def handle(self) -> Handle:
         return self.named.handle
 
+    @cached_property
+    def _looks(self) -> Mapping[str, _Look]:
+        """What can be seen of each state value by itself, looked up once."""
+        return {name: _Look.at(value, self.handle) for name, value in (self.state or {}).items()}
+
     def summary(self, evidence: Evidence) -> Summary | None:
         if self.state is None:
             return None
         little = self.handle.local_numel < 2 and self.handle.is_cut
         return Summary.of(
             self.state,
-            lambda name, value: self.kind(name, value, evidence),
+            lambda name, value: self._kind(name, value, evidence),
             self.handle.placement_of,
-            unsure=lambda name: little and evidence.follows(name) is None,
+            unsure=(lambda name: evidence.follows(name) is None) if little else None,
         )
 
-    def kind(self, name: str, value: object, evidence: Evidence) -> Kind:
+    def _kind(self, name: str, value: object, evidence: Evidence) -> Kind:
         """What a value of this parameter's state is.
 
         A DTensor says itself how it is cut. Another tensor follows the parameter where it has the shape of its local part,
         and where nothing says that it has it by coincidence.
         """
-        if isinstance(value, torch.Tensor) and value.dim() == 0 and not self.handle.local_shape:
+        look = self._looks[name]
+        if look.is_tensor and look.is_scalar and not self.handle.local_shape:
             return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
-        if is_scalar(value):
+        if look.is_scalar:
             return Kind.SCALAR
         if not isinstance(value, torch.Tensor):
             return Kind.OPAQUE
-        fits = self.handle.is_held(value)
-        if self.handle.is_marked(value):
-            return Kind.SHARDED if fits else Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
+        if look.is_marked:
+            if look.fits:
+                return Kind.SHARDED
+            return Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
         apart = evidence.follows(name) is False or (evidence.marked and self.handle.marks)
-        return Kind.SHARDED if fits and not apart else Kind.OPAQUE
+        return Kind.SHARDED if look.fits and not apart else Kind.OPAQUE
 
     def sights(self) -> Iterator[Sight]:
         """What this parameter's values show of what values of their names are."""
-        handle = self.handle
-        for name, value in self.state.items() if self.state is not None and handle.local_shape else ():
-            tensor = isinstance(value, torch.Tensor)
-            fits = tensor and handle.is_held(value)
-            if fits or not tensor or not handle.is_marked(value):  # a DTensor that is cut in its own way says nothing
-                yield Sight(name, handle.local_shape, fits, is_scalar(value), tensor and value.dim() > 0)
+        shape = self.handle.local_shape
+        for name, look in self._looks.items() if shape else ():
+            if look.fits or not look.is_marked:  # a DTensor that is cut in its own way says nothing
+                yield Sight(name, shape, look.fits, look.is_scalar, look.is_tensor and not look.is_scalar)
 
     @property
     def is_marked(self) -> bool:
         """Whether it has a state value that is cut as it is and says so."""
-        values = self.state.values() if self.state is not None and self.handle.marks else ()
-        return any(isinstance(v, torch.Tensor) and v.dim() > 0 and self.handle.is_marked(v) for v in values)
+        return any(look.is_marked and not look.is_scalar for look in self._looks.values()) and self.handle.marks
 
 
 @dataclass(frozen=True)

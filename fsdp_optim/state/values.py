@@ -107,29 +107,30 @@ class Summary:
         kind: Callable[[str, object], Kind],
         place: Callable[[torch.Tensor], Placement | None] = lambda value: None,
         cut: Callable[[str], str] = lambda name: "",
-        unsure: Callable[[str], bool] = lambda name: False,
+        unsure: Callable[[str], bool] | None = None,
     ) -> Summary:
         """`place`: where a value that is placed by itself lives; `cut`: how one was cut that is whole now."""
-        found: dict[Kind, list[tuple[str, Any]]] = {kind: [] for kind in Kind}
+        sharded: list[tuple[str, str]] = []
+        scalars: list[tuple[str, Scalar]] = []
+        placed: list[tuple[str, Any]] = []
+        opaque: list[tuple[str, Odd]] = []
         for name, value in values.items():
             what = kind(name, value)
-            match what:
-                case Kind.SHARDED:
-                    told: Any = dtype_name(value.dtype)
-                case Kind.SCALAR:
-                    told = Scalar.of(value)
-                case Kind.PLACED:
-                    told = (dtype_name(value.dtype), place(value))
-                case Kind.OPAQUE:
-                    told = Odd.of(value, cut(name))
-            found[what].append((name, told))
+            if what is Kind.SHARDED:
+                sharded.append((name, dtype_name(value.dtype)))
+            elif what is Kind.SCALAR:
+                scalars.append((name, Scalar.of(value)))
+            elif what is Kind.PLACED:
+                placed.append((name, (dtype_name(value.dtype), place(value))))
+            else:
+                opaque.append((name, Odd.of(value, cut(name))))
         return cls(
-            sharded=tuple(found[Kind.SHARDED]),
-            scalars=tuple(found[Kind.SCALAR]),
-            placed=tuple(found[Kind.PLACED]),
-            opaque=tuple(found[Kind.OPAQUE]),
+            sharded=tuple(sharded),
+            scalars=tuple(scalars),
+            placed=tuple(placed),
+            opaque=tuple(opaque),
             names=tuple(values),
-            unsure=tuple(name for name, _ in found[Kind.SHARDED] if unsure(name)),
+            unsure=tuple(name for name, _ in sharded if unsure(name)) if unsure is not None else (),
         )
 
     def as_opaque(self, names: Collection[str]) -> Summary:

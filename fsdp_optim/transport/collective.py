@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,7 @@ class Item:
     target: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Part of a copy inside one message: a view of the local tensor, `offset` bytes into the message."""
 
     view: torch.Tensor | None
@@ -66,9 +66,10 @@ class _Message:
     lies: torch.Tensor | None = None  # the message in the local tensor, where it needs no buffer
 
     def add(self, view: torch.Tensor | None, numel: int, dtype: torch.dtype) -> None:
-        offset = self.end(0, dtype)
+        size = dtype.itemsize
+        offset = -(-self.nbytes // size) * size
         self.blocks.append(Block(view, numel, dtype, offset))
-        self.nbytes = offset + numel * dtype.itemsize
+        self.nbytes = offset + numel * size
 
     def end(self, numel: int, dtype: torch.dtype) -> int:
         """How long the message would be with this block: each begins where its dtype can be viewed."""
@@ -104,6 +105,8 @@ def exchange(callers: Callers, items: Iterable[Item], failure: Failure, budget: 
     with failure:
         for item in items:
             streams.add(item, failure)
+        if failure.error is None:
+            streams.copy_here()
         if len(callers.ranks) > 1:
             rounds = _postings(_rounds(callers, streams, width), callers)
     agree(callers, "ready to move", failure.error)
@@ -210,21 +213,34 @@ class _Streams:
 
     def __init__(self, rank: int, limit: int) -> None:
         self._rank, self._limit = rank, limit
+        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # from this rank to itself, not copied yet
+        self._here_nbytes = 0
         self._to: dict[int, _Stream] = {}
         self._from: dict[int, _Stream] = {}
 
     def add(self, item: Item, failure: Failure) -> None:
         for copy in item.copies:
             if copy.source_rank == copy.target_rank:
-                if item.source is not None and item.target is not None and failure.error is None:
-                    with failure:
-                        memory.copy_in_memory((copy,), item.source, item.target)
+                if item.source is not None and item.target is not None:
+                    source = _view(memory.source_block, copy, item.source, failure)
+                    target = _view(memory.target_block, copy, item.target, failure)
+                    if source is not None and target is not None and failure.error is None:
+                        self._here.append((target, source))
+                        self._here_nbytes += target.nbytes
+                        if self._here_nbytes >= _ALONE_FROM:  # what was made for an item is not kept for long
+                            with failure:
+                                self.copy_here()
             elif copy.source_rank == self._rank:
                 view = _view(memory.source_block, copy, item.source, failure)
                 _stream(self._to, copy.target_rank, self._limit).add(copy, item.dtype, view)
             elif copy.target_rank == self._rank:
                 view = _view(memory.target_block, copy, item.target, failure)
                 _stream(self._from, copy.source_rank, self._limit).add(copy, item.dtype, view)
+
+    def copy_here(self) -> None:
+        """Copy what this rank has itself, in calls of torch for many blocks each."""
+        pairs, self._here, self._here_nbytes = self._here, [], 0
+        _copy_all(pairs)
 
     def outgoing(self, rank: int) -> list[_Message]:
         stream = self._to.pop(rank, None)
@@ -250,13 +266,18 @@ class _Stream:
     """The messages between this rank and one peer, in one direction."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit, self._alone_from = limit, min(_ALONE_FROM, limit)
         self._alone: list[_Message] = []
         self._packed: list[_Message] = [_Message()]
 
     def add(self, copy: Copy, dtype: torch.dtype, view: torch.Tensor | None) -> None:
+        numel, message = copy.numel, self._packed[-1]
+        nbytes = numel * dtype.itemsize
+        if nbytes < self._alone_from and message.end(numel, dtype) <= self._limit:
+            message.add(view, numel, dtype)  # as most are
+            return
         for part, numel in _cut(copy.sizes, view, max(self._limit // dtype.itemsize, 1)):
-            if copy.is_run and numel * dtype.itemsize >= min(_ALONE_FROM, self._limit):
+            if copy.is_run and numel * dtype.itemsize >= self._alone_from:
                 message = _Message()
                 self._alone.append(message)
             else:

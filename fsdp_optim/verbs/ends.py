@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.layout import Placement, Ranks, Whole
+from fsdp_optim.layout import Placement, Ranks, Shape, Whole
 from fsdp_optim.memory import empty
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.packed import LocalId
@@ -51,9 +51,14 @@ class WholeEnd(End):
     rank: int
     ranks_of: Callable[[StateValue], Ranks]
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    _places: dict[tuple[Shape, Ranks], Whole] = field(default_factory=dict)
 
     def placement(self, value: StateValue) -> Placement:
-        return Whole(value.placement.shape, self.ranks_of(value))
+        key = (value.placement.shape, self.ranks_of(value))
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = Whole(*key)
+        return place
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         if self.rank not in self.ranks_of(value):
