@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from kit.tables import Table
 from kit.wrapping import (
     STEPS,
     WRAPPERS,
@@ -102,17 +103,21 @@ class StepTest(unittest.TestCase):
         run_on_ranks(step_both_ways, world_size, wrapper)
 
 
+STEPPED = Table(
+    stepped,
+    [
+        *((2, *case) for case in itertools.product(("FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP"), ELEMENTWISE)),
+        (2, "FSDP2 x TP", "Adam foreach"),
+        (2, "HSDP", "NAdam"),
+        (2, "fairscale flat", "Adagrad, eager state"),
+    ],
+)
+
+
 class ElementwiseTest(unittest.TestCase):
-    @parameterized.expand(
-        [
-            *itertools.product(("FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP"), ELEMENTWISE),
-            ("FSDP2 x TP", "Adam foreach"),
-            ("HSDP", "NAdam"),
-            ("fairscale flat", "Adagrad, eager state"),
-        ]
-    )
+    @parameterized.expand([case[1:] for case in STEPPED.cases])
     def test_state_is_the_unwrapped_optimizers(self, wrapper: str, optimizer: str) -> None:
-        words = run_on_ranks(stepped, 2, wrapper, optimizer)
+        words = STEPPED(2, wrapper, optimizer)
         expected = TORCH_REFUSES.get((wrapper, optimizer))
         if expected is not None:
             self.assertIn(expected, words[0])

@@ -1,0 +1,130 @@
+"""Cases that need ranks, as a table: the cases of one world size share one world, and each is reported by itself.
+
+    TRIPS = Table(trip, [(3, "FSDP1 flat"), (3, "FSDP2"), (4, "HSDP")])  # world size, then the arguments of `trip`
+
+    class TripTest(unittest.TestCase):
+        @parameterized.expand(TRIPS.cases)
+        def test_trip(self, world_size: int, wrapper: str) -> None:
+            TRIPS(world_size, wrapper)  # as run_on_ranks(trip, world_size, wrapper): one result per rank, or its error
+
+What DTensor has learnt about an operation is forgotten with its world, and costs much to find out again. The table of a size runs
+when the first of its cases is asked for, whatever the order of the tests.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from fsdp_optim.testing import RanksFailed, run_on_ranks
+
+Case = tuple[Any, ...]
+"""(world size, arguments)"""
+
+
+class CaseFailed(AssertionError):
+    """One or more ranks raised in one case; the message has every rank's traceback."""
+
+
+@dataclass
+class _Outcome:
+    """What one rank did in one case."""
+
+    value: Any = None
+    text: str = ""
+
+
+class Table:
+    """Call it with a case to have that case's results by rank.
+
+    In a world in which a case has failed no other case is run: the rest get a world of their own. Where a world came to
+    an end from which no rank could report, every case of it that is left runs alone. `patience`: seconds that a rank which
+    has failed in a case waits for the others to end it. `options` are those of `run_on_ranks`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], cases: Iterable[Case], patience: float = 20.0, **options: Any) -> None:
+        self.cases = list(cases)
+        self._fn = fn
+        self._patience = patience
+        self._options = options
+        self._found: dict[int, list[_Outcome] | BaseException] = {}  # by the case's place in `cases`
+
+    def __call__(self, *case: Any) -> list[Any]:
+        """The results of this case by rank; raises what went wrong in it."""
+        number = self.cases.index(case)
+        if number not in self._found:
+            self._run([i for i, other in enumerate(self.cases) if other[0] == case[0] and i not in self._found])
+        found = self._found[number]
+        if isinstance(found, BaseException):
+            raise found
+        texts = [outcome.text for outcome in found]
+        if any(texts):
+            words = [f"rank {rank} of {case[0]}:\n{text}" for rank, text in enumerate(texts) if text]
+            raise CaseFailed(f"{self._fn.__qualname__}{case[1:]}:\n" + "\n".join(words))
+        return [outcome.value for outcome in found]
+
+    def _run(self, numbers: Sequence[int]) -> None:
+        """Run these cases, which have one world size, until each has its outcome."""
+        while numbers:
+            world_size = self.cases[numbers[0]][0]
+            options = {"timeout": 120.0 + 5.0 * len(numbers), **self._options}
+            given = [self.cases[number][1:] for number in numbers]
+            try:
+                by_rank = run_on_ranks(run_cases, world_size, self._fn, given, self._patience, **options)
+            except (RanksFailed, TimeoutError) as error:
+                self._run_alone(numbers, error)
+                return
+            done = len(by_rank[0])
+            for place, number in enumerate(numbers[:done]):
+                self._found[number] = [mine[place] for mine in by_rank]
+            numbers = numbers[done:]
+
+    def _run_alone(self, numbers: Sequence[int], error: BaseException) -> None:
+        """Each case in a world of its own. If all of them pass, then all of them have failed: together they do not."""
+        for number in numbers:
+            try:
+                values = run_on_ranks(self._fn, *self.cases[number], **self._options)
+                self._found[number] = [_Outcome(value) for value in values]
+            except (RanksFailed, TimeoutError) as own:
+                self._found[number] = own
+        if not any(isinstance(self._found[number], BaseException) for number in numbers):
+            self._found.update(dict.fromkeys(numbers, error))
+
+
+def run_cases(fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]], patience: float) -> list[_Outcome]:
+    """On one rank: the outcomes of the cases up to the first that fails on any rank, that one included."""
+    store = dist.distributed_c10d._get_default_store()
+    found = []
+    for number, args in enumerate(cases):
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        try:
+            found.append(_Outcome(fn(*args)))
+        except Exception:
+            found.append(_Outcome(text=traceback.format_exc()))
+            store.set(f"table/{number}/failed", "")
+        if store.add(f"table/{number}/through", 1) == dist.get_world_size():
+            store.set(f"table/{number}/all", "")
+        if found[-1].text:
+            _wait_for_the_others(store, number, found[-1].text, patience)
+        else:
+            store.wait([f"table/{number}/all"])
+        if store.check([f"table/{number}/failed"]):
+            break
+    return found
+
+
+def _wait_for_the_others(store: Any, number: int, text: str, patience: float) -> None:
+    try:
+        store.wait([f"table/{number}/all"], timedelta(seconds=patience))
+    except RuntimeError:
+        raise CaseFailed(f"case {number}: failed here, and others are not through with it:\n{text}") from None
