@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, overload
@@ -380,7 +379,27 @@ def save(
         As `gather_full_optim_state_dict`.
     """
     with of_files(path):
-        return saving.save(path, model, optim, _save_options(locals()))
+        options = SaveOptions(
+            Options(
+                name_of=name_of,
+                process_group=process_group,
+                timeout=timeout,
+                bucket_nbytes=bucket_nbytes,
+                on_replica_mismatch=on_replica_mismatch,
+            ),
+            step=step,
+            extra=extra,
+            per_rank_extra=per_rank_extra,
+            overwrite=overwrite,
+            strategy=strategy,
+            max_file_size=max_file_size,
+            checksums=checksums,
+            durable=durable,
+            keep_last=keep_last,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
+        return saving.save(path, model, optim, options)
 
 
 @ordinary_tensors()
@@ -413,19 +432,27 @@ def async_save(
     this rank writes (its shard, or its share of what several ranks hold), once, until it is written.
     """
     with of_files(path):
-        return background.async_save(path, model, optim, _save_options(locals()))
-
-
-def _save_options(given: Mapping[str, Any]) -> SaveOptions:
-    call = Options(
-        name_of=given["name_of"],
-        process_group=given["process_group"],
-        timeout=given["timeout"],
-        bucket_nbytes=given["bucket_nbytes"],
-        on_replica_mismatch=given["on_replica_mismatch"],
-    )
-    own = {f.name: given[f.name] for f in fields(SaveOptions) if f.name != "call"}
-    return SaveOptions(call=call, **own)
+        options = SaveOptions(
+            Options(
+                name_of=name_of,
+                process_group=process_group,
+                timeout=timeout,
+                bucket_nbytes=bucket_nbytes,
+                on_replica_mismatch=on_replica_mismatch,
+            ),
+            step=step,
+            extra=extra,
+            per_rank_extra=per_rank_extra,
+            overwrite=overwrite,
+            strategy=strategy,
+            max_file_size=max_file_size,
+            checksums=checksums,
+            durable=durable,
+            keep_last=keep_last,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
+        return background.async_save(path, model, optim, options)
 
 
 @ordinary_tensors()
@@ -469,6 +496,7 @@ def load(
         allow_pickle: load pickled values, which can run any code: only from someone you trust. Without it a model loads all the
             same; a pickled value of the extras raises CheckpointError when it is asked for, and the others are there. One that a
             module of the model keeps (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
+        progress, name_of, process_group, timeout, bucket_nbytes: as for save and gather.
 
     Returns:
         The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,
@@ -488,7 +516,10 @@ def load(
         groups=groups,
     )
     with of_files(path):
-        return restore.restore(path, model, optim, LoadOptions(call, keep, verify, check, allow_pickle, progress, cast))
+        options = LoadOptions(
+            call, keep=keep, verify=verify, check=check, allow_pickle=allow_pickle, progress=progress, cast=cast
+        )
+        return restore.restore(path, model, optim, options)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
