@@ -13,6 +13,7 @@ Importing this module loads torch, but neither fairscale nor pytest, and starts 
 
 from __future__ import annotations
 
+from fsdp_optim.testing.conformance import StoreConformance
 from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_groups
 from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_ranks
 from fsdp_optim.testing.worker import RemoteError
@@ -21,6 +22,7 @@ __all__ = [
     "RankPool",
     "RanksFailed",
     "RemoteError",
+    "StoreConformance",
     "WorkerDied",
     "fairscale_on_cpu",
     "forget_fairscale_groups",

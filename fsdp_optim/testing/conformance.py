@@ -1,0 +1,359 @@
+"""What every Store has to do, as one test class; `fsdp_optim.storage.base` has the protocol.
+
+    class TestMyStore(StoreConformance, unittest.TestCase):
+        def make_store(self, judge):
+            return MyStore(...)          # at a new, empty place, each time that it is called
+
+A store is expected to keep its promises where its processes are on several machines, and where they are killed, too; no suite in
+one process can show that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import unittest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Judge, Opened, Staging, Standing, Store, Writer
+
+MANIFEST = "manifest.json"
+_BIG = 10_000  # bytes; of a file that is written in ranges, unless the store's parts are larger
+_WAYS_OUT = ("../outside", "/outside", "extra/../../outside", "", ".hidden", "a/b", "extra/")
+
+
+@dataclass(frozen=True)
+class _Brief:
+    order: tuple[int, int, int, str] = (0, 0, 0, "")
+
+
+class AnyManifest(Judge[_Brief]):
+    """A format in which everything that has a manifest is complete, and the content of the manifest is its token."""
+
+    manifest = MANIFEST
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[_Brief]:
+        """Whether there is a manifest."""
+        return Standing(_Brief()) if opened.has(MANIFEST) else Standing(reason="it has no manifest")
+
+    def token_in(self, opened: Opened) -> str | None:
+        """The content of the manifest."""
+        with contextlib.suppress(OSError):
+            return opened.read_whole(MANIFEST).decode()
+        return None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        """Every file is the format's."""
+        return lambda name: True
+
+
+class StoreConformance:
+    """A mix-in for a `unittest.TestCase`: what a Store promises, one promise a test.
+
+    `make_store` gives a store at a place where nothing is; it is called more than once in some tests. `another_handle` gives
+    another object for the same place, as another process would make it.
+    """
+
+    def make_store(self, judge: Judge[_Brief]) -> Store:
+        """A store at a new, empty place."""
+        raise NotImplementedError
+
+    def another_handle(self, store: Store) -> Store:
+        """Another object for the same place."""
+        return store
+
+    @property
+    def _case(self) -> unittest.TestCase:
+        if not isinstance(self, unittest.TestCase):
+            raise TypeError("StoreConformance is a mix-in: inherit from unittest.TestCase too")
+        return self
+
+    def _new(self) -> Store:
+        return self.make_store(AnyManifest())
+
+    def _begin(self, store: Store, *, overwrite: bool = False) -> Staging:
+        return store.begin(overwrite=overwrite, durable=False)
+
+    def _join(self, store: Store, staging: Staging, who: str = "rank 1") -> Writer:
+        return self.another_handle(store).join(staging.address, durable=False, who=who)
+
+    def _write(self, store: Store, staging: Staging, files: Mapping[str, bytes]) -> Writer:
+        """Write files by one process: each in one range, behind a head of at most four bytes."""
+        writer = self._join(store, staging)
+        for name, data in files.items():
+            writer.create(name, len(data), data[:4])
+            if data[4:]:
+                writer.write(name, [memoryview(data)[4:]], 4)
+        return writer
+
+    def _seal(self, staging: Staging, writers: Sequence[Writer], names: Sequence[str]) -> None:
+        staging.seal(names, [writer.finish() for writer in writers], durable=False)
+
+    def _save(self, store: Store, files: Mapping[str, bytes], manifest: bytes, *, overwrite: bool = False) -> None:
+        staging = self._begin(store, overwrite=overwrite)
+        self._seal(staging, [self._write(store, staging, files)], list(files))
+        staging.commit(MANIFEST, manifest, durable=False)
+
+    def _read(self, opened: Opened, name: str) -> bytes:
+        return opened.read(name, 0, opened.size_of(name))
+
+    def _check(self, store: Store, files: Mapping[str, bytes], manifest: bytes) -> None:
+        with self.another_handle(store).open() as opened:
+            self._case.assertEqual(self._read(opened, MANIFEST), manifest)
+            for name, data in files.items():
+                self._case.assertEqual(self._read(opened, name), data, name)
+
+    @contextlib.contextmanager
+    def _refused(self, *words: str) -> Iterator[None]:
+        """A CheckpointError that has these words in it."""
+        with self._case.assertRaises(CheckpointError) as caught:
+            yield
+        for word in words:
+            self._case.assertIn(word, str(caught.exception))
+
+    def _data(self, nbytes: int) -> bytes:
+        return random.Random(nbytes).randbytes(nbytes)
+
+    def test_an_empty_place_is_no_checkpoint(self) -> None:
+        """Nothing can be opened where nothing was saved."""
+        store = self._new()
+        with self._refused(store.where):
+            store.open()
+
+    def test_what_was_saved_is_read(self) -> None:
+        """Files in ranges, an empty one, small ones and the manifest come back, through another handle too."""
+        store = self._new()
+        staging = store.begin(overwrite=False, durable=True)
+        writer = self.another_handle(store).join(staging.address, durable=True, who="rank 0")
+        files = {"model.safetensors": self._data(_BIG), "empty.safetensors": b""}
+        for name, data in files.items():
+            writer.create(name, len(data), data[:8])
+        writer.write("model.safetensors", [memoryview(files["model.safetensors"])[8:]], 8)
+        writer.put("extra/common.safetensors", b"small")
+        receipt = writer.finish()
+        staging.seal(list(files), [receipt], durable=True)
+        staging.put("model.safetensors.sums", b"sums", durable=True)
+        staging.commit(MANIFEST, b"one", durable=True)
+        self._check(store, files | {"extra/common.safetensors": b"small", "model.safetensors.sums": b"sums"}, b"one")
+
+    def test_ranges_in_any_order_and_shape(self) -> None:
+        """Ranges of all lengths, in pieces, in any order; across the borders of parts where a store has them."""
+        store, rng = self._new(), random.Random(1)
+        staging = self._begin(store)
+        part = staging.can.part_nbytes
+        data = self._data(max(_BIG, 2 * part + part // 3))
+        borders = sorted({8, len(data), *(rng.randrange(8, len(data)) for _ in range(30))})
+        ranges = list(itertools.pairwise(borders))
+        rng.shuffle(ranges)
+        writer = self._join(store, staging)
+        writer.create("model.safetensors", len(data), data[:8])
+        for start, stop in ranges:
+            cuts = sorted({start, stop, rng.randrange(start, stop)})
+            writer.write("model.safetensors", [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)], start)
+        self._seal(staging, [writer], ["model.safetensors"])
+        staging.commit(MANIFEST, b"one", durable=False)
+        self._check(store, {"model.safetensors": data}, b"one")
+
+    def test_several_processes_write(self) -> None:
+        """Ranges of one file where the store says that it can; else each process writes a file of its own."""
+        store, data = self._new(), self._data(_BIG)
+        staging = self._begin(store)
+        shared = staging.can.writes_ranges != "no"
+        if shared:
+            staging.create("model.safetensors", len(data), data[:8])
+        writers = [self._join(store, staging, f"rank {rank}") for rank in range(3)]
+        files, names = {}, []
+        for rank, (start, stop) in enumerate([(8, _BIG // 3), (_BIG // 3, _BIG // 2), (_BIG // 2, _BIG)]):
+            writers[rank].put(f"extra/rank-{rank:05}.safetensors", b"%d" % rank)
+            files[f"extra/rank-{rank:05}.safetensors"] = b"%d" % rank
+            names.append("model.safetensors" if shared else f"model-{rank}.safetensors")
+            if not shared:
+                writers[rank].create(names[-1], stop - start, b"")
+            writers[rank].write(names[-1], [memoryview(data)[start:stop]], start if shared else 0)
+            files[names[-1]] = data if shared else data[start:stop]
+        self._seal(staging, writers, sorted(set(names)))
+        staging.commit(MANIFEST, b"one", durable=False)
+        self._check(store, files, b"one")
+
+    def test_ranges_are_read_into_memory_that_is_there(self) -> None:
+        """Pieces that follow one another in the file fill memory that lies apart; nothing else of that memory is touched."""
+        store, data = self._new(), self._data(_BIG)
+        self._save(store, {"model.safetensors": data}, b"one")
+        target, expected = bytearray(b"\xff" * 100), bytearray(b"\xff" * 100)
+        pieces = [memoryview(target)[10:30], memoryview(target)[50:50], memoryview(target)[60:61]]
+        with store.open() as opened:
+            opened.read_into("model.safetensors", pieces, 5000)
+        expected[10:30], expected[60:61] = data[5000:5020], data[5020:5021]
+        self._case.assertEqual(target, expected)
+
+    def test_sizes_and_names(self) -> None:
+        """What is there is told from what is missing."""
+        store = self._new()
+        self._save(store, {"model.safetensors": b"12345"}, b"one")
+        with store.open() as opened:
+            self._case.assertEqual(opened.size_of("model.safetensors"), 5)
+            self._case.assertEqual(opened.nbytes_of("model.safetensors"), 5)
+            self._case.assertTrue(opened.has("model.safetensors"))
+            self._case.assertFalse(opened.has("optim.safetensors"))
+            self._case.assertIsNotNone(opened.version_of(MANIFEST))
+            self._case.assertIsNone(opened.version_of("optim.safetensors"))
+            with self._refused("optim.safetensors"):
+                opened.size_of("optim.safetensors")
+
+    def test_reading_beyond_the_end(self) -> None:
+        """It is an error, instead of memory that keeps what was in it."""
+        store = self._new()
+        self._save(store, {"model.safetensors": b"12345"}, b"one")
+        with store.open() as opened, self._refused("model.safetensors"):
+            opened.read("model.safetensors", 3, 3)
+
+    def test_no_name_leads_out(self) -> None:
+        """Names come from files that somebody else has written."""
+        store = self._new()
+        self._save(store, {"model.safetensors": b"12345"}, b"one")
+        with store.open() as opened:
+            for name in _WAYS_OUT:
+                with self._refused(repr(name), "not one of a checkpoint's own"):  # as `storage.base.check_name` says it
+                    opened.read(name, 0, 1)
+
+    def test_nothing_is_seen_before_it_is_committed(self) -> None:
+        """Neither through another handle nor through this one."""
+        store, files = self._new(), {"model.safetensors": b"12345678"}
+        staging = self._begin(store)
+        writer = self._write(store, staging, files)
+        for handle in (store, self.another_handle(store)):
+            with self._refused():
+                handle.open()
+        self._seal(staging, [writer], list(files))
+        with self._refused():
+            store.open()
+        staging.commit(MANIFEST, b"one", durable=False)
+        self._check(store, files, b"one")
+
+    def test_an_abandoned_save_leaves_nothing(self) -> None:
+        """And the next one goes as the first."""
+        store, files = self._new(), {"model.safetensors": b"12345678"}
+        staging = self._begin(store)
+        self._write(store, staging, files).discard()
+        staging.abandon()
+        with self._refused():
+            store.open()
+        self._save(store, files, b"two")
+        self._check(store, files, b"two")
+
+    def test_a_save_that_stops_halfway_is_no_checkpoint(self) -> None:
+        """A process that is killed tells the store nothing; the next save goes as the first, and stays."""
+        store, files = self._new(), {"model.safetensors": b"12345678"}
+        staging = self._begin(store)
+        self._write(store, staging, {"model.safetensors": b"other"})
+        self._save(store, files, b"two")
+        self._check(store, files, b"two")
+        staging.abandon()
+        self._check(store, files, b"two")
+
+    def test_a_part_that_nobody_wrote(self) -> None:
+        """A file that is taken in parts, and lacks some of its bytes, is never whole."""
+        store = self._new()
+        staging = self._begin(store)
+        part = staging.can.part_nbytes
+        if not part:
+            staging.abandon()
+            self._case.skipTest("this store has no parts")
+        writer = self._join(store, staging)
+        writer.create("model.safetensors", 2 * part, b"1234")
+        writer.write("model.safetensors", [memoryview(bytes(part))], part)
+        with self._refused("model.safetensors"):
+            writer.finish()
+        writer.discard()
+        staging.abandon()
+
+    def test_what_is_there_is_not_overwritten_unasked(self) -> None:
+        """The checkpoint that is there stays whole."""
+        store, files = self._new(), {"model.safetensors": b"first"}
+        self._save(store, files, b"one")
+        with self._refused(store.where, "overwrite=True"):
+            self._begin(store)
+        self._check(store, files, b"one")
+
+    def test_overwriting(self) -> None:
+        """The old checkpoint is whole until the new one is; then nothing of the old one is left."""
+        store, first = self._new(), {"model.safetensors": b"first", "optim.safetensors": b"old"}
+        self._save(store, first, b"one")
+        staging = self._begin(store, overwrite=True)
+        self._case.assertTrue(staging.replaces)
+        self._seal(staging, [self._write(store, staging, {"model.safetensors": b"second"})], ["model.safetensors"])
+        self._check(store, first, b"one")
+        staging.commit(MANIFEST, b"two", durable=False)
+        self._check(store, {"model.safetensors": b"second"}, b"two")
+        with store.open() as opened:
+            self._case.assertFalse(opened.has("optim.safetensors"))
+
+    def test_an_abandoned_overwriting_changes_nothing(self) -> None:
+        """The checkpoint that was there stays."""
+        store, first = self._new(), {"model.safetensors": b"first"}
+        self._save(store, first, b"one")
+        staging = self._begin(store, overwrite=True)
+        self._write(store, staging, {"model.safetensors": b"second"}).discard()
+        staging.abandon()
+        self._check(store, first, b"one")
+
+    def test_a_reader_hears_of_a_replacement(self) -> None:
+        """What is read after it is of the old checkpoint, or an error, and `was_replaced` says so."""
+        store = self._new()
+        self._save(store, {"model.safetensors": b"first"}, b"one")
+        with store.open() as opened:
+            self._case.assertFalse(opened.was_replaced())
+            self._save(store, {"model.safetensors": b"other"}, b"two", overwrite=True)
+            self._case.assertTrue(opened.was_replaced())
+            with contextlib.suppress(CheckpointError):
+                self._case.assertEqual(opened.read("model.safetensors", 0, 5), b"first")
+        self._check(store, {"model.safetensors": b"other"}, b"two")
+
+    def test_of_two_saves_one_wins(self) -> None:
+        """The other one raises, where something was there and where nothing was; the winner's checkpoint is whole."""
+        for there in (False, True):
+            with self._case.subTest(there=there):
+                store = self._new()
+                if there:
+                    self._save(store, {"model.safetensors": b"first"}, b"one")
+                saves = [self._begin(store, overwrite=there) for _ in range(2)]
+                for number, staging in enumerate(saves):
+                    writer = self._write(store, staging, {"model.safetensors": b"%d" % number})
+                    self._seal(staging, [writer], ["model.safetensors"])
+                saves[1].commit(MANIFEST, b"won", durable=False)
+                with self._refused(store.where):
+                    saves[0].commit(MANIFEST, b"lost", durable=False)
+                saves[0].abandon()
+                self._check(store, {"model.safetensors": b"1"}, b"won")
+
+    def test_tokens_differ(self) -> None:
+        """Two saves to one place have tokens and addresses of their own."""
+        store = self._new()
+        saves = [self._begin(store) for _ in range(2)]
+        self._case.assertNotEqual(saves[0].token, saves[1].token)
+        self._case.assertNotEqual(saves[0].address, saves[1].address)
+        for staging in saves:
+            staging.abandon()
+
+    def test_a_file_that_nobody_created(self) -> None:
+        """Who writes to it gets an error that says who wanted to."""
+        store = self._new()
+        staging = self._begin(store)
+        writer = self._join(store, staging, "rank 7")
+        with self._refused("rank 7", "model.safetensors"):
+            writer.write("model.safetensors", [memoryview(b"x")], 0)
+        writer.discard()
+        staging.abandon()
+
+    def test_what_is_beside(self) -> None:
+        """A place is among those beside it, so that the next number is higher than its own."""
+        store = self._new()
+        self._save(store, {"model.safetensors": b"first"}, b"mine")
+        found = []
+        for opened in store.beside():
+            with opened, contextlib.suppress(CheckpointError):
+                found.append(self._read(opened, MANIFEST))
+        self._case.assertEqual(found, [b"mine"])

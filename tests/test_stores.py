@@ -1,0 +1,68 @@
+"""Every store keeps what the protocol promises; what goes through it is independent of which one it is."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+from parameterized import parameterized
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Store
+from fsdp_optim.storage.memory import Bucket, MemoryStore
+from fsdp_optim.storage.parts import Parts
+from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.testing import StoreConformance
+
+
+class TestFolder(StoreConformance, unittest.TestCase):
+    def make_store(self, judge: Any) -> Store:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.judge = judge
+        return Folder(Path(folder.name) / "run" / "step-1", judge)
+
+    def another_handle(self, store: Store) -> Store:
+        return Folder(store.where, self.judge)
+
+
+class TestMemory(StoreConformance, unittest.TestCase):
+    part_nbytes = 0
+
+    def make_store(self, judge: Any) -> Store:
+        self.bucket = Bucket()
+        return MemoryStore(self.bucket, "run/step-1", part_nbytes=self.part_nbytes)
+
+    def another_handle(self, store: Store) -> Store:
+        return MemoryStore(self.bucket, "run/step-1", part_nbytes=self.part_nbytes)
+
+
+class TestMemoryInParts(TestMemory):
+    part_nbytes = 1000
+
+
+class TestParts(unittest.TestCase):
+    @parameterized.expand(itertools.product((1, 9, 10, 11, 20, 25), (3, 10, 100)))
+    def test_every_cut(self, nbytes: int, part_nbytes: int) -> None:
+        """A file in two ranges, the second first, at every place."""
+        data = bytes(range(nbytes))
+        for cut in range(nbytes + 1):
+            sent: dict[int, bytes] = {}
+            parts = Parts("file", nbytes, part_nbytes, sent.__setitem__)
+            parts.write([memoryview(data)[cut:]], cut)
+            parts.write([memoryview(data)[: cut // 2], memoryview(data)[cut // 2 : cut]], 0)
+            parts.check_whole()
+            self.assertEqual(b"".join(sent[number] for number in sorted(sent)), data)
+            self.assertEqual({len(part) for part in sent.values()} - {part_nbytes, nbytes % part_nbytes}, set())
+
+    def test_bytes_beyond_the_end(self) -> None:
+        parts = Parts("file", 10, 4, lambda number, data: None)
+        with self.assertRaisesRegex(CheckpointError, "file: has 10 bytes, so byte 10"):
+            parts.write([memoryview(b"12345")], 6)
+
+
+if __name__ == "__main__":
+    unittest.main()
