@@ -1,6 +1,6 @@
-"""Gather to rank 0: fsdp_optim beside fairscale's own gather and beside plain send/recv of the same bytes.
+"""Gather to rank 0: fsdp_optim beside the wrapper's own way and beside plain send/recv of the same bytes.
 
-    python benchmarks/gather.py [--rounds 5] [--worlds 2 4] [--models big small]
+    python benchmarks/gather.py [--rounds 5] [--worlds 2 4] [--models big small] [--wrappers fairscale FSDP2 FSDP1]
 
 Two models with Adam state in fp32: `big`, 12 blocks with 100 M parameters, and `small`, 400 units with 5 M parameters.
 The contestants run in turn in the same processes. `plain send/recv` moves every rank's state to rank 0 in 64 MiB
@@ -17,6 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,19 +34,41 @@ from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 BUCKET = 64 << 20
 
 
-def build(kind: str) -> nn.Module:
-    """The model, one FSDP unit per block."""
+def blocks_of(kind: str) -> list[nn.Module]:
+    """One for each FSDP unit."""
     if kind == "big":
-        blocks = [nn.Sequential(nn.Linear(1443, 2886), nn.Linear(2886, 1443)) for _ in range(12)]
-    else:
-        blocks = [nn.Sequential(nn.Linear(111, 111)) for _ in range(400)]
+        return [nn.Sequential(nn.Linear(1443, 2886), nn.Linear(2886, 1443)) for _ in range(12)]
+    return [nn.Sequential(nn.Linear(111, 111)) for _ in range(400)]
+
+
+def in_fairscale(blocks: list[nn.Module]) -> nn.Module:
     return FullyShardedDataParallel(nn.Sequential(*(FullyShardedDataParallel(block) for block in blocks)))
 
 
-def contest(kind: str, rounds: int) -> dict[str, Series]:
+def in_fsdp1(blocks: list[nn.Module]) -> nn.Module:
+    def wrap(module: nn.Module) -> nn.Module:
+        return TorchFSDP(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+    return wrap(nn.Sequential(*map(wrap, blocks)))
+
+
+def in_fsdp2(blocks: list[nn.Module]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(*(fully_shard(block, mesh=mesh) for block in blocks))
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPERS: dict[str, Callable[[list[nn.Module]], nn.Module]] = {
+    "fairscale": in_fairscale,
+    "FSDP1": in_fsdp1,
+    "FSDP2": in_fsdp2,
+}
+
+
+def contest(kind: str, wrapper: str, rounds: int) -> dict[str, Series]:
     """Runs on every rank."""
     with fairscale_on_cpu():
-        model = build(kind)
+        model = WRAPPERS[wrapper](blocks_of(kind))
         optim = torch.optim.Adam(model.parameters())
         for param in model.parameters():
             param.grad = torch.rand_like(param)
@@ -52,9 +79,17 @@ def contest(kind: str, rounds: int) -> dict[str, Series]:
         contestants: dict[str, Callable[[], object]] = {
             "fsdp_optim": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
             "plain send/recv": lambda: send_and_receive(optim),
-            "fairscale": lambda: fairscale_gather(model, optim),
         }
+        if wrapper == "fairscale":
+            contestants["fairscale"] = lambda: fairscale_gather(model, optim)
+        elif wrapper == "FSDP2":
+            contestants["torch"] = lambda: torch_gather(model, optim)
         return run_in_turn(contestants, rounds)
+
+
+def torch_gather(model: nn.Module, optim: torch.optim.Optimizer) -> object:
+    """torch's own way for FSDP2."""
+    return get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def fairscale_gather(model: nn.Module, optim: torch.optim.Optimizer) -> object:
@@ -68,7 +103,8 @@ def fairscale_gather(model: nn.Module, optim: torch.optim.Optimizer) -> object:
 
 def send_and_receive(optim: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The floor: rank 0 gets every rank's moments in large messages, in memory that nobody has touched before."""
-    mine = [state[name] for state in optim.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = (state[name] for state in optim.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    mine = [(state.to_local() if isinstance(state, DTensor) else state).flatten() for state in states]
     if dist.get_rank() != 0:
         for bucket in buckets(mine):
             dist.send(bucket, 0)
@@ -94,17 +130,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=["big", "small"])
+    parser.add_argument("--wrappers", nargs="+", default=["fairscale", "FSDP2", "FSDP1"], choices=list(WRAPPERS))
     options = parser.parse_args()
     rows = []
-    for kind in options.models:
+    for kind, wrapper in ((kind, wrapper) for kind in options.models for wrapper in options.wrappers):
         for world_size in options.worlds:
-            by_rank = run_on_ranks(contest, world_size, kind, options.rounds, timeout=900.0)
+            by_rank = run_on_ranks(contest, world_size, kind, wrapper, options.rounds, timeout=900.0)
             ours = by_rank[0]["fsdp_optim"].median
             for name, series in by_rank[0].items():
                 others = max(rank[name].median_mib for rank in by_rank[1:])
                 rows.append(
                     (
-                        f"{kind}, {world_size} ranks",
+                        f"{kind}, {wrapper}, {world_size} ranks",
                         name,
                         f"{series.median:.3f}",
                         f"{min(series.seconds):.3f} to {max(series.seconds):.3f}",
