@@ -15,6 +15,9 @@ from fsdp_optim.verbs.contents import SavedValue, described
 
 _SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
 _MOST_PARTS = 1024
+WRITTEN_TOGETHER = 256 << 10
+"""Bytes of a file in which small values that several ranks have are written by one of them."""
+
 _LEAST_PART = 64 << 10  # bytes that a replica writes of a tensor, at least
 
 

@@ -17,7 +17,7 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Key, Part, StateValue
 from fsdp_optim.plan import Copy, copies_of, part_from
 from fsdp_optim.storage.base import Writer as StoreWriter
-from fsdp_optim.verbs.filing import File, offset_in_storage, stored_on, written_cut
+from fsdp_optim.verbs.filing import WRITTEN_TOGETHER, File, offset_in_storage, stored_on, written_cut
 from fsdp_optim.verbs.runs import LocalMemory, Run, Runs, in_host_memory, runs_of
 
 
@@ -70,7 +70,7 @@ class Writer:
                 continue  # all of it is in windows before
             file, entry = self._entries[part.value.key]
             memory = LocalMemory(part.flat) if part.flat is not None else None
-            for base, copy in self._copies(part):
+            for base, copy in self._copies(part, entry):
                 if memory is None or part.flat is None:
                     raise CheckpointError(
                         f"{entry.key}: rank {self._rank} has no elements of it, but {copy.numel} to write"
@@ -82,10 +82,13 @@ class Writer:
                 )
         return runs
 
-    def _copies(self, part: Part) -> Sequence[tuple[int, Copy]]:
-        """What this rank writes of a value, as copies to storage, each with the element at which its part of storage begins."""
+    def _copies(self, part: Part, entry: Entry) -> Sequence[tuple[int, Copy]]:
+        """What this rank writes of a value, as copies to storage, each with the element at which its part of storage begins.
+
+        Where several ranks could write a small value, its place in the file decides: neighbours are written by one of them.
+        """
         stored = stored_on(part.cut, part.value.nbytes)
-        replica = part.value.replica_among(part.cut)
+        replica = entry.start // WRITTEN_TOGETHER % part.cut.num_replicas
         key = (part.cut, stored, replica)
         if key not in self._planned:
             copies = copies_of(part.cut, stored, rank=self._rank, replica=replica)
