@@ -81,8 +81,8 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fsdp_optim
+from fsdp_optim.storage.posix import writer
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-from fsdp_optim.verbs import writing
 from fsdp_optim.verbs.load import load as load_shard
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
@@ -285,15 +285,15 @@ class MatrixTest(unittest.TestCase):
 
 def save_with_few_open(path: Path, kwargs: Mapping[str, Any], durable: bool) -> None:
     """Raise where more files were open at once than are said to be."""
-    most, real = 0, writing.Writer._fd
+    most, real = 0, writer.FolderWriter._fd
 
-    def count(self: writing.Writer, file: Path) -> int:
+    def count(self: writer.FolderWriter, name: str) -> int:
         nonlocal most
-        fd = real(self, file)
+        fd = real(self, name)
         most = max(most, len(self._open))
         return fd
 
-    with mock.patch.object(writing, "_MOST_OPEN", 2), mock.patch.object(writing.Writer, "_fd", count):
+    with mock.patch.object(writer, "_MOST_OPEN", 2), mock.patch.object(writer.FolderWriter, "_fd", count):
         save_trained(path, "FSDP1 orig", kwargs, max_file_size=200, overwrite=True, durable=durable)
     check_same("open at once", most, 2)
 
