@@ -309,9 +309,10 @@ class OnRanksTest(unittest.TestCase):
     def test_saved_on_three_and_loaded_on_fewer(self, part_nbytes: int) -> None:
         with shared_bucket() as (address, key):
             by_rank = run_on_ranks(save_on_ranks, 3, address, key, part_nbytes)
-            for wrap in zip(*by_rank, strict=True):
+            for name, wrap in zip(WRAPS, zip(*by_rank, strict=True), strict=True):
                 self.assertEqual(sum(written for _, written in wrap), wrap[0][0], "every byte is written once")
-                self.assertGreater(sum(written > 0 for _, written in wrap), 1, "the ranks share the work")
+                if name != "DDP":  # of small replicas, neighbours in a file are written by one rank
+                    self.assertGreater(sum(written > 0 for _, written in wrap), 1, f"{name}: the ranks share the work")
             for world_size in (1, 2, 3):
                 run_on_ranks(load_on_ranks, world_size, address, key)
 
