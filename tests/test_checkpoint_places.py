@@ -45,8 +45,8 @@ BUCKETS = (1 << 26, 64)
 
 
 @contextlib.contextmanager
-def nothing_lies_on_the_host() -> Iterator[None]:
-    """All local tensors are taken for a device's. Raises if none came by way of the host."""
+def nothing_lies_on_the_host(*, has_part: bool) -> Iterator[None]:
+    """All local tensors are taken for a device's. Raises if none of a rank that has a part came by way of the host."""
     made = []
     real = runs._by_way_of_host
 
@@ -59,7 +59,7 @@ def nothing_lies_on_the_host() -> Iterator[None]:
         mock.patch.object(runs, "_by_way_of_host", by_way_of_host),
     ):
         yield
-    if not made:
+    if has_part and not made:
         raise Differs("nothing came by way of the host")
 
 
@@ -67,7 +67,9 @@ def trip_by_way_of_host(root: Path, bucket: int) -> None:
     with cpu():
         for wrapper in WRAPPERS:
             path = root / f"{wrapper} {bucket}"
-            with nothing_lies_on_the_host():
+            # Of several ranks that hold the same part of a small model, one writes it.
+            has_part = wrapper not in ("DDP", "plain", "HSDP") or dist.get_rank() == 0
+            with nothing_lies_on_the_host(has_part=has_part):
                 save(path, Trained(wrapper, **KWARGS), bucket_nbytes=bucket)
                 load_trained(path, wrapper, KWARGS, bucket_nbytes=bucket)
 
