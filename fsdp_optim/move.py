@@ -22,7 +22,7 @@ from fsdp_optim.transport.collective import Item, exchange
 from fsdp_optim.transport.failure import Failure
 
 STORAGE = -1
-"""In a plan, storage is modelled as ranks with negative numbers, of which this is the last."""
+"""In a plan, storage is modelled as ranks with negative numbers; this is the highest of them."""
 
 _CPU = torch.device("cpu")
 

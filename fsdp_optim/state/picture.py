@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Layout, Placement, Whole
+from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.order import Counted, merge, merge_lists
@@ -131,10 +131,6 @@ class Picture:
     def with_state(self) -> frozenset[str]:
         """The parameters that have state on any rank, where the ranks have told."""
         return frozenset(self.params) - self.stateless if self.values else frozenset()
-
-    @property
-    def layout(self) -> Layout:
-        return Layout({fqn: param.placement for fqn, param in self.params.items()})
 
     @cached_property
     def counted(self) -> tuple[Counted, ...]:

@@ -17,7 +17,7 @@ NAME_OF = (
     "that tells them apart"
 )
 STATE, ELEMENTS = "state", "elements"
-"""What is compared: an optimizer's state, of which errors name the values, or the elements of a model."""
+"""What is compared: an optimizer's state (errors name its values), or the elements of a model."""
 
 _SUCH = " (as each rank's own BatchNorm statistics are)"
 _MOST_NAMED = 8

@@ -182,7 +182,7 @@ class Staging(Protocol):
         """Whether something that was saved before goes when this is committed."""
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
-        """Make a file of so many bytes, which begins with `head`, and of which several processes write ranges."""
+        """Make a file of `nbytes` bytes that begins with `head`. Several processes write ranges of it."""
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
         """All processes have finished, with these receipts: files that were written in ranges are whole now."""
@@ -201,7 +201,7 @@ class Writer(Protocol):
     """One process's hand in a save."""
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
-        """Make a file of so many bytes, which begins with `head`, and of which this process alone writes the rest."""
+        """Make a file of `nbytes` bytes that begins with `head`. Only this process writes the rest."""
 
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         """Write pieces of memory, one after the other, to a file's bytes at `offset`. Every byte is written once."""

@@ -88,7 +88,7 @@ class Bucket:
             return b"" if found is None else bytes(found.data[start : start + nbytes])
 
     def reserve(self, key: str, nbytes: int) -> None:
-        """Make an object of which ranges are put."""
+        """Make an object that is written range by range."""
         self.put(key, bytes(nbytes))
 
     def put_range(self, key: str, start: int, data: bytes) -> None:

@@ -190,7 +190,7 @@ class StoreConformance:
         self._case.assertEqual(target, expected)
 
     def test_sizes_and_names(self) -> None:
-        """What is there is told from what is missing."""
+        """The store says which files are there and which are missing."""
         store = self._new()
         self._save(store, {"model.safetensors": b"12345"}, b"one")
         with store.open() as opened:

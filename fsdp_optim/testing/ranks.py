@@ -1,4 +1,4 @@
-"""Functions on live local ranks: a pool of processes, each of which is one rank of a world that lasts for one call."""
+"""Run functions on local ranks: a pool of processes, where each is one rank of a world that lasts for one call."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
 from fsdp_optim.transport.agree import Told, compare, tell
 from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, OnReplicaMismatch, warn_of_mismatch
 
@@ -62,12 +63,10 @@ def compare_shards(
     if not shared:
         return picture
     leaders = [one.leader(callers.rank) for one in shared]
-    digests, error = [], None
-    try:
+    digests, failure = list[bytes](), Failure()
+    with failure:
         digests = [one.digest(local, callers.rank) for one in shared]
-    except Exception as reason:
-        error = reason
-    told = tell(callers, "shards", b"".join(digests) if callers.rank in leaders else b"", error=error)
+    told = tell(callers, "shards", b"".join(digests) if callers.rank in leaders else b"", error=failure.error)
     differing = _differing(told, digests, leaders, callers.rank)
     said = json.dumps(differing).encode() if differing else b""
     if compare(callers, "shards compared", said) and not differing:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Writer
-from fsdp_optim.storage.posix.files import make_file, start_writeback, write_all, write_file
+from fsdp_optim.storage.posix.files import close_quietly, make_file, start_writeback, write_all, write_file
 
 _MOST_OPEN = 64  # files
 
@@ -69,5 +68,4 @@ class FolderWriter(Writer):
 
     def discard(self) -> None:
         while self._open:
-            with contextlib.suppress(OSError):
-                os.close(self._open.popitem()[1])
+            close_quietly(self._open.popitem()[1])
