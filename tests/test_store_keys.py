@@ -10,6 +10,7 @@ import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.meeting import Meeting
 
 WORLD = 2
 ROUNDS = int(os.environ.get("STORE_ROUNDS", "2"))  # 1500 for a long run
@@ -84,17 +87,32 @@ def opaque(calls: Calls) -> None:
 
 def late(calls: Calls) -> None:
     """One rank comes when the other has given up, and is in its next call."""
-    given_up = calls.path / "given up"
+    in_next_call = calls.path / "in the next call"
     if calls.me:
-        while not given_up.exists():
+        while not in_next_call.exists():
             time.sleep(0.01)
-        given_up.unlink()
-    else:
-        kind, text = error_text(lambda: calls.trained.gather(0, timeout=0.1))
-        given_up.touch()
-        if kind != "RankTimeoutError":
-            raise AssertionError(f"{kind}: {text}")
-    calls.trained.gather(0, timeout=20.0)
+        in_next_call.unlink()
+        calls.trained.gather(0, timeout=20.0)
+        return
+    kind, text = error_text(lambda: calls.trained.gather(0, timeout=0.1))
+    if kind != "RankTimeoutError":
+        raise AssertionError(f"{kind}: {text}")
+    with mock.patch.object(Meeting, "enter", _enters_and_says(in_next_call)):
+        calls.trained.gather(0, timeout=20.0)
+
+
+def _enters_and_says(path: Path) -> Callable[[Callers], Meeting]:
+    """Enter a meeting, and make a file for the rank that has to come later; a rank that came earlier would be told so."""
+    enter, said = Meeting.enter, []
+
+    def entered(callers: Callers) -> Meeting:
+        meeting = enter(callers)
+        if not said:
+            said.append(True)
+            path.touch()
+        return meeting
+
+    return entered
 
 
 def refused_load(calls: Calls) -> None:
