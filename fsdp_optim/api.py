@@ -1,4 +1,4 @@
-"""The public functions. Each reads like its contract; what they do is in `verbs`."""
+"""The public functions. Each reads like its contract; what they do is in `verbs` and `checkpoint`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,34 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters import NameOf
+from fsdp_optim.checkpoint import background, catalog, restore
+from fsdp_optim.checkpoint import save as saving
+from fsdp_optim.checkpoint.pending import SaveHandle
+from fsdp_optim.checkpoint.restored import Restored
+from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.state.fitting import GroupsFrom
-from fsdp_optim.state.full import FullDict, KeyBy
+from fsdp_optim.options import (
+    BUCKET_NBYTES,
+    Check,
+    Collect,
+    GatherOptions,
+    GroupsFrom,
+    KeyBy,
+    LoadOptions,
+    NameOf,
+    OnReplicaMismatch,
+    Options,
+    SaveOptions,
+    ScatterOptions,
+    Strategy,
+)
+from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.storage.posix.files import local_path, of_files
-from fsdp_optim.transport.callers import BUCKET_NBYTES
-from fsdp_optim.verbs import background, catalog, gather, iterate, rekey, restore, scatter, shard, transfer
-from fsdp_optim.verbs import load as loading
-from fsdp_optim.verbs import save as saving
-from fsdp_optim.verbs.call import Collect, OnReplicaMismatch, Options
-from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer
-from fsdp_optim.verbs.load_options import Check, LoadOptions
-from fsdp_optim.verbs.pending import SaveHandle
-from fsdp_optim.verbs.restored import Restored
-from fsdp_optim.verbs.save_options import Saved, SaveOptions, Strategy
+from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
+from fsdp_optim.verbs import load_state as loading
+from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
 
 
 @ordinary_tensors()
@@ -93,7 +104,7 @@ def gather_full_optim_state_dict(
         bucket_nbytes=bucket_nbytes,
         on_replica_mismatch=on_replica_mismatch,
     )
-    return gather.gather(model, optim, gather.GatherOptions(options, recipient_rank, key_by))
+    return gather.gather(model, optim, GatherOptions(options, recipient_rank, key_by))
 
 
 def iter_full_optim_state(
@@ -123,7 +134,7 @@ def iter_full_optim_state(
         bucket_nbytes=bucket_nbytes,
         on_replica_mismatch=on_replica_mismatch,
     )
-    return iterate.iterate(model, optim, gather.GatherOptions(options, recipient_rank, "name"))
+    return iterate.iterate(model, optim, GatherOptions(options, recipient_rank, "name"))
 
 
 @overload
@@ -229,7 +240,7 @@ def scatter_full_optim_state_dict(
         bucket_nbytes=bucket_nbytes,
         groups=groups,
     )
-    return scatter.scatter(model, optim, full, scatter.ScatterOptions(options, source_rank))
+    return scatter.scatter(model, optim, full, ScatterOptions(options, source_rank))
 
 
 @ordinary_tensors()

@@ -9,10 +9,9 @@ from typing import Any
 from fairscale.nn.data_parallel import FullyShardedDataParallel as _FairscaleFSDP
 
 from fsdp_optim import api
-from fsdp_optim.adapters import NameOf
-from fsdp_optim.state.full import FullDict, KeyBy
+from fsdp_optim.options import Collect, KeyBy, NameOf
+from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.local import OptimizerLike
-from fsdp_optim.verbs.call import Collect
 
 
 class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types

@@ -8,8 +8,10 @@ import functools
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -212,3 +214,30 @@ def _block(flat: torch.Tensor, sizes: tuple[int, ...], offset: int, strides: tup
     if strides == (1,):
         return flat.narrow(0, offset, sizes[0])
     return flat.as_strided(sizes, strides, flat.storage_offset() + offset)
+
+
+def own(value: Any) -> Any:
+    """A copy of a value that shares no memory with it; plain tensors come to the CPU, those in containers too."""
+    if is_plain(value):
+        return value.detach().to("cpu", copy=True)
+    if type(value) is dict:
+        return {key: own(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(own, value))
+    try:
+        return deepcopy(value)
+    except NotImplementedError:  # a tensor of a class of its own that has no clone(), as torchao's
+        if not hasattr(value, "__tensor_flatten__"):
+            raise
+        names, context = value.__tensor_flatten__()
+        parts = {name: own(getattr(value, name)) for name in names}
+        return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
+
+
+def within(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value with something done to what is in it, where it is a dict, a list or a tuple; else the value."""
+    if type(value) is dict:
+        return {key: change(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(change, value))
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.memory import flatten, is_plain
+from fsdp_optim.memory import flatten, is_plain, own
 
 
 @dataclass(frozen=True)
@@ -253,3 +253,24 @@ class ModelView:
     @cached_property
     def _positions(self) -> dict[int, int]:
         return {id(named.handle.param): position for position, named in enumerate(self.handles)}
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """One rank's part of a DTensor that is in an opaque value: its elements, how it is cut (`cut_of`), and its whole shape."""
+
+    local: Any
+    cut: str
+    shape: Shape
+
+    def __deepcopy__(self, memo: object) -> LocalPart:
+        return replace(self, local=own(self.local))
+
+
+def has_local_part(value: Any) -> bool:
+    """Whether something in a value is a part of a DTensor."""
+    if type(value) is dict:
+        return any(map(has_local_part, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(has_local_part, value))
+    return isinstance(value, LocalPart)

@@ -18,14 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.errors import FsdpOptimError
+from fsdp_optim.options import Asked, GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
-from fsdp_optim.verbs.asked import Asked
-from fsdp_optim.verbs.call import Options
-from fsdp_optim.verbs.gather import GatherOptions
-from fsdp_optim.verbs.load_options import LoadOptions
-from fsdp_optim.verbs.save_options import SaveOptions
-from fsdp_optim.verbs.scatter import ScatterOptions
 
 WORLD = 2
 Errors = list[tuple[str, str]]

@@ -83,7 +83,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import fsdp_optim
 from fsdp_optim.storage.posix import writer
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-from fsdp_optim.verbs.load import load as load_shard
+from fsdp_optim.verbs.load_state import load as load_shard
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
 FURTHER = STEPS + 2
@@ -1406,7 +1406,7 @@ def lossy(name: str) -> Any:
             values[name] *= 2
         return found
 
-    return mock.patch("fsdp_optim.verbs.restore.load_shard", load_and_lose)
+    return mock.patch("fsdp_optim.checkpoint.restore.load_shard", load_and_lose)
 
 
 def load_and_lose(path: Path, wrapper: str) -> dict[str, list[tuple[str, str]]]:

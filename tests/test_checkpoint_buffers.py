@@ -168,7 +168,7 @@ def cast_by_wrappers(folder: str) -> dict[str, tuple[str, str]]:
 
 def altered_after_install(load: Callable[[], Any], model: nn.Module) -> None:
     """Run a load with one element of the buffer changed between the end of the load and the check."""
-    from fsdp_optim.verbs import restore
+    from fsdp_optim.checkpoint import restore
 
     check, number = restore.check_bitwise, dist.get_rank() if dist.is_initialized() else 0
 

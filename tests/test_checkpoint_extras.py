@@ -171,7 +171,7 @@ SHORT: dict[str, Any] = {
 class MemoryTest(unittest.TestCase):
     @parameterized.expand(SHORT)
     def test_is_not_long_in_memory(self, case: str) -> None:
-        from fsdp_optim.verbs.contents import RECORDS
+        from fsdp_optim.checkpoint.contents import RECORDS
 
         tensor = torch.zeros(1 << 16)
         tracemalloc.start()

@@ -19,10 +19,10 @@ from kit.groups import Meeting
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
+from fsdp_optim.checkpoint import background
 from fsdp_optim.storage.posix import notes
 from fsdp_optim.storage.posix.completion import FolderCompletion
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import background
 
 LONG, SOON = 600.0, 30.0  # seconds: the timeout of the saves, and what is much less
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": LONG}

@@ -18,11 +18,11 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint import background, catalog
+from fsdp_optim.checkpoint.pending import Pending
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import background, catalog
-from fsdp_optim.verbs.pending import Pending
 
 
 def failing(*args: Any) -> None:

@@ -33,9 +33,9 @@ from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refus
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim.checkpoint import runs
 from fsdp_optim.storage.posix import completion, filesystem, folder, leftovers, store
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import runs
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
 BUCKETS = (1 << 26, 64)
@@ -315,7 +315,7 @@ class ClosingTest(InFolder):
 
 def save_all_but_one(path: Path, checksums: bool) -> tuple[str, str]:
     """Rank 1 loses a run on the way."""
-    from fsdp_optim.verbs.writing import Writer
+    from fsdp_optim.checkpoint.writing import Writer
 
     real = Writer.runs_of
 

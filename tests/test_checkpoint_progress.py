@@ -35,8 +35,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint import progress as progress_of
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import progress as progress_of
 
 BUCKET = 8 << 10  # bytes: one tensor on a rank
 NUM_LAYERS = 8

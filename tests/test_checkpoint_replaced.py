@@ -26,9 +26,9 @@ from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim.checkpoint import restore
 from fsdp_optim.storage.posix import opened
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs import restore
 
 CALLS = ("open", "stat", "fstat", "preadv")
 RACE = 1.0  # seconds

@@ -21,8 +21,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint import proving, targets
 from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.verbs import proving, targets
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 

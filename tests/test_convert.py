@@ -13,10 +13,10 @@ from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
+from fsdp_optim.checkpoint.convert import convert
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective
-from fsdp_optim.verbs.converting import convert
 
 WRAPPERS = ("FSDP2", "fairscale flat", "plain")
 

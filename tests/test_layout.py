@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import sys
 from collections import Counter
 from dataclasses import FrozenInstanceError, replace
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit import oracle
 
-import fsdp_optim.layout
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import (
     Block,
@@ -509,31 +505,6 @@ def test_parameters_without_elements_need_no_holder() -> None:
 def test_values_are_frozen(value: object, name: str) -> None:
     with pytest.raises(FrozenInstanceError):
         setattr(value, name, ())
-
-
-# ---------------------------------------------------------------------------------------------------- arrows
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("errors.py", set()),
-        ("layout.py", {"fsdp_optim.errors"}),
-        ("plan.py", {"fsdp_optim.errors", "fsdp_optim.layout"}),
-    ],
-)
-def test_imports_only_the_standard_library_and_what_lies_below(name: str, ours: set[str]) -> None:
-    source = (Path(fsdp_optim.layout.__file__).parent / name).read_text()
-    modules = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide where they lead"
-            modules.add(str(node.module))
-        elif isinstance(node, ast.Name):
-            assert node.id not in ("__import__", "importlib")
-    assert {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names} <= ours
 
 
 def test_a_rank_that_is_listed_twice_is_refused() -> None:

@@ -161,7 +161,7 @@ class TestRefused(Folder):
         """A value whose recorded kind is wrong is refused by the save, not by the load, whatever made it so."""
         from unittest import mock
 
-        from fsdp_optim.verbs import save as save_verb
+        from fsdp_optim.checkpoint import save as save_verb
 
         model = nn.Linear(2, 2)
         optim = trained(model, sgd)

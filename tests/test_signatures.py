@@ -14,12 +14,9 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.verbs import background, gather, iterate, restore, save, scatter, shard, transfer
-from fsdp_optim.verbs.call import Options
-from fsdp_optim.verbs.gather import GatherOptions
-from fsdp_optim.verbs.load_options import LoadOptions
-from fsdp_optim.verbs.save_options import SaveOptions
-from fsdp_optim.verbs.scatter import ScatterOptions
+from fsdp_optim.checkpoint import background, restore, save
+from fsdp_optim.options import GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
+from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
 # Public function, the module and name of what does it, its options, and what is no option of it.
 CALLS: list[tuple[str, Any, str, type, set[str]]] = [

@@ -21,17 +21,15 @@ from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim.checkpoint.background import async_save
+from fsdp_optim.checkpoint.restore import restore
+from fsdp_optim.checkpoint.save import save
+from fsdp_optim.checkpoint.writing import Writer
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.memory import Bucket, MemoryStore
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.verbs.background import async_save
-from fsdp_optim.verbs.call import Options
-from fsdp_optim.verbs.load_options import LoadOptions
-from fsdp_optim.verbs.restore import restore
-from fsdp_optim.verbs.save import save
-from fsdp_optim.verbs.save_options import SaveOptions
-from fsdp_optim.verbs.writing import Writer
 
 PARTS = (0, 1000)
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch.distributed as dist
@@ -14,13 +14,10 @@ from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
+from fsdp_optim.options import NameOf
 from fsdp_optim.view import Handle, ModelView, ModuleValues, NamedHandle
 
-__all__ = ["ModelReader", "NameOf"]
-
-NameOf = Callable[[str, int], str]
-"""(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the whole job."""
-
+__all__ = ["ModelReader"]
 
 _WRAPPER_PARTS = TRANSPARENT_CHILDREN | fairscale.WRAPPER_CHILDREN | fsdp1.WRAPPER_CHILDREN
 

@@ -14,12 +14,10 @@ from torch import nn
 
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import MeshBoxes, Ranks, Shape, ranks_in_order, row_major_strides
+from fsdp_optim.layout import MeshBoxes, Ranks, Shape, cut_named, cut_of, ranks_in_order, row_major_strides
 from fsdp_optim.layout import Placement as Where
-from fsdp_optim.memory import flatten, is_plain
-from fsdp_optim.state.kinds import cut_named, cut_of
-from fsdp_optim.state.opaque import LocalPart, within
-from fsdp_optim.view import Handle, Original
+from fsdp_optim.memory import flatten, is_plain, within
+from fsdp_optim.view import Handle, LocalPart, Original
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from fsdp_optim.layout import Shape
+from fsdp_optim.options import GroupsFrom
 from fsdp_optim.state.class_fit import fit_class, live_groups
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.local import LocalOptim
 from fsdp_optim.state.reading import FullState, Names
 
-GroupsFrom = Literal["saved", "live"]
 """Whose param groups and hyperparameters count after a load."""
 
 log = logging.getLogger("fsdp_optim")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from fsdp_optim.memory import own
+from fsdp_optim.options import KeyBy
 from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.kinds import LOOSE_KIND
 from fsdp_optim.state.local import LOOSE, LocalOptim
 from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.values import Summary, own
+from fsdp_optim.state.values import Summary
 
-KeyBy = Literal["id", "name"]
 FullDict = dict[str, Any]
 
 

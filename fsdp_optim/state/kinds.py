@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from fsdp_optim.layout import MeshBoxes, Placement, Shape
+from fsdp_optim.layout import Shape
 from fsdp_optim.memory import is_plain
 
 
@@ -166,22 +166,3 @@ def kind_of(name: object, value: object, shape: Shape, evidence: Evidence) -> Ki
     if isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape:
         return Kind.OPAQUE if evidence.follows(name) is False else Kind.SHARDED
     return Kind.OPAQUE
-
-
-def cut_of(placement: Placement) -> str:
-    """How a placed value is cut, to be recorded: the mesh's number of dimensions, and mesh dimension:dimension of each cut."""
-    if not isinstance(placement, MeshBoxes):
-        return ""
-    return " ".join([str(len(placement.mesh_shape)), *(f"{mesh_dim}:{dim}" for mesh_dim, dim in placement.splits)])
-
-
-def cut_named(word: str) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """The inverse of `cut_of`: the mesh's number of dimensions and the splits; None where nothing is recorded.
-
-    Raises ValueError for what no `cut_of` gives.
-    """
-    if not word:
-        return None
-    ndim, *splits = word.split(" ")
-    pairs = [split.split(":") for split in splits]
-    return int(ndim), tuple((int(mesh_dim), int(dim)) for mesh_dim, dim in pairs)

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Shape, Whole
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.same import same
-from fsdp_optim.state.values import own
-from fsdp_optim.view import Handle
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """One rank's part of a DTensor that is in an opaque value: its elements, how it is cut (`cut_of`), and its whole shape."""
-
-    local: Any
-    cut: str
-    shape: Shape
-
-    def __deepcopy__(self, memo: object) -> LocalPart:
-        return replace(self, local=own(self.local))
-
-
-def within(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with something done to what is in it, where it is a dict, a list or a tuple; else the value."""
-    if type(value) is dict:
-        return {key: change(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(change, value))
-    return value
-
-
-def has_local_part(value: Any) -> bool:
-    """Whether something in a value is a part of a DTensor."""
-    if type(value) is dict:
-        return any(map(has_local_part, value.values()))
-    if type(value) in (list, tuple):
-        return any(map(has_local_part, value))
-    return isinstance(value, LocalPart)
+from fsdp_optim.view import Handle, has_local_part
 
 
 def depends_on_cut(value: Any) -> bool:

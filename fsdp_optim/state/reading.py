@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import Shape
+from fsdp_optim.layout import Shape, cut_named
 from fsdp_optim.state.flattened import is_flattened, unflatten
-from fsdp_optim.state.kinds import LOOSE_KIND, Evidence, Kind, cut_named, kind_of, sight_of
+from fsdp_optim.state.kinds import LOOSE_KIND, Evidence, Kind, kind_of, sight_of
 from fsdp_optim.state.local import LOOSE, RESERVED_KEYS
 from fsdp_optim.state.order import Counted
 from fsdp_optim.state.packed import LocalId

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape, Whole
-from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain
+from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain, own
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.kinds import Evidence
@@ -17,7 +17,7 @@ from fsdp_optim.state.local import LOOSE, LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.reading import FullState
-from fsdp_optim.state.values import Odd, Summary, own
+from fsdp_optim.state.values import Odd, Summary
 
 Summaries = Mapping[str, Summary]
 """FQN -> what its state consists of; no entry for a parameter without state."""

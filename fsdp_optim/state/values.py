@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fsdp_optim.layout import Placement
-from fsdp_optim.memory import dtype_name, dtype_named, is_plain
-from fsdp_optim.state.kinds import Kind, cut_of
+from fsdp_optim.layout import Placement, cut_of
+from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.same import key_of
 
 
@@ -44,24 +43,6 @@ class Scalar:
 
 def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
     return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype), device="cpu"))
-
-
-def own(value: Any) -> Any:
-    """A copy of a value that shares no memory with it; plain tensors come to the CPU, those in containers too."""
-    if is_plain(value):
-        return value.detach().to("cpu", copy=True)
-    if type(value) is dict:
-        return {key: own(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(own, value))
-    try:
-        return copy.deepcopy(value)
-    except NotImplementedError:  # a tensor of a class of its own that has no clone(), as torchao's
-        if not hasattr(value, "__tensor_flatten__"):
-            raise
-        names, context = value.__tensor_flatten__()
-        parts = {name: own(getattr(value, name)) for name in names}
-        return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
 
 
 @dataclass(frozen=True)

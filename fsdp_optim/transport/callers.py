@@ -11,16 +11,11 @@ import torch.distributed as dist
 
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.memory import Budget
+from fsdp_optim.options import BUCKET_NBYTES, DEFAULT_TIMEOUT
 from fsdp_optim.transport.turns import Turn, turns
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-BUCKET_NBYTES = 64 << 20
-"""Bytes that a rank may hold beyond what it keeps, while a call moves data."""
-
-DEFAULT_TIMEOUT = 600.0
-"""Seconds that ranks wait for each other before the missing ones are named."""
 
 
 @dataclass(frozen=True)

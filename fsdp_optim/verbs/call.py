@@ -7,18 +7,18 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters import ModelReader, NameOf
+from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Shape
-from fsdp_optim.state.fitting import GroupsFrom, LiveOptimizer
+from fsdp_optim.options import Asked, OnReplicaMismatch, Options
+from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.order import Counted, Listed, count
 from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
@@ -27,61 +27,13 @@ from fsdp_optim.state.replicas import STATE, print_of_state
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
-from fsdp_optim.transport.callers import BUCKET_NBYTES, DEFAULT_TIMEOUT, Callers
+from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.verbs.asked import (
-    MAY_DIFFER,
-    Asked,
-    check_at_least,
-    check_callable,
-    check_one_of,
-    name_of_group,
-    said_as,
-    seconds_of,
-)
 from fsdp_optim.view import ModelView, ModuleValues, check_materialized
 
-Collect = Literal["wrapper", "all"]
-OnReplicaMismatch = Literal["error", "lowest_rank"]
-
 log = logging.getLogger("fsdp_optim")
-
-
-@dataclass(frozen=True)
-class Options(Asked):
-    """What all collective calls accept besides the model and the optimizer."""
-
-    collect: Collect = "wrapper"
-    name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
-    process_group: dist.ProcessGroup | None = field(default=None, metadata=said_as(name_of_group))
-    timeout: float | timedelta | None = field(default=None, metadata=MAY_DIFFER)
-    strict: bool = True
-    bucket_nbytes: int = BUCKET_NBYTES  # it cuts the messages, on both ends
-    on_replica_mismatch: OnReplicaMismatch = "error"
-    groups: GroupsFrom = "saved"
-
-    def validate(self) -> None:
-        check_one_of("collect", self.collect, ("wrapper", "all"))
-        check_one_of("groups", self.groups, ("saved", "live"))
-        check_one_of("on_replica_mismatch", self.on_replica_mismatch, ("error", "lowest_rank"))
-        check_callable("name_of", self.name_of)
-        check_at_least("bucket_nbytes", self.bucket_nbytes, 1)
-        seconds_of(self.timeout)
-
-    @property
-    def seconds(self) -> float:
-        """How long to wait for ranks that do not come; as usual where `timeout` is wrong, until all have heard of it."""
-        try:
-            return seconds_of(self.timeout) or DEFAULT_TIMEOUT
-        except StateError:
-            return DEFAULT_TIMEOUT
-
-    def callers(self, call: str, ranks: Sequence[int]) -> Callers:
-        """This rank and the others that make the call `call`."""
-        me = dist.get_rank() if dist.is_initialized() else 0
-        return Callers.of(call, ranks, me, self.process_group, self.seconds, self.bucket_nbytes)
 
 
 @dataclass(frozen=True)
@@ -218,11 +170,17 @@ def _read_callers(
             ranks = _job_ranks()
         else:
             ranks = {rank for reader in readers for rank in reader.ranks}
-        return readers, options.callers(call, tuple(ranks))
+        return readers, callers_of(options, call, tuple(ranks))
     except Exception as error:
         if dist.is_initialized():  # which ranks would have to hear it is not known: most models live on all of them
-            agree(replace(options, process_group=None).callers(call, _job_ranks()), "failed", error)
+            agree(callers_of(replace(options, process_group=None), call, _job_ranks()), "failed", error)
         raise
+
+
+def callers_of(options: Options, call: str, ranks: Sequence[int]) -> Callers:
+    """This rank and the others that make the call `call`."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    return Callers.of(call, ranks, me, options.process_group, options.seconds, options.bucket_nbytes)
 
 
 def _ranks_of(group: object, me: int) -> Sequence[int]:

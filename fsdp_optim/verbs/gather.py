@@ -14,31 +14,16 @@ from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Ranks
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.state.full import FullDict, KeyBy, assemble
+from fsdp_optim.options import GatherOptions
+from fsdp_optim.state.full import FullDict, assemble
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.asked import Asked, check_one_of, check_rank
-from fsdp_optim.verbs.call import Local, Options, calling, log_summary, meet, read_local
+from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
-
-
-@dataclass(frozen=True)
-class GatherOptions(Asked):
-    """What gather and iterate are asked for."""
-
-    call: Options
-    recipient_rank: int | None = 0
-    key_by: KeyBy = "id"
-
-    def validate(self) -> None:
-        super().validate()
-        check_one_of("key_by", self.key_by, ("id", "name"))
-        if self.recipient_rank is not None:
-            check_rank("recipient_rank", self.recipient_rank)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.memory import dtype_named, ordinary_tensors
+from fsdp_optim.options import GatherOptions
 from fsdp_optim.state.full import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
@@ -21,7 +22,7 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling
-from fsdp_optim.verbs.gather import Gathering, GatherOptions, begin, move_state
+from fsdp_optim.verbs.gather import Gathering, begin, move_state
 
 FullParam = tuple[str, dict[str, Any] | None]
 

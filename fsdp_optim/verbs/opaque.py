@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from fsdp_optim.layout import Placement, Whole
-from fsdp_optim.state.opaque import OpaqueShards, cuts_of, has_local_part, holds_all
-from fsdp_optim.state.values import own
+from fsdp_optim.memory import own
+from fsdp_optim.state.opaque import OpaqueShards, cuts_of, holds_all
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.verbs.call import Local
+from fsdp_optim.view import has_local_part
 
 
 @dataclass(frozen=True)

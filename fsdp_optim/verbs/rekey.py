@@ -12,16 +12,16 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
+from fsdp_optim.options import KeyBy, check_one_of
 from fsdp_optim.state.fits import check_fits
-from fsdp_optim.state.full import FullDict, KeyBy, kinds_of
+from fsdp_optim.state.full import FullDict, kinds_of
 from fsdp_optim.state.local import LOOSE, RESERVED_KEYS, Optimizers, read_optimizer
 from fsdp_optim.state.order import Listed, as_ids_count, count
 from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import summarize
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
-from fsdp_optim.verbs.asked import check_one_of
 from fsdp_optim.verbs.call import Local, names_of_model
-from fsdp_optim.verbs.resharding import is_sharded
+from fsdp_optim.verbs.sharded_dict import is_sharded
 from fsdp_optim.view import ModelView
 
 _BY_PARAM = frozenset({"param_id_map", "local_ids", "fqns"})

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
+from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
 from fsdp_optim.transport.agree import Told, compare, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
-from fsdp_optim.verbs.call import Local, OnReplicaMismatch, warn_of_mismatch
+from fsdp_optim.verbs.call import Local, warn_of_mismatch
 
 _NBYTES = 16  # of a digest
 _NONE = bytes(_NBYTES)  # of a rank that has nothing of it

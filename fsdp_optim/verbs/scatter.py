@@ -13,35 +13,23 @@ from torch import nn
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import Slabs
+from fsdp_optim.memory import Slabs, own
 from fsdp_optim.move import End, StateValue, move
+from fsdp_optim.options import Options, ScatterOptions
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
-from fsdp_optim.state.values import Summary, own
+from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
-from fsdp_optim.verbs.asked import Asked, check_rank
-from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
+from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, ShardEnd
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
-
-
-@dataclass(frozen=True)
-class ScatterOptions(Asked):
-    """What scatter is asked for."""
-
-    call: Options
-    source_rank: int = 0
-
-    def validate(self) -> None:
-        super().validate()
-        check_rank("source_rank", self.source_rank)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
+from fsdp_optim.options import Options
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_shapes
 from fsdp_optim.state.local import Optimizers
@@ -20,10 +21,10 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.verbs.call import Local, Options, names_of_model, read_local
+from fsdp_optim.verbs.call import Local, names_of_model, read_local
 from fsdp_optim.verbs.ends import DictEnd
-from fsdp_optim.verbs.resharding import is_sharded, reshard
 from fsdp_optim.verbs.scatter import allocate_shard
+from fsdp_optim.verbs.sharded_dict import is_sharded, reshard
 from fsdp_optim.verbs.wanted import decide, warn_of_uncollected
 from fsdp_optim.view import ModelView, check_materialized
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.layout import cut_of
+from fsdp_optim.options import Options
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
-from fsdp_optim.state.kinds import cut_of
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import cuts_of
 from fsdp_optim.state.picture import Picture
@@ -20,10 +21,10 @@ from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Local, Options, calling, meet, read_local
+from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_odd
-from fsdp_optim.verbs.load import Incompatible, LoadableOptimizer, load
+from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer, load
 from fsdp_optim.verbs.scatter import Contents, deliver
 
 

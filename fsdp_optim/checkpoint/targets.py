@@ -9,12 +9,17 @@ from typing import Any, Protocol
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
+from fsdp_optim.checkpoint.contents import RECORDS, WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.module_values import StoredValues
+from fsdp_optim.checkpoint.reading import StoredValue, read_constants
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import Slabs, dtype_name, dtype_named
+from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.local import RESERVED_KEYS, Optimizers
@@ -25,11 +30,6 @@ from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.verbs.call import Local, meet, read_local
-from fsdp_optim.verbs.casting import cast_state, castable, merged, state_dtype
-from fsdp_optim.verbs.contents import RECORDS, WEIGHT, check_not_empty, weights_of
-from fsdp_optim.verbs.load_options import LoadOptions
-from fsdp_optim.verbs.module_values import StoredValues
-from fsdp_optim.verbs.unfiling import StoredValue, read_constants
 from fsdp_optim.verbs.wanted import Wanted, decide
 
 _KIND_OF = {"tensor": "sharded", "scalar tensor": "scalar"}  # what a checkpoint calls by another name than a full dict

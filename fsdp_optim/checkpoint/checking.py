@@ -9,10 +9,15 @@ from typing import NoReturn
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.casting import castable
+from fsdp_optim.checkpoint.contents import weights_of
+from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
+from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.memory import dtype_name, window
 from fsdp_optim.move import End, Key, Part, move
+from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.same import same
@@ -22,11 +27,6 @@ from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, read_local
-from fsdp_optim.verbs.casting import castable
-from fsdp_optim.verbs.contents import weights_of
-from fsdp_optim.verbs.load_options import LoadOptions
-from fsdp_optim.verbs.targets import State, Weights
-from fsdp_optim.verbs.unfiling import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
 
 
 def check_bitwise(

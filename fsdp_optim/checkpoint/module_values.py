@@ -14,9 +14,9 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.memory import own
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.same import same
-from fsdp_optim.state.values import own
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure

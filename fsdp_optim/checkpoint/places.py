@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
+from fsdp_optim.checkpoint.stores import Place, store_at, store_told
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.callers import Callers
-from fsdp_optim.verbs.stores import Place, store_at, store_told
 
 
 def common_store(callers: Callers, place: Place) -> Store:

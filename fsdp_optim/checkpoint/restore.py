@@ -11,26 +11,27 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_optim.checkpoint.checking import check_bitwise
+from fsdp_optim.checkpoint.pending import pending
+from fsdp_optim.checkpoint.places import common_store
+from fsdp_optim.checkpoint.progress import Progress
+from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredFlats
+from fsdp_optim.checkpoint.restored import Restored, read_extras
+from fsdp_optim.checkpoint.results import LoadSummary
+from fsdp_optim.checkpoint.stores import Place, name_of, store_at
+from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.move import move
+from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.checking import check_bitwise
-from fsdp_optim.verbs.load import Before, LoadableOptimizer
-from fsdp_optim.verbs.load import load as load_shard
-from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary
-from fsdp_optim.verbs.pending import pending
-from fsdp_optim.verbs.places import common_store
-from fsdp_optim.verbs.progress import Progress
-from fsdp_optim.verbs.restored import Restored, read_extras
-from fsdp_optim.verbs.stores import Place, name_of, store_at
-from fsdp_optim.verbs.targets import State, Weights
-from fsdp_optim.verbs.unfiling import CheckpointEnd, StoredFlats
+from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
+from fsdp_optim.verbs.load_state import load as load_shard
 
 _LOOKS = 5  # at a path that is given to another checkpoint while this one is loaded
 

@@ -12,17 +12,11 @@ from contextlib import ExitStack, closing
 
 from torch import nn
 
-from fsdp_optim.errors import CheckpointError, RankTimeoutError
-from fsdp_optim.move import Part, move
-from fsdp_optim.state.local import Optimizers
-from fsdp_optim.storage.base import Completion
-from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.pending import SaveHandle, pending
-from fsdp_optim.verbs.progress import Progress
-from fsdp_optim.verbs.runs import Runs, copied
-from fsdp_optim.verbs.save import (
+from fsdp_optim.checkpoint.pending import SaveHandle, pending
+from fsdp_optim.checkpoint.progress import Progress
+from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.runs import Runs, copied
+from fsdp_optim.checkpoint.save import (
     Job,
     abandoned_on_failure,
     begin,
@@ -32,9 +26,16 @@ from fsdp_optim.verbs.save import (
     make_files,
     write_extras,
 )
-from fsdp_optim.verbs.save_options import Saved, SaveOptions
-from fsdp_optim.verbs.stores import Place
-from fsdp_optim.verbs.writing import Writer
+from fsdp_optim.checkpoint.stores import Place
+from fsdp_optim.checkpoint.writing import Writer
+from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim.move import Part, move
+from fsdp_optim.options import SaveOptions
+from fsdp_optim.state.local import Optimizers
+from fsdp_optim.storage.base import Completion
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.verbs.call import calling
 
 Snapshot = list[Runs]
 """This rank's runs in memory of their own, by file, in parts that are let go of one by one"""

@@ -7,11 +7,12 @@ from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint
 from fsdp_optim.formats.codec import Withheld
+from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.base import Store
-from fsdp_optim.verbs.load_options import LoadOptions, LoadSummary
 
 log = logging.getLogger("fsdp_optim")
 

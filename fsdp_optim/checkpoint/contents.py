@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint import module_values
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
+from fsdp_optim.options import Asked, Options
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
-from fsdp_optim.state.opaque import LocalPart, OpaqueShards
+from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import ELEMENTS, elements_of
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs import module_values
-from fsdp_optim.verbs.asked import Asked
-from fsdp_optim.verbs.call import Local, Options, meet, read_local
+from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_shards
-from fsdp_optim.view import ModelView, check_materialized
+from fsdp_optim.view import LocalPart, ModelView, check_materialized
 
 WEIGHT = "weight"
 """A parameter is read as the state of an optimizer that has one value for each, of this name."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdp_optim.checkpoint.contents import RECORDS, Half, SavedValue
+from fsdp_optim.checkpoint.targets import check_filled, full_dict
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.codec import Decoder
 from fsdp_optim.formats.distrust import distrusted
@@ -18,8 +20,6 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.reading import normalize
 from fsdp_optim.state.shard import summarize
-from fsdp_optim.verbs.contents import RECORDS, Half, SavedValue
-from fsdp_optim.verbs.targets import check_filled, full_dict
 
 
 @dataclass(frozen=True)

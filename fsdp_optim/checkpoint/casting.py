@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
+from fsdp_optim.checkpoint.contents import is_buffer
 from fsdp_optim.formats.checkpoint import Stored
 from fsdp_optim.memory import dtype_named, flatten
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.packed import LocalId
-from fsdp_optim.verbs.contents import is_buffer
 from fsdp_optim.view import Handle
 
 

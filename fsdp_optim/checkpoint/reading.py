@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fsdp_optim.checkpoint.files import has_short_rows, in_runs
+from fsdp_optim.checkpoint.runs import LocalMemory, Run, bytes_of, in_host_memory, runs_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.formats.extents import Extent
@@ -15,8 +17,6 @@ from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import STORAGE, End, Part, StateValue
 from fsdp_optim.plan import copies_into, part_into
-from fsdp_optim.verbs.filing import has_short_rows, in_runs
-from fsdp_optim.verbs.runs import LocalMemory, Run, bytes_of, in_host_memory, runs_of
 
 _CPU = torch.device("cpu")
 _CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them

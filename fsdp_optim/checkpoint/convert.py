@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp_optim.formats.checkpoint import Checkpoint, Stored
-from fsdp_optim.layout import Whole
-from fsdp_optim.move import move
-from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.call import Options
-from fsdp_optim.verbs.contents import SavedValue
-from fsdp_optim.verbs.filing import cut_into_files
-from fsdp_optim.verbs.save import (
+from fsdp_optim.checkpoint.contents import SavedValue
+from fsdp_optim.checkpoint.files import cut_into_files
+from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue
+from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.save import (
     Job,
     abandoned_on_failure,
     encode_note,
@@ -20,9 +16,13 @@ from fsdp_optim.verbs.save import (
     make_files,
     write_extras,
 )
-from fsdp_optim.verbs.save_options import Saved, SaveOptions
-from fsdp_optim.verbs.stores import Place, store_at
-from fsdp_optim.verbs.unfiling import CheckpointEnd, StoredValue
+from fsdp_optim.checkpoint.stores import Place, store_at
+from fsdp_optim.formats.checkpoint import Checkpoint, Stored
+from fsdp_optim.layout import Whole
+from fsdp_optim.move import move
+from fsdp_optim.options import Options, SaveOptions
+from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.failure import Failure
 
 _MADE_ANEW = ("created_ns", "token", "files", "format", "version", "brief")  # what the new marker says for itself
 

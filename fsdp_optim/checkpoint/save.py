@@ -15,6 +15,17 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.alone import warn_if_alone
+from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
+from fsdp_optim.checkpoint.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
+from fsdp_optim.checkpoint.files import File, cut_into_files
+from fsdp_optim.checkpoint.module_values import FILE as MODULE_VALUES
+from fsdp_optim.checkpoint.pending import pending
+from fsdp_optim.checkpoint.progress import Progress
+from fsdp_optim.checkpoint.proving import prove_loadable
+from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.stores import Place, folder_of, name_of, store_at, store_told
+from fsdp_optim.checkpoint.writing import FilesEnd, Writer
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import content_of
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
@@ -22,6 +33,7 @@ from fsdp_optim.formats.codec import Encoder
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.move import End, Part, move
+from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion, Staging, Store
@@ -30,19 +42,8 @@ from fsdp_optim.transport.agree import Told, agree, tell
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.verbs.alone import warn_if_alone
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.catalog import Series, keep_newest, next_sequence, outdated
-from fsdp_optim.verbs.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
 from fsdp_optim.verbs.ends import LiveEnd
-from fsdp_optim.verbs.filing import File, cut_into_files
-from fsdp_optim.verbs.module_values import FILE as MODULE_VALUES
-from fsdp_optim.verbs.pending import pending
-from fsdp_optim.verbs.progress import Progress
-from fsdp_optim.verbs.proving import prove_loadable
-from fsdp_optim.verbs.save_options import Saved, SaveOptions
-from fsdp_optim.verbs.stores import Place, folder_of, name_of, store_at, store_told
-from fsdp_optim.verbs.writing import FilesEnd, Writer
 
 _LENGTH = 8  # bytes of a number in a note
 _BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several

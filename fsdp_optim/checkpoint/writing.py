@@ -8,6 +8,8 @@ from functools import partial
 
 import numpy
 
+from fsdp_optim.checkpoint.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on, written_cut
+from fsdp_optim.checkpoint.runs import LocalMemory, Run, Runs, in_host_memory, runs_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
@@ -17,8 +19,6 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Key, Part, StateValue
 from fsdp_optim.plan import Copy, copies_of, part_from
 from fsdp_optim.storage.base import Writer as StoreWriter
-from fsdp_optim.verbs.filing import WRITTEN_TOGETHER, File, offset_in_storage, stored_on, written_cut
-from fsdp_optim.verbs.runs import LocalMemory, Run, Runs, in_host_memory, runs_of
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
+from fsdp_optim.options import Options
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.parts import WHOLE_HERE, DictPart, Told, ValuePart, join
 from fsdp_optim.state.reading import FullState, normalize
@@ -24,7 +25,7 @@ from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
-from fsdp_optim.verbs.call import Options, calling, meet, read_local
+from fsdp_optim.verbs.call import calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, WholeEnd
 from fsdp_optim.verbs.scatter import Contents, deliver
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from fsdp_optim.checkpoint.contents import SavedValue, described
 from fsdp_optim.formats.checksums import segment_nbytes
 from fsdp_optim.formats.header import Entry, Header
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import STORAGE, StateValue
-from fsdp_optim.verbs.contents import SavedValue, described
 
 _SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
 _MOST_PARTS = 1024

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
-from fsdp_optim.verbs.save_options import Saved
 
 
 class SaveHandle:

@@ -1,0 +1,1 @@
+"""Between memory and storage: save, load, convert, and the catalog of a folder."""

@@ -1,0 +1,34 @@
+"""Where every element of every original parameter lives: Box, Piece, Placement, Layout. No torch, no ranks, no files.
+
+A `Placement` says where one parameter lives, by arithmetic: any rank's Pieces come from a few integers. A `Layout` is
+one Placement per parameter. All numbers count elements; the rank numbers are global ranks.
+"""
+
+from fsdp_optim.layout.boxes import Block, Box, Piece, Run, Shape, bounds_of_box, boxes_of_run, row_major_strides
+from fsdp_optim.layout.chunks import FlatChunks
+from fsdp_optim.layout.layout import Layout
+from fsdp_optim.layout.listed import Boxes
+from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
+from fsdp_optim.layout.placement import Placement, Whole
+from fsdp_optim.layout.ranks import Ranks, ranks_in_order
+
+__all__ = [
+    "Block",
+    "Box",
+    "Boxes",
+    "FlatChunks",
+    "Layout",
+    "MeshBoxes",
+    "Piece",
+    "Placement",
+    "Ranks",
+    "Run",
+    "Shape",
+    "Whole",
+    "bounds_of_box",
+    "boxes_of_run",
+    "cut_named",
+    "cut_of",
+    "ranks_in_order",
+    "row_major_strides",
+]

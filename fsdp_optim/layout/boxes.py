@@ -1,0 +1,142 @@
+"""Boxes of a parameter, and what they are in row-major order. All numbers count elements."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_optim.errors import LayoutError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An n-dimensional box of one parameter: element `i` is inside when `offsets <= i < offsets + sizes`.
+
+    The same words as torch.distributed.checkpoint and TensorStore use. A 0-dimensional Box holds one element.
+    """
+
+    offsets: Shape
+    sizes: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise LayoutError(f"a box needs as many offsets as sizes, not {self.offsets} and {self.sizes}")
+        if any(n < 0 for n in itertools.chain(self.offsets, self.sizes)):
+            raise LayoutError(f"a box has no negative numbers, not offsets {self.offsets}, sizes {self.sizes}")
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part, None when there is none."""
+        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = (
+            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+        return Box(offsets, sizes) if all(n > 0 for n in sizes) else None
+
+    def subtract(self, other: Box) -> tuple[Box, ...]:
+        """This box without `other`: at most two boxes per dimension, that do not overlap."""
+        common = self.intersect(other)
+        if common is None:
+            return (self,) if self.numel else ()
+        rest = []
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dim, (offset, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+            end, common_end = offsets[dim] + sizes[dim], offset + size
+            for first, last in ((offsets[dim], offset), (common_end, end)):
+                if first < last:
+                    rest.append(
+                        Box(
+                            (*offsets[:dim], first, *offsets[dim + 1 :]),
+                            (*sizes[:dim], last - first, *sizes[dim + 1 :]),
+                        )
+                    )
+            offsets[dim], sizes[dim] = offset, size
+        return tuple(rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One Box of a parameter, contiguous and row-major, `offset` elements into a rank's local tensor."""
+
+    box: Box
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A Block with its owner: one Box of parameter `fqn` held by global rank `rank`."""
+
+    fqn: str
+    box: Box
+    rank: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, stop) of a parameter in row-major order, `offset` elements into a rank's local tensor."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+def row_major_strides(sizes: Shape) -> Shape:
+    """Strides, in elements, of a contiguous tensor of these sizes."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return tuple(strides)
+
+
+def boxes_of_run(shape: Shape, start: int, stop: int) -> tuple[Box, ...]:
+    """The row-major elements [start, stop) of a parameter as Boxes, in order; at most 2n-1 of them.
+
+    # shape (4, 3), elements [2, 10):   . . a      head: the rest of a row
+    #                                   b b b      whole rows
+    #                                   b b b
+    #                                   c . .      tail: the beginning of a row
+    """
+    if start >= stop:
+        return ()
+    if not shape:
+        return (Box((), ()),)
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        inner = boxes_of_run(shape[1:], start - first * row, stop - first * row)
+        return tuple(Box((first, *box.offsets), (1, *box.sizes)) for box in inner)
+    boxes: list[Box] = []
+    if start > first * row:
+        boxes += boxes_of_run(shape, start, (first + 1) * row)
+        first += 1
+    whole_end = stop // row
+    if whole_end > first:
+        boxes.append(Box((first, *([0] * (len(shape) - 1))), (whole_end - first, *shape[1:])))
+    boxes += boxes_of_run(shape, whole_end * row, stop)
+    return tuple(boxes)
+
+
+def bounds_of_box(shape: Shape, box: Box) -> tuple[int, int]:
+    """The row-major index of the first element of a Box that is not empty, and one past that of its last."""
+    strides = row_major_strides(shape)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    last = sum((o + n - 1) * stride for o, n, stride in zip(box.offsets, box.sizes, strides, strict=True))
+    return first, last + 1
+
+
+def runs_of_box(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
+    """The row-major ranges [start, stop) that make up a Box, row by row."""
+    strides = row_major_strides(shape)
+    width = box.sizes[-1] if shape else 1
+    for index in itertools.product(*(range(o, o + n) for o, n in zip(box.offsets[:-1], box.sizes[:-1], strict=True))):
+        start = sum(i * stride for i, stride in zip((*index, *box.offsets[-1:]), strides, strict=True))
+        yield start, start + width

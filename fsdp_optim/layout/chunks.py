@@ -1,0 +1,123 @@
+"""A parameter in a flat one that is cut into equal chunks, without regard for the borders of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout.boxes import (
+    Block,
+    Run,
+    Shape,
+    boxes_of_run,
+)
+from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_in_order
+from fsdp_optim.layout.replicas import join_replicas
+
+
+@dataclass(frozen=True)
+class FlatChunks(Placement):
+    """A parameter that lies in a flat parameter, `start` elements in, cut into equal chunks without regard for borders.
+
+    # flat parameter  | a a a a a b b b c c |     chunk_numel = 4, three ranks
+    # rank 0          | a a a a |
+    # rank 1                    | a b b b |
+    # rank 2                              | c c . . |   dots are padding: held by nobody, never saved
+
+    Shard `i` is elements [i * chunk_numel, (i + 1) * chunk_numel) of the flat parameter, held by `replicas[k][i]` for
+    every k. `own_tensor`: the rank keeps this parameter's elements in a tensor of their own (torch FSDP1 with
+    use_orig_params), not in the chunk of the flat parameter.
+    """
+
+    full_shape: Shape
+    start: int
+    chunk_numel: int
+    replicas: tuple[Ranks, ...]
+    own_tensor: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
+        sizes = {len(group) for group in self.replicas}
+        if len(sizes) != 1 or 0 in sizes:
+            raise LayoutError(f"replicas of a flat parameter need groups of one size, not {self.replicas}")
+        if self.start < 0 or self.chunk_numel < 0:
+            raise LayoutError(f"start {self.start} and chunk_numel {self.chunk_numel} must not be negative")
+        check_distinct(self.replicas)
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.replicas[0])
+
+    @cached_property
+    def _numel(self) -> int:
+        return prod(self.full_shape)
+
+    @property
+    def numel(self) -> int:
+        return self._numel
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        if len(self.replicas) == 1 and isinstance(self.replicas[0], range):
+            return tuple(self.replicas[0])
+        return tuple(sorted({rank for group in self.replicas for rank in group}))
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        return tuple(group[shard] for group in self.replicas)
+
+    def shard_of(self, rank: int) -> int | None:
+        return next((group.index(rank) for group in self.replicas if rank in group), None)
+
+    def run(self, shard: int) -> Run:
+        chunk_start = shard * self.chunk_numel - self.start
+        start = min(max(chunk_start, 0), self._numel)
+        stop = max(min(chunk_start + self.chunk_numel, self._numel), start)
+        return Run(start, stop, 0 if self.own_tensor or start == stop else start - chunk_start)
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        run = self.run(shard)
+        blocks, offset = [], run.offset
+        for box in boxes_of_run(self.shape, run.start, run.stop):
+            blocks.append(Block(box, offset))
+            offset += box.numel
+        return tuple(blocks)
+
+    def shards_over(self, start: int, stop: int) -> Sequence[int]:
+        if start >= stop or not self.chunk_numel:
+            return range(0)
+        last = (self.start + stop - 1) // self.chunk_numel
+        return range((self.start + start) // self.chunk_numel, min(last + 1, self.num_shards))
+
+    def join(self, other: Placement) -> Placement | None:
+        if not isinstance(other, FlatChunks) or self._cut != other._cut:
+            return None
+        return join_replicas(self, other)
+
+    @property
+    def most_numel(self) -> int:
+        return min(self.chunk_numel, self.numel)
+
+    def on_lowest_ranks(self) -> FlatChunks:
+        return replace(self, replicas=(tuple(min(self.holders(shard)) for shard in range(self.num_shards)),))
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        return self.full_shape, self.start, self.chunk_numel, self.own_tensor, self.num_shards
+
+    def gap(self) -> tuple[int, int] | None:
+        held = max(self.num_shards * self.chunk_numel - self.start, 0)
+        return (held, self.numel) if held < self.numel else None
+
+    def __str__(self) -> str:
+        return (
+            f"of shape {list(self.shape)}, {self.start} elements into a flat parameter that is cut into {self.num_shards} "
+            f"chunks of {self.chunk_numel},"
+        )

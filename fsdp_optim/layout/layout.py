@@ -1,0 +1,55 @@
+"""One Placement per parameter of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout.boxes import (
+    Piece,
+)
+from fsdp_optim.layout.placement import Placement, Whole
+from fsdp_optim.layout.ranks import ranks_in_order
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One Placement per parameter, by FQN, in the order of the unwrapped model's `parameters()`.
+
+    Raises LayoutError when an element of a parameter is held by no rank.
+    """
+
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for fqn, placement in self.placements.items():
+            gap = placement.gap()
+            if gap is not None:
+                raise LayoutError(
+                    f"{fqn}: elements [{gap[0]}, {gap[1]}) are held by no rank (world size {len(placement.ranks)})"
+                )
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        return tuple(self.placements)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """Everything that one rank holds, parameter by parameter."""
+        for fqn, placement in self.placements.items():
+            shard = placement.shard_of(rank)
+            for block in placement.blocks(shard) if shard is not None else ():
+                yield Piece(fqn, block.box, rank, block.offset)
+
+    def only(self, fqns: Sequence[str]) -> Layout:
+        """The Layout of some of the parameters, in the order given."""
+        return Layout({fqn: self.placements[fqn] for fqn in fqns})
+
+    def whole_on(self, ranks: Sequence[int]) -> Layout:
+        """The same parameters, each whole on every one of `ranks`, in a tensor of its own."""
+        on = ranks_in_order(ranks)
+        return Layout({fqn: Whole(p.shape, on) for fqn, p in self.placements.items()})

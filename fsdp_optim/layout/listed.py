@@ -1,0 +1,104 @@
+"""A parameter whose parts are listed, box by box."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout.boxes import (
+    Block,
+    Box,
+    Shape,
+    runs_of_box,
+)
+from fsdp_optim.layout.placement import Placement
+
+
+@dataclass(frozen=True)
+class Boxes(Placement):
+    """Any Blocks on any ranks: what a file or a peer lists. Ranks may hold the same or overlapping Boxes."""
+
+    full_shape: Shape
+    by_rank: tuple[tuple[int, tuple[Block, ...]], ...]
+
+    def __post_init__(self) -> None:
+        ranks = [rank for rank, _ in self.by_rank]
+        if len(ranks) != len(set(ranks)):
+            raise LayoutError(f"each rank may be listed once, not {ranks}")
+        for rank, blocks in self.by_rank:
+            for block in blocks:
+                ends = [o + n for o, n in zip(block.box.offsets, block.box.sizes, strict=True)]
+                if len(ends) != len(self.full_shape) or any(e > n for e, n in zip(ends, self.full_shape, strict=True)):
+                    raise LayoutError(f"rank {rank}: {block.box} lies outside of the shape {self.full_shape}")
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @cached_property
+    def _shards(self) -> tuple[tuple[tuple[Block, ...], tuple[int, ...]], ...]:
+        """Ranks that list the same Blocks are one shard with several holders."""
+        holders: dict[tuple[Block, ...], list[int]] = {}
+        for rank, blocks in self.by_rank:
+            holders.setdefault(blocks, []).append(rank)
+        return tuple((blocks, tuple(ranks)) for blocks, ranks in holders.items())
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        return self._shards[shard][1]
+
+    def shard_of(self, rank: int) -> int | None:
+        return next((i for i, (_, ranks) in enumerate(self._shards) if rank in ranks), None)
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        return self._shards[shard][0]
+
+    @property
+    def has_replicas(self) -> bool:
+        return any(len(ranks) > 1 for _, ranks in self._shards)
+
+    def join(self, other: Placement) -> Placement | None:
+        if not isinstance(other, Boxes) or other.full_shape != self.full_shape:
+            return None
+        mine, theirs = dict(self.by_rank), dict(other.by_rank)
+        cut_alike = {blocks for blocks in mine.values() if blocks} == {blocks for blocks in theirs.values() if blocks}
+        if not cut_alike or any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
+            return None
+        return replace(self, by_rank=tuple(sorted((mine | theirs).items())))
+
+    @property
+    def num_replicas(self) -> int:
+        return max((len(ranks) for _, ranks in self._shards), default=1)
+
+    @cached_property
+    def _overlapping(self) -> bool:
+        boxes = [block.box for blocks, _ in self._shards for block in blocks]
+        return any(a.intersect(b) is not None for a, b in itertools.combinations(boxes, 2))
+
+    @property
+    def overlapping(self) -> bool:
+        return self._overlapping
+
+    def on_lowest_ranks(self) -> Boxes:
+        lowest = {min(ranks) for _, ranks in self._shards}
+        return replace(self, by_rank=tuple(one for one in self.by_rank if one[0] in lowest))
+
+    def gap(self) -> tuple[int, int] | None:
+        missing: tuple[Box, ...] = (Box((0,) * len(self.shape), self.shape),) if self.numel else ()
+        for blocks, _ in self._shards:
+            for block in blocks:
+                missing = tuple(rest for box in missing for rest in box.subtract(block.box))
+        runs = sorted(run for box in missing for run in runs_of_box(self.shape, box))
+        if not runs:
+            return None
+        start, stop = runs[0]
+        for run_start, run_stop in runs[1:]:
+            if run_start > stop:
+                break
+            stop = max(stop, run_stop)
+        return start, stop

@@ -1,0 +1,193 @@
+"""A parameter that is cut along its dimensions over the dimensions of a mesh of ranks (DTensor)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout.boxes import (
+    Block,
+    Box,
+    Run,
+    Shape,
+    bounds_of_box,
+)
+from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_in_order
+from fsdp_optim.layout.replicas import join_replicas
+
+
+@dataclass(frozen=True)
+class MeshBoxes(Placement):
+    """A parameter on a mesh of ranks, as DTensor places it: one Box per rank, row-major in a tensor of its own.
+
+    `splits`: (mesh dimension, parameter dimension), in the order in which they cut; each cuts what the one before left,
+    into chunks of equal size, the last ones shorter or empty. Mesh dimensions that cut nothing hold replicas.
+
+    # shape (3, 4), mesh (2, 2), splits ((1, 1), (0, 0)):   | rank 0 | rank 1 |
+    # first mesh dimension 1 cuts the columns,              | rank 0 | rank 1 |
+    # then mesh dimension 0 the rows                        | rank 2 | rank 3 |
+
+    `replicas`: the ranks of each mesh that holds the parameter so, row-major.
+    """
+
+    full_shape: Shape
+    mesh_shape: Shape
+    splits: tuple[tuple[int, int], ...]
+    replicas: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
+        if not self.replicas or any(len(group) != prod(self.mesh_shape) for group in self.replicas):
+            raise LayoutError(f"a mesh of shape {self.mesh_shape} does not have the ranks {self.replicas}")
+        if len({mesh_dim for mesh_dim, _ in self.splits}) != len(self.splits):
+            raise LayoutError(f"each mesh dimension may cut once, not {self.splits}")
+        for mesh_dim, dim in self.splits:
+            if mesh_dim >= len(self.mesh_shape) or dim >= len(self.full_shape):
+                raise LayoutError(f"split {(mesh_dim, dim)} of shape {self.full_shape} on mesh {self.mesh_shape}")
+        check_distinct(self.replicas)
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @cached_property
+    def _parts(self) -> Shape:
+        """How many parts each split makes."""
+        return tuple(self.mesh_shape[mesh_dim] for mesh_dim, _ in self.splits)
+
+    @cached_property
+    def _split_parts(self) -> tuple[tuple[int, int], ...]:
+        """Each split: the dimension of the parameter, and how many parts it makes of it."""
+        return tuple((dim, parts) for (_, dim), parts in zip(self.splits, self._parts, strict=True))
+
+    @property
+    def num_shards(self) -> int:
+        return prod(self._parts)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for group in self.replicas for rank in group}))
+
+    @cached_property
+    def _split_dims(self) -> Shape:
+        return tuple(mesh_dim for mesh_dim, _ in self.splits)
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        places = _places_by_shard(self.mesh_shape, self._split_dims)[shard]
+        return tuple(group[place] for group in self.replicas for place in places)
+
+    def shard_of(self, rank: int) -> int | None:
+        place = next((group.index(rank) for group in self.replicas if rank in group), None)
+        return _shard_at(place, self.mesh_shape, self._split_dims) if place is not None else None
+
+    def box(self, shard: int) -> Box:
+        """What a shard holds; a Box without elements where the cut left it nothing."""
+        return _box_of_shard(self.full_shape, self._split_parts, shard)
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        box = self.box(shard)
+        return (Block(box, 0),) if box.numel else ()
+
+    def run(self, shard: int) -> Run | None:
+        box = self.box(shard)
+        if not box.numel:
+            return Run(0, 0, 0)
+        start, stop = bounds_of_box(self.shape, box)
+        return Run(start, stop, 0) if stop - start == box.numel else None
+
+    def shards_over(self, start: int, stop: int) -> Sequence[int]:
+        if start >= stop:
+            return range(0)
+        if len(self.splits) != 1 or self.splits[0][1] != 0:
+            return range(self.num_shards)
+        rows = -(-self.shape[0] // self._parts[0])  # of one shard
+        row = prod(self.shape[1:])
+        return range(start // row // rows, min((stop - 1) // row // rows + 1, self.num_shards))
+
+    def join(self, other: Placement) -> Placement | None:
+        if not isinstance(other, MeshBoxes) or self._cut != other._cut:
+            return None
+        return join_replicas(self, other)
+
+    @property
+    def most_numel(self) -> int:
+        return self.box(0).numel if self.num_shards else 0  # the first shard of each cut is the largest
+
+    def on_lowest_ranks(self) -> MeshBoxes:
+        sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
+        ranks = [0] * self.num_shards
+        for shard, (place,) in enumerate(_places_by_shard(sizes, self._split_dims)):
+            ranks[place] = min(self.holders(shard))
+        return replace(self, mesh_shape=sizes, replicas=(ranks,))
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        return self.full_shape, self.mesh_shape, self.splits
+
+    def __str__(self) -> str:
+        cuts = ", ".join(
+            f"dimension {dim} over {parts}" for (_, dim), parts in zip(self.splits, self._parts, strict=True)
+        )
+        return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
+
+
+@functools.lru_cache(maxsize=256)
+def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, ...], ...]:
+    """For each shard, the places in a mesh that hold it. Cached: parameters share their mesh."""
+    places: list[list[int]] = [[] for _ in range(prod(mesh_shape[dim] for dim in split_dims))]
+    for place in range(prod(mesh_shape)):
+        places[_shard_at(place, mesh_shape, split_dims)].append(place)
+    return tuple(tuple(found) for found in places)
+
+
+def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:
+    coordinates = _coordinates(place, mesh_shape)
+    shard = 0
+    for dim in split_dims:
+        shard = shard * mesh_shape[dim] + coordinates[dim]
+    return shard
+
+
+@functools.lru_cache(maxsize=4096)
+def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Box:
+    """What a shard holds when `splits`, (dimension, parts), cut a shape one after the other. Cached: layers are alike."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for (dim, parts), index in zip(splits, _coordinates(shard, tuple(parts for _, parts in splits)), strict=True):
+        chunk = -(-sizes[dim] // parts)
+        start = min(index * chunk, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _coordinates(index: int, shape: Shape) -> Shape:
+    """Where the row-major `index` lies in a grid."""
+    coordinates = []
+    for size in reversed(shape):
+        index, coordinate = divmod(index, size)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
+
+
+def cut_of(placement: Placement) -> str:
+    """How a placed value is cut, to be recorded: the mesh's number of dimensions, and mesh dimension:dimension of each cut."""
+    if not isinstance(placement, MeshBoxes):
+        return ""
+    return " ".join([str(len(placement.mesh_shape)), *(f"{mesh_dim}:{dim}" for mesh_dim, dim in placement.splits)])
+
+
+def cut_named(word: str) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+    """The inverse of `cut_of`: the mesh's number of dimensions and the splits; None where nothing is recorded.
+
+    Raises ValueError for what no `cut_of` gives.
+    """
+    if not word:
+        return None
+    ndim, *splits = word.split(" ")
+    pairs = [split.split(":") for split in splits]
+    return int(ndim), tuple((int(mesh_dim), int(dim)) for mesh_dim, dim in pairs)

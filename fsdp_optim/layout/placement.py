@@ -1,0 +1,165 @@
+"""Where one parameter lives: the parent of all Placements, and a parameter that is whole wherever it is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from fsdp_optim.layout.boxes import (
+    Block,
+    Box,
+    Run,
+    Shape,
+)
+from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_in_order
+
+
+class Placement(ABC):
+    """Where one parameter lives. Shards are numbered; every rank that holds a shard holds all of its Blocks.
+
+    Frozen values with arithmetic in them, so that any rank can compute any other's part.
+    """
+
+    @property
+    @abstractmethod
+    def shape(self) -> Shape: ...
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int: ...
+
+    @abstractmethod
+    def holders(self, shard: int) -> tuple[int, ...]:
+        """The global ranks that hold this shard, bit for bit alike."""
+
+    @abstractmethod
+    def shard_of(self, rank: int) -> int | None:
+        """The shard that a rank holds; None when it holds none."""
+
+    @abstractmethod
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        """What a shard holds; empty when the cut left it nothing."""
+
+    def run(self, shard: int) -> Run | None:
+        """The shard as one Run, where it is one: a shortcut for plans, `blocks` says the same."""
+        return None
+
+    def shards_over(self, start: int, stop: int) -> Sequence[int]:
+        """Shards that may hold some of the row-major elements [start, stop); never fewer than do."""
+        return range(self.num_shards)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether different shards may hold the same element."""
+        return False
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold the same shard. All shards of a placement have equally many holders, but for Boxes."""
+        return self.num_shards > 0 and len(self.holders(0)) > 1
+
+    def join(self, other: Placement) -> Placement | None:
+        """One Placement for two groups of ranks that hold replicas, cut alike; None where they are cut differently."""
+        return self if self == other else None
+
+    @abstractmethod
+    def on_lowest_ranks(self) -> Placement:
+        """The same shards, by the same numbers, each held by the lowest of its ranks only."""
+
+    def gap(self) -> tuple[int, int] | None:
+        """The first row-major range of elements that no rank holds; None when all are held."""
+        return None
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold each shard; the most of any, where shards differ in that."""
+        return len(self.holders(0)) if self.num_shards else 1
+
+    @property
+    def most_numel(self) -> int:
+        """At least as many elements as any rank holds, the same on all ranks."""
+        return max((sum(b.box.numel for b in self.blocks(shard)) for shard in range(self.num_shards)), default=0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({rank for shard in range(self.num_shards) for rank in self.holders(shard)}))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def numel_on(self, rank: int) -> int:
+        """How many elements a rank holds."""
+        shard = self.shard_of(rank)
+        if shard is None:
+            return 0
+        run = self.run(shard)
+        return run.stop - run.start if run is not None else sum(b.box.numel for b in self.blocks(shard))
+
+    def local_range(self, rank: int) -> tuple[int, int]:
+        """The elements [start, stop) of a rank's local tensor among which this parameter's are; (0, 0) where it holds none."""
+        shard = self.shard_of(rank)
+        run = self.run(shard) if shard is not None else None
+        if run is not None:
+            return run.offset, run.offset + run.stop - run.start
+        blocks = self.blocks(shard) if shard is not None else ()
+        if not blocks:
+            return 0, 0
+        return min(b.offset for b in blocks), max(b.offset + b.box.numel for b in blocks)
+
+
+@dataclass(frozen=True)
+class Whole(Placement):
+    """The whole parameter on each of `ranks`, row-major, `offset` elements into their local tensor."""
+
+    full_shape: Shape
+    on: Ranks
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on", ranks_in_order(self.on))
+        check_distinct((self.on,))
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @property
+    def num_shards(self) -> int:
+        return 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.on))
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        return tuple(self.on)
+
+    def shard_of(self, rank: int) -> int | None:
+        return 0 if rank in self.on else None
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        return (Block(Box((0,) * len(self.shape), self.shape), self.offset),) if self.numel else ()
+
+    def run(self, shard: int) -> Run:
+        return Run(0, self.numel, self.offset)
+
+    @property
+    def most_numel(self) -> int:
+        return self.numel
+
+    def join(self, other: Placement) -> Placement | None:
+        if isinstance(other, Whole) and replace(other, on=self.on) == self:
+            return replace(self, on=tuple(sorted({*self.on, *other.on})))
+        return None
+
+    def on_lowest_ranks(self) -> Whole:
+        return replace(self, on=(min(self.on),)) if self.on else self
+
+    def gap(self) -> tuple[int, int] | None:
+        return None if self.on or not self.numel else (0, self.numel)
+
+    def __str__(self) -> str:
+        return f"whole, of shape {list(self.shape)},"

@@ -1,0 +1,33 @@
+"""Ranks in the order of their group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fsdp_optim.errors import LayoutError
+
+Ranks = Sequence[int]
+"""Global ranks in the order of their group: a range wherever they are evenly spaced, so that thousands cost nothing."""
+
+
+def ranks_in_order(ranks: Iterable[int]) -> Ranks:
+    """The same ranks as a range where they are evenly spaced, else as a tuple: equal ranks are equal values."""
+    if isinstance(ranks, range) and ranks.step > 0:
+        return ranks if ranks else range(0)
+    listed = tuple(ranks)
+    if not listed:
+        return range(0)
+    step = listed[1] - listed[0] if len(listed) > 1 else 1
+    if step > 0:
+        evenly = range(listed[0], listed[-1] + 1, step)
+        if len(evenly) == len(listed) and all(a == b for a, b in zip(evenly, listed, strict=True)):
+            return evenly
+    return listed
+
+
+def check_distinct(groups: tuple[Ranks, ...]) -> None:
+    """Refuse a rank that is listed twice: it would hold two parts in one place."""
+    if len(groups) == 1 and isinstance(groups[0], range):
+        return
+    if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
+        raise LayoutError(f"a rank is listed twice in {groups}")
