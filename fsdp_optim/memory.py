@@ -200,6 +200,13 @@ def copy_in_memory(copies: Iterable[Copy], source: torch.Tensor, target: torch.T
         target_block(copy, target).copy_(source_block(copy, source))
 
 
+def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair into the first, with one call of torch."""
+    if pairs:
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
+
+
 def source_block(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
     """The elements of a 1-D local tensor that a copy reads."""
     return _block(flat, copy.sizes, copy.source_offset, copy.source_strides)

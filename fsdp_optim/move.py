@@ -17,9 +17,10 @@ from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flatten, window
 from fsdp_optim.plan import Copy, copies_into, copies_of, part_from, part_into, replica_of
-from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Item, exchange
+from fsdp_optim.transport.base import Item
+from fsdp_optim.transport.collective import exchange
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 
 STORAGE = -1
 """In a plan, storage is modelled as ranks with negative numbers; this is the highest of them."""
@@ -99,7 +100,7 @@ class End:
 
 
 def move(
-    values: Sequence[StateValue], source: End, target: End, callers: Callers, budget: Budget, failure: Failure
+    values: Sequence[StateValue], source: End, target: End, callers: RankGroup, budget: Budget, failure: Failure
 ) -> None:
     """Move values from one end to another. Called by all ranks of `callers`, with the same values and the same kinds of ends.
 
@@ -217,7 +218,7 @@ def _move_window(
     source: End,
     target: End,
     plans: _Plans,
-    callers: Callers,
+    callers: RankGroup,
     budget: Budget,
     failure: Failure,
 ) -> None:
@@ -272,7 +273,7 @@ class _Planned:
 class _Plans:
     """The plans of one call. Values that are cut alike, as those of equal layers are, share one."""
 
-    callers: Callers
+    callers: RankGroup
     _made: dict[tuple[Placement, Placement, int], _Planned] = field(default_factory=dict)
     _last: list[tuple[_Route, _Planned]] = field(default_factory=list)
 

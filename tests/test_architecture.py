@@ -223,8 +223,8 @@ def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
 
 # torch has no public name for these.
 PRIVATE_OF_TORCH = {
-    "fsdp_optim.transport.callers": {"_get_process_group_store"},
-    "fsdp_optim.transport.collective": {"_foreach_copy_"},
+    "fsdp_optim.transport.rank_group": {"_get_process_group_store"},
+    "fsdp_optim.memory": {"_foreach_copy_"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer

@@ -17,10 +17,10 @@ from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placemen
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Part, StateValue, move
 from fsdp_optim.plan import copies_of
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 
-HERE = Callers.of("a test", (0,), 0)
+HERE = RankGroup.of("a test", (0,), 0)
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "empty": (0, 3),

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.meeting import Meeting
+from fsdp_optim.transport.rank_group import RankGroup
 
 WORLD = 2
 ROUNDS = int(os.environ.get("STORE_ROUNDS", "2"))  # 1500 for a long run
@@ -101,11 +101,11 @@ def late(calls: Calls) -> None:
         calls.trained.gather(0, timeout=20.0)
 
 
-def _enters_and_says(path: Path) -> Callable[[Callers], Meeting]:
+def _enters_and_says(path: Path) -> Callable[[RankGroup], Meeting]:
     """Enter a meeting, and make a file for the rank that has to come later; a rank that came earlier would be told so."""
     enter, said = Meeting.enter, []
 
-    def entered(callers: Callers) -> Meeting:
+    def entered(callers: RankGroup) -> Meeting:
         meeting = enter(callers)
         if not said:
             said.append(True)

@@ -7,12 +7,12 @@ import os
 
 import torch.distributed as dist
 
-from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.rank_group import RankGroup
 
 log = logging.getLogger("fsdp_optim")
 
 
-def warn_if_alone(callers: Callers, path: str, *, was_told: bool) -> None:
+def warn_if_alone(callers: RankGroup, path: str, *, was_told: bool) -> None:
     """Warn of a save by one rank where several processes were launched. `was_told`: the caller gave its process group."""
     if len(callers.ranks) > 1 or was_told:
         return

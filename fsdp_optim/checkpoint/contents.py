@@ -21,8 +21,8 @@ from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import ELEMENTS, elements_of
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
@@ -112,7 +112,7 @@ def _as_optimizer(view: ModelView) -> LocalOptim:
     return LocalOptim(params, ({},), (tuple(p.local_id for p in params),), (None,), {})
 
 
-def read_weights(reader: ModelReader, callers: Callers, asked: Asked, options: Options, about: str) -> Half:
+def read_weights(reader: ModelReader, callers: RankGroup, asked: Asked, options: Options, about: str) -> Half:
     """Meet the other ranks about the model's parameters and buffers."""
     local, picture = meet(
         callers,
@@ -161,7 +161,7 @@ def is_buffer(param: torch.Tensor) -> bool:
 
 
 def read_state(
-    reader: ModelReader, optim: Optimizers, callers: Callers, asked: Asked, options: Options, about: str
+    reader: ModelReader, optim: Optimizers, callers: RankGroup, asked: Asked, options: Options, about: str
 ) -> Half:
     """Meet the other ranks about the optimizer's state."""
     everything = replace(options, collect="all")
@@ -198,7 +198,7 @@ def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> Sa
     return SavedValue(fqn, name, dtype, placement, stored_name=f"state.{fqn}.{name}")
 
 
-def _opaque(callers: Callers, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
+def _opaque(callers: RankGroup, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
     """Values that are not tensors cut like their parameter, on the lowest rank."""
     parts = [
         OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, callers.ranks[:1])

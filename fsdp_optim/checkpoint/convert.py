@@ -21,8 +21,8 @@ from fsdp_optim.formats.checkpoint import Checkpoint, Stored
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import move
 from fsdp_optim.options import Options, SaveOptions
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 
 _MADE_ANEW = ("created_ns", "token", "files", "format", "version", "brief")  # what the new marker says for itself
 
@@ -40,7 +40,7 @@ def convert(
     Holds no more than a bucket of its tensors at a time. Raises CheckpointError where the checkpoint is damaged, and leaves
     nothing at `target` then.
     """
-    here = Callers.of("convert", (0,), 0)
+    here = RankGroup.of("convert", (0,), 0)
     SaveOptions(Options(), max_file_size=max_file_size).validate()
     with Checkpoint.open(store_at(source), verify=True) as checkpoint:
         step = checkpoint.marker.brief.step

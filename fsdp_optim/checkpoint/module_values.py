@@ -18,9 +18,9 @@ from fsdp_optim.memory import own
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.same import same
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.view import ModuleValues
 
 FILE = "extra/model.safetensors"
@@ -29,7 +29,7 @@ _MOST_NAMED = 8
 log = logging.getLogger("fsdp_optim")
 
 
-def collect(callers: Callers, local: ModuleValues, picture: Picture) -> dict[str, list[Any]]:
+def collect(callers: RankGroup, local: ModuleValues, picture: Picture) -> dict[str, list[Any]]:
     """The values of all ranks by FQN, each with the version of its module's code, on the lowest rank. Called by all ranks.
 
     Nothing travels where the lowest rank has all modules itself.

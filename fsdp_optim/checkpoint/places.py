@@ -7,10 +7,10 @@ import os
 from fsdp_optim.checkpoint.stores import Place, store_at, store_told
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import tell
-from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.rank_group import RankGroup
 
 
-def common_store(callers: Callers, place: Place) -> Store:
+def common_store(callers: RankGroup, place: Place) -> Store:
     """The store of a place, the same on all ranks: a relative path counts from the working directory of the lowest rank.
 
     Called by all ranks.

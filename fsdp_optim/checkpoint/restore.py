@@ -27,8 +27,8 @@ from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
 from fsdp_optim.verbs.load_state import load as load_shard
@@ -121,7 +121,7 @@ def _position(options: LoadOptions) -> int:
     return position
 
 
-def _open_on_all(callers: Callers, store: Store, options: LoadOptions) -> Checkpoint:
+def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions) -> Checkpoint:
     """The same checkpoint on all ranks, open. They look again where it was replaced after some of them had opened it."""
     for _ in range(_LOOKS):
         checkpoint = Checkpoint.open(store, verify=options.verify)
@@ -140,7 +140,7 @@ def _open_on_all(callers: Callers, store: Store, options: LoadOptions) -> Checkp
     )
 
 
-def _install_values(callers: Callers, weights: Weights) -> dict[str, Any]:
+def _install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
     """Give modules what state_dict() has of them besides tensors; where one refuses, on any rank, all have what they had.
 
     Returns what they had.
@@ -159,7 +159,7 @@ def _install_values(callers: Callers, weights: Weights) -> dict[str, Any]:
 
 
 def _load_on_all(
-    callers: Callers,
+    callers: RankGroup,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     made: Shard | list[Shard],
     keep: Sequence[str],
@@ -183,7 +183,7 @@ def _summarized(
     weights: Weights,
     state: State | None,
     nbytes: int,
-    callers: Callers,
+    callers: RankGroup,
     num_tensors: int,
 ) -> Restored:
     absent = state.absent if state is not None else ()

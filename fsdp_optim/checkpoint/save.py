@@ -39,9 +39,9 @@ from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion, Staging, Store
 from fsdp_optim.storage.base import Writer as StoreWriter
 from fsdp_optim.transport.agree import Told, agree, tell
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.ends import LiveEnd
 
@@ -56,7 +56,7 @@ log = logging.getLogger("fsdp_optim")
 class Job:
     """A save that all ranks have agreed on: what goes where."""
 
-    callers: Callers
+    callers: RankGroup
     options: SaveOptions
     store: Store
     address: str  # of the save that is under way in the store
@@ -157,7 +157,7 @@ def _write(job: Job, live: End, writer: Writer, progress: Progress) -> Told:
 def begin(
     path: Place,
     reader: ModelReader,
-    callers: Callers,
+    callers: RankGroup,
     optim: Optimizers | None,
     options: SaveOptions,
 ) -> tuple[Job, End]:
@@ -237,7 +237,7 @@ def _strategy(staging: Staging, options: SaveOptions) -> str:
 
 
 def _files(
-    options: SaveOptions, weights: Half, state: Half | None, callers: Callers, strategy: str, groups: str
+    options: SaveOptions, weights: Half, state: Half | None, callers: RankGroup, strategy: str, groups: str
 ) -> tuple[list[File], dict[str, int]]:
     """The files, and by name the rank that makes and writes each alone, where one does."""
     num = len(callers.ranks)
@@ -281,7 +281,7 @@ def _plain_groups(state: Half) -> str:
     return json.dumps(groups, default=plain)
 
 
-def _encode_extras(options: SaveOptions, callers: Callers) -> dict[str, bytes]:
+def _encode_extras(options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
     """This rank's small files. Refuses what cannot be saved before anything is written; `extra` counts on the lowest rank."""
     found = {}
     if callers.rank == callers.ranks[0] and options.extra is not None:
@@ -352,7 +352,7 @@ def _write_index(job: Job, staging: Staging, stem: str) -> dict[str, FileInfo]:
 
 
 def _said(
-    options: SaveOptions, callers: Callers, weights: Half, state: Half | None, extras: dict[str, bytes]
+    options: SaveOptions, callers: RankGroup, weights: Half, state: Half | None, extras: dict[str, bytes]
 ) -> dict[str, Any]:
     """What the marker says. What it cannot hold needs a file of its own, which is added to `extras`."""
     optim = None

@@ -28,7 +28,7 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
-from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide
 
@@ -51,7 +51,7 @@ class Weights:
 
     @classmethod
     def meet(
-        cls, reader: ModelReader, callers: Callers, checkpoint: Checkpoint, asked: LoadOptions, about: str
+        cls, reader: ModelReader, callers: RankGroup, checkpoint: Checkpoint, asked: LoadOptions, about: str
     ) -> Weights:
         options = asked.call
         local, picture = meet(
@@ -177,7 +177,7 @@ class State:
         cls,
         reader: ModelReader,
         optim: Optimizers,
-        callers: Callers,
+        callers: RankGroup,
         checkpoint: Checkpoint,
         options: LoadOptions,
         weights: Weights,

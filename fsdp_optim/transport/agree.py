@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from fsdp_optim import errors
 from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.meeting import Meeting, Reason, Statement
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.turns import Turn, refusal, turns
 
 
-def agree(callers: Callers, step: str, error: Exception | None = None, *, fatal: bool = False) -> None:
+def agree(callers: RankGroup, step: str, error: Exception | None = None, *, fatal: bool = False) -> None:
     """Meet the other ranks at one step of a call, or tell them `error`. All ranks go on, or all raise.
 
     Called by all ranks of `callers`, the same number of times on each.
@@ -34,7 +34,7 @@ def agree(callers: Callers, step: str, error: Exception | None = None, *, fatal:
     tell(callers, step, b"", error=error, fatal=fatal)
 
 
-def compare(callers: Callers, step: str, said: bytes, error: Exception | None = None) -> bool:
+def compare(callers: RankGroup, step: str, said: bytes, error: Exception | None = None) -> bool:
     """As `agree`; returns whether all ranks said the same, the same answer on all of them."""
     return tell(callers, step, b"", said, error).alike
 
@@ -55,7 +55,7 @@ class Told:
 
 
 def tell(
-    callers: Callers,
+    callers: RankGroup,
     step: str,
     content: bytes,
     said: bytes = b"",
@@ -87,7 +87,7 @@ def tell(
 
 
 @contextmanager
-def all_hear(callers: Callers) -> Iterator[None]:
+def all_hear(callers: RankGroup) -> Iterator[None]:
     """An exception on this rank, between two meetings, is told in the next one; the others come to it anyway."""
     try:
         yield
@@ -98,7 +98,7 @@ def all_hear(callers: Callers) -> Iterator[None]:
 
 
 @contextmanager
-def in_turn(callers: Callers) -> Iterator[None]:
+def in_turn(callers: RankGroup) -> Iterator[None]:
     """A call in flight. Raises RankError at once where another one is, whose messages would mix with those of this one.
 
     The ranks of that other call hear of it too: some of them may take part in the one call, some in the other.
@@ -118,14 +118,14 @@ def in_turn(callers: Callers) -> Iterator[None]:
         turns.leave(turn)
 
 
-def _end(other: Turn, callers: Callers, error: FsdpOptimError) -> None:
+def _end(other: Turn, callers: RankGroup, error: FsdpOptimError) -> None:
     """Tell the ranks of a call in flight that it is over: in its next meeting, or now, where its next is nobody knows when."""
     other.spoilt = other.spoilt or RankError(str(error))
     if not other.running.acquire(blocking=False):
         return
     try:
         if other.over is None:
-            theirs = Callers(other.ranks, callers.rank, other.group, callers.timeout, turn=other)
+            theirs = RankGroup(other.ranks, callers.rank, other.group, callers.timeout, turn=other)
             with suppress(FsdpOptimError):
                 agree(theirs, "ended", other.spoilt, fatal=True)
             other.over = _told(RankError(str(error)))

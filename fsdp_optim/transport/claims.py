@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -29,7 +29,7 @@ class Claim:
     place: str
 
     @classmethod
-    def lay(cls, callers: Callers, place: str) -> Claim:
+    def lay(cls, callers: RankGroup, place: str) -> Claim:
         """Claim a place for the ranks of a call. Raises CheckpointError where other ranks of the job have claimed it."""
         who = ", ".join(map(str, callers.ranks))
         if not dist.is_initialized() or len(callers.ranks) == dist.get_world_size():

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.transport.callers import Callers
+from fsdp_optim.transport.rank_group import RankGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -93,13 +93,13 @@ class Meeting:
     One rank decides for all, so that all read the same verdict: the last to come, or the first whose patience ends.
     """
 
-    callers: Callers
+    callers: RankGroup
     store: Store
     prefix: str
     number: int
 
     @classmethod
-    def enter(cls, callers: Callers) -> Meeting:
+    def enter(cls, callers: RankGroup) -> Meeting:
         """The next meeting of this rank with the others."""
         store = callers.store()
         who = hashlib.blake2b(repr(callers.ranks).encode(), digest_size=8).hexdigest()

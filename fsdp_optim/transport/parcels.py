@@ -12,10 +12,11 @@ import torch
 from fsdp_optim import memory
 from fsdp_optim.layout import Whole
 from fsdp_optim.plan import copies_of
-from fsdp_optim.transport.callers import Callers
-from fsdp_optim.transport.collective import Item, exchange
+from fsdp_optim.transport.base import Item
+from fsdp_optim.transport.collective import exchange
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.packing import Packed, pack, unpack
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 
 _ALIGNED = 16  # bytes of one element of the widest dtype
@@ -42,7 +43,7 @@ class _Window:
 
 
 def send(
-    callers: Callers, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
+    callers: RankGroup, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
 ) -> dict[int, Any]:
     """The values of the parcels that this rank is a target of, by their index. Called by all ranks, with the same parcels.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fsdp_optim.transport.agree import tell
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 
 _LENGTH = 8  # bytes of a report's length
 
 
-def exchange_reports(callers: Callers, content: bytes, error: Exception | None = None) -> list[bytes]:
+def exchange_reports(callers: RankGroup, content: bytes, error: Exception | None = None) -> list[bytes]:
     """The reports of all ranks, in the order of `callers.ranks`, on all of them; or the `error` of any, on all of them.
 
     The lowest rank joins them, so that what is read grows with the number of ranks, not with its square.

@@ -27,8 +27,8 @@ from fsdp_optim.state.replicas import STATE, print_of_state
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.view import ModelView, ModuleValues, check_materialized
@@ -139,7 +139,7 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 @contextmanager
 def calling(
     call: str, models: Sequence[nn.Module], asked: Asked, options: Options, *, all_of_plain: bool = False
-) -> Iterator[tuple[list[ModelReader], Callers]]:
+) -> Iterator[tuple[list[ModelReader], RankGroup]]:
     """A call about some models, from its first word to its last: readers of them, and the ranks that make the call.
 
     What is wrong with `asked`, and whatever is raised inside, all ranks hear in the next meeting.
@@ -158,7 +158,7 @@ def calling(
 
 def _read_callers(
     call: str, models: Sequence[nn.Module], options: Options, *, all_of_plain: bool
-) -> tuple[list[ModelReader], Callers]:
+) -> tuple[list[ModelReader], RankGroup]:
     try:
         for model in models:
             check_model(model)
@@ -177,10 +177,10 @@ def _read_callers(
         raise
 
 
-def callers_of(options: Options, call: str, ranks: Sequence[int]) -> Callers:
+def callers_of(options: Options, call: str, ranks: Sequence[int]) -> RankGroup:
     """This rank and the others that make the call `call`."""
     me = dist.get_rank() if dist.is_initialized() else 0
-    return Callers.of(call, ranks, me, options.process_group, options.seconds, options.bucket_nbytes)
+    return RankGroup.of(call, ranks, me, options.process_group, options.seconds, options.bucket_nbytes)
 
 
 def _ranks_of(group: object, me: int) -> Sequence[int]:
@@ -198,7 +198,7 @@ def _job_ranks() -> Sequence[int]:
 
 
 def meet(
-    callers: Callers,
+    callers: RankGroup,
     read: Callable[[], Local],
     asked: Asked,
     more: str = "",
@@ -244,7 +244,7 @@ def meet(
     return local, picture
 
 
-def warn_of_mismatch(callers: Callers, fqns: Sequence[str]) -> None:
+def warn_of_mismatch(callers: RankGroup, fqns: Sequence[str]) -> None:
     """Say once which parameters have replicas that differ, where those of the lowest rank are taken."""
     if fqns and callers.rank == callers.ranks[0]:
         log.warning(
@@ -255,7 +255,7 @@ def warn_of_mismatch(callers: Callers, fqns: Sequence[str]) -> None:
 
 
 def _report(
-    local: Local, call: str, callers: Callers, *, with_state: bool, every_replica: bool, what: str
+    local: Local, call: str, callers: RankGroup, *, with_state: bool, every_replica: bool, what: str
 ) -> RankReport:
     optim = local.optim
     params = (
@@ -283,7 +283,7 @@ def _report(
     )
 
 
-def _module_values(local: ModuleValues, callers: Callers, *, with_state: bool) -> tuple[tuple[str, str], ...]:
+def _module_values(local: ModuleValues, callers: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:
     """By FQN, what stands for the value: only a save has to know it."""
     told = []
     for fqn, one in local.values.items():
@@ -294,7 +294,7 @@ def _module_values(local: ModuleValues, callers: Callers, *, with_state: bool) -
     return tuple(told)
 
 
-def _told(where: str, values: Mapping[str, Any], callers: Callers) -> tuple[tuple[str, str], ...]:
+def _told(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tuple[str, str], ...]:
     """Values that have to be equal on all ranks, each as a text that is equal for equal values only."""
     told = []
     for key, value in values.items() if len(callers.ranks) > 1 else ():
@@ -308,7 +308,7 @@ def _told(where: str, values: Mapping[str, Any], callers: Callers) -> tuple[tupl
 
 
 def _live_param(
-    param: LocalParam, optim: LocalOptim, callers: Callers, *, with_state: bool, every_replica: bool, what: str
+    param: LocalParam, optim: LocalOptim, callers: RankGroup, *, with_state: bool, every_replica: bool, what: str
 ) -> LiveParam:
     handle = param.handle
     summary = param.summary(optim.evidence) if with_state else None

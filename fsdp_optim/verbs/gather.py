@@ -19,8 +19,8 @@ from fsdp_optim.state.full import FullDict, assemble
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
@@ -30,7 +30,7 @@ from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 class Gathering:
     """A gather that all ranks have agreed on, not yet begun."""
 
-    callers: Callers
+    callers: RankGroup
     local: Local
     picture: Picture
     recipients: tuple[int, ...]
@@ -44,7 +44,7 @@ class Gathering:
         return tuple(rank for rank in self.recipients if not param.variants or rank in placement.ranks)
 
 
-def begin(reader: ModelReader, callers: Callers, optim: Optimizers, options: GatherOptions) -> Gathering:
+def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: GatherOptions) -> Gathering:
     """Meet the other ranks and find out what there is to gather."""
     recipient_rank = options.recipient_rank
     alone = not reader.is_wrapped and len(callers.ranks) == 1

@@ -19,8 +19,8 @@ from fsdp_optim.state.full import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling
 from fsdp_optim.verbs.gather import Gathering, begin, move_state
 
@@ -66,7 +66,7 @@ def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Gen
 
 
 @contextmanager
-def _tells_when_stopped(callers: Callers, *, at_end: bool) -> Iterator[None]:
+def _tells_when_stopped(callers: RankGroup, *, at_end: bool) -> Iterator[None]:
     """A rank that leaves the loop early would let the others wait: tell them. Nothing happens if all leave here."""
     try:
         yield

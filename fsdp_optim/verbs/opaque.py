@@ -11,9 +11,9 @@ import torch
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import own
 from fsdp_optim.state.opaque import OpaqueShards, cuts_of, holds_all
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local
 from fsdp_optim.view import has_local_part
 
@@ -33,7 +33,7 @@ class OpaqueValues:
 
 
 def gather_opaque(
-    callers: Callers, local: Local, moved: Sequence[OpaqueValues], failure: Failure
+    callers: RankGroup, local: Local, moved: Sequence[OpaqueValues], failure: Failure
 ) -> dict[tuple[str, str], Any]:
     """The opaque values of some parameters, by (FQN, name), on the ranks that need them. Called by all ranks.
 

@@ -16,8 +16,8 @@ from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
 from fsdp_optim.transport.agree import Told, compare, tell
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, warn_of_mismatch
 
@@ -54,7 +54,7 @@ class _Shared:
 
 
 def compare_shards(
-    callers: Callers, local: Local, picture: Picture, on_replica_mismatch: OnReplicaMismatch, what: str = STATE
+    callers: RankGroup, local: Local, picture: Picture, on_replica_mismatch: OnReplicaMismatch, what: str = STATE
 ) -> Picture:
     """Compare the replicas that the reports of ranks have not compared. Called by all ranks, which get the same picture.
 

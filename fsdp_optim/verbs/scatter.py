@@ -24,9 +24,9 @@ from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, tell
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, ShardEnd
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
@@ -76,7 +76,7 @@ def scatter(
 
 
 def deliver(
-    callers: Callers,
+    callers: RankGroup,
     local: Local,
     picture: Picture,
     contents: Contents,
@@ -105,7 +105,7 @@ def deliver(
 
 
 def _tell_contents(
-    callers: Callers,
+    callers: RankGroup,
     local: Local,
     picture: Picture,
     full: Mapping[str, Any] | None,
@@ -131,7 +131,7 @@ def _without(value: Any) -> OpaqueShards | None:
 
 
 def _scatter_opaque(
-    callers: Callers, picture: Picture, state: FullState | None, contents: Contents, source_rank: int
+    callers: RankGroup, picture: Picture, state: FullState | None, contents: Contents, source_rank: int
 ) -> dict[tuple[str, str], Any]:
     """The opaque values that this rank needs: of a sharded parameter that of its shard, of a whole one all of it."""
     keys: list[tuple[str, str, int | None]] = []

@@ -22,8 +22,8 @@ from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.shard import Shard, Summaries, summarize
 from fsdp_optim.transport.agree import agree, compare
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, WholeEnd
@@ -66,7 +66,7 @@ def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], optio
         return deliver(callers, local, picture, contents, source)
 
 
-def _tell(callers: Callers, part: DictPart) -> Told:
+def _tell(callers: RankGroup, part: DictPart) -> Told:
     """The parts of all ranks; only where they differ do they travel."""
     if compare(callers, "sharded dict", repr(part).encode()):
         return [(part, callers.ranks)]
@@ -76,7 +76,7 @@ def _tell(callers: Callers, part: DictPart) -> Told:
     return [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
 
 
-def _part(mine: FullState, callers: Callers, here: _Here) -> DictPart:
+def _part(mine: FullState, callers: RankGroup, here: _Here) -> DictPart:
     """What this rank tells; fills in its elements."""
     return DictPart(
         state=tuple(
@@ -95,7 +95,7 @@ def _keys(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         raise StateError(f"{error}, and nobody can say whether all ranks have the same") from None
 
 
-def _value_part(fqn: str, name: str, value: Any, callers: Callers, here: _Here) -> ValuePart:
+def _value_part(fqn: str, name: str, value: Any, callers: RankGroup, here: _Here) -> ValuePart:
     where = f"{fqn}: {name}"
     if is_sharded_value(value):
         placement, flat = read_sharded_value(where, value)
@@ -135,7 +135,7 @@ def _placement_of(state: _State, value: StateValue) -> Placement:
     return placement
 
 
-def _odd_values(callers: Callers, state: _State, summaries: Summaries, source: DictEnd) -> dict[tuple[str, str], Any]:
+def _odd_values(callers: RankGroup, state: _State, summaries: Summaries, source: DictEnd) -> dict[tuple[str, str], Any]:
     """The values that are not shaped like their parameter, whole on every rank, which cuts them as it needs."""
     odd = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
     values = [

@@ -19,8 +19,8 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.callers import Callers
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_odd
@@ -45,7 +45,7 @@ def _transfer(
     src_optim: Optimizers,
     dst: ModelReader,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
-    callers: Callers,
+    callers: RankGroup,
     options: Options,
 ) -> Incompatible:
     everything = replace(options, collect="all")
@@ -114,7 +114,7 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
             )
 
 
-def _contents(callers: Callers, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit) -> Contents:
+def _contents(callers: RankGroup, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit) -> Contents:
     """What every rank knows of the source already; values that are not cut like their parameter come to those that need them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Callers:
+class RankGroup:
     """The global ranks that make a call together, sorted, and the process group that carries their messages.
 
     `group` None: the default group carries them, also between some of its ranks only. `timeout`: seconds. `bucket_nbytes`:
@@ -46,7 +46,7 @@ class Callers:
         group: dist.ProcessGroup | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         bucket_nbytes: int = BUCKET_NBYTES,
-    ) -> Callers:
+    ) -> RankGroup:
         """`call`: the name of the public function that they make."""
         inside = tuple(sorted(ranks))
         return cls(inside, rank, group, timeout, bucket_nbytes, Turn(call, inside, group))
