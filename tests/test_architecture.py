@@ -12,7 +12,7 @@ from pathlib import Path
 from parameterized import parameterized
 
 PACKAGE = "fsdp_optim"
-ROOT = Path(__file__).parent.parent / PACKAGE
+ROOT = Path(__file__).parents[1] / PACKAGE
 FILES = sorted(ROOT.rglob("*.py"))
 
 

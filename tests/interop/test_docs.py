@@ -25,7 +25,7 @@ from torch import Tensor
 import fsdp_optim
 from fsdp_optim.testing import RanksFailed, fairscale_on_cpu, run_on_ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python *(?P<how>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints that are damaged, that lie, or that cannot be written: all ranks raise one CheckpointError, and nothing changes.
 
 Lies are sealed: the checksums are made again, so that it is not they which find the lie. The files are edited with the
-reader of tests/checkpoint_format.py, which knows the format only from its description.
+reader of tests/kit/checkpoint_format.py, which knows the format only from its description.
 """
 
 from __future__ import annotations

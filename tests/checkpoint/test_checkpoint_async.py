@@ -43,6 +43,7 @@ from fsdp_optim.formats.standing import JUDGE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.testing import run_on_ranks
 
+HERE = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # where this file and the kit are found
 LIMIT = 60.0  # seconds; reached by nothing but a failure
 KWARGS = {"make": OfModel(two_groups), "model": Whole}
 
@@ -362,7 +363,7 @@ def start(
     root.mkdir(exist_ok=True)
     arguments = f"Path({str(root)!r}), {rank}, {world_size}, {is_full}, {code}"
     script = f"from pathlib import Path; import test_checkpoint_async as t; t.leave({arguments})"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(HERE), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "ignore", "-c", script]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

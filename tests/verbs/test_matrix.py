@@ -37,7 +37,7 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 OPTIMIZERS = {"Adam": adam, "SGD with momentum": sgd}
-DOCS = Path(__file__).parents[1] / "docs" / "wrappers.md"
+DOCS = Path(__file__).parents[2] / "docs" / "wrappers.md"
 QUICK = list(zip(WRAPPERS, (3, 4, 4, 3, 2, 4, 4, 2, 1), strict=True))
 
 Source = tuple[str, int]

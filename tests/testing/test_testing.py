@@ -572,7 +572,7 @@ def run_script(text: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "script.py")
         script.write_text(text)
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         return subprocess.run(
             [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment
         )

@@ -1,6 +1,7 @@
 """The golden checkpoint of version 2 of the format: always read, bit for bit, and written today in the same structure.
 
-`python tests/test_golden.py` makes it, once. That of version 1 is in tests/test_safetensors_format.py.
+`PYTHONPATH=tests python tests/checkpoint/test_golden.py` makes it, once. That of version 1 is in
+test_safetensors_format.py.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
-GOLDEN = Path(__file__).parent / "data" / "golden-2"
+GOLDEN = Path(__file__).parents[1] / "data" / "golden-2"
 
-# What `python tests/test_golden.py` printed. It is made once: a golden checkpoint that a newer version cannot load is a bug of
-# that version.
+# What `PYTHONPATH=tests python tests/checkpoint/test_golden.py` printed. It is made once: a golden checkpoint that a newer
+# version cannot load is a bug of that version.
 GOLDEN_SHA256 = "89fae9b8c99f97c6a37698bfd2b9a968053a13cf5c8d08e8b36a42309c1aab28"
 
 STEP, KEEP_LAST = 1000, 3

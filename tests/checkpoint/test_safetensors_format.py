@@ -1,7 +1,7 @@
 """What `save` writes is safetensors to the letter: read back by a reader of this file, and by the safetensors package.
 
-The reader is that of tests/checkpoint_format.py, which knows the format only from its description.
-`python tests/test_safetensors_format.py` makes the golden checkpoint.
+The reader is that of tests/kit/checkpoint_format.py, which knows the format only from its description.
+`PYTHONPATH=tests python tests/checkpoint/test_safetensors_format.py` makes the golden checkpoint.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 # ------------------------------------------------------------------------------------------- the golden checkpoint
 
 
-# What `python tests/test_safetensors_format.py` printed. It is made once for each version of the format, and never again:
+# What `PYTHONPATH=tests python tests/checkpoint/test_safetensors_format.py` printed. It is made once for each version of
+# the format, and never again:
 # a golden checkpoint that a newer version cannot load is a bug of that version.
 GOLDEN_SHA256 = "f8c17fcab4ba09d51c1201f826911964cc551d8374f89eea67a77362d134b4af"
 
@@ -281,7 +282,7 @@ def make_golden(folder: Path = GOLDEN) -> str:
 class GoldenTest(unittest.TestCase):
     def setUp(self) -> None:
         if not GOLDEN.exists():
-            self.skipTest(f"golden: there is no {GOLDEN} yet; `python {Path(__file__).name}` makes it")
+            self.skipTest(f"golden: there is no {GOLDEN} yet; `PYTHONPATH=tests python {Path(__file__)}` makes it")
 
     def test_it_is_still_what_it_was(self) -> None:
         self.assertEqual(digest(GOLDEN), GOLDEN_SHA256)

@@ -25,7 +25,7 @@ from demo.data import Text
 from demo.report import table
 from demo.train import Run
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def full_state(value: float) -> dict[str, Any]:
