@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.contents import RECORDS, Half, SavedValue
-from fsdp_optim.checkpoint.targets import check_filled, full_dict
+from fsdp_optim.checkpoint.described import full_dict
+from fsdp_optim.checkpoint.targets import check_filled
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
-from fsdp_optim.formats.codec import Decoder
+from fsdp_optim.formats.description import decoded
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.json_text import check_density, parse_json
 from fsdp_optim.formats.marker import MOST_NBYTES
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
-from fsdp_optim.state.reading import normalize
+from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.shard import summarize
 
 
@@ -59,10 +60,10 @@ def prove_loadable(state: Half, encoded: Any, tensors: Sequence[torch.Tensor], *
             "large values as tensors"
         )
     try:
-        said = Decoder(where, tensors, allow_pickle=allow_pickle, records=RECORDS).decode(parse_json(where, text))
+        read = decoded(where, parse_json(where, text), tensors, allow_pickle=allow_pickle, records=RECORDS)
         live = state.local.live_optimizer(state.picture)
         with distrusted(where):
-            given = full_dict(_Planned({one.stored_name: one for one in state.tensors}), said, live.names, {})
+            given = full_dict(_Planned({one.stored_name: one for one in state.tensors}), read, live.names, {})
         full, _ = live.fit(normalize(given, live.names), strict=True)
         check_filled(full, summarize(full, live.shapes))
     except FsdpOptimError as error:

@@ -18,6 +18,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.checkpoint.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
+from fsdp_optim.checkpoint.described import describe
 from fsdp_optim.checkpoint.files import File, cut_into_files
 from fsdp_optim.checkpoint.module_values import FILE as MODULE_VALUES
 from fsdp_optim.checkpoint.pending import pending
@@ -29,12 +30,11 @@ from fsdp_optim.checkpoint.writing import FilesEnd, Writer
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import content_of
 from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
-from fsdp_optim.formats.codec import Encoder
+from fsdp_optim.formats.description import encoded, written
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
 from fsdp_optim.move import End, Part, move
 from fsdp_optim.options import SaveOptions
-from fsdp_optim.state.classes import class_said
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion, Staging, Store
 from fsdp_optim.storage.base import Writer as StoreWriter
@@ -361,12 +361,11 @@ def _said(
             "state_dict()", dict(weights.module_values), allow_pickle=options.allow_pickle
         )
     if state is not None:
-        value = _optim_said(state)
-        encoder = Encoder(allow_pickle=options.allow_pickle, records=RECORDS)
-        optim = encoder.encode("optim", value)
-        prove_loadable(state, optim, encoder.tensors, allow_pickle=options.allow_pickle)
-        if encoder.tensors:
-            name = "extra/optim.safetensors"
+        description = describe(state)
+        optim, tensors = encoded("optim", description, allow_pickle=options.allow_pickle, records=RECORDS)
+        prove_loadable(state, optim, tensors, allow_pickle=options.allow_pickle)
+        if tensors:
+            name, value = "extra/optim.safetensors", written(description)
             extras[name] = encode_extra("optim", value, allow_pickle=options.allow_pickle, records=RECORDS)
             optim = None
     return {
@@ -378,37 +377,6 @@ def _said(
         "optim": optim,
         "has_optim": state is not None,
     }
-
-
-def _optim_said(state: Half) -> dict[str, Any]:
-    """Everything of the optimizer's state but the elements of tensors."""
-    keys = {(tensor.fqn, tensor.name): tensor for tensor in state.tensors}
-    params = {}
-    for fqn, param in state.picture.params.items():
-        values: list[list[Any]] = []
-        summary = param.summary
-        scalars = dict(summary.scalars) if summary is not None else {}
-        for name, kind in summary.kinds if summary is not None else ():
-            if (fqn, name) in keys:
-                how = {"sharded": "tensor", "scalar": "scalar tensor"}.get(kind, kind)
-                values.append([name, how, keys[fqn, name].stored_name])
-            elif name in scalars:
-                values.append([name, "scalar", scalars[name].value])
-            elif (fqn, name) in state.opaque:
-                values.append([name, "opaque", state.opaque[fqn, name]])
-        params[fqn] = {"shape": list(param.placement.shape), "values": values, "has_state": summary is not None}
-    for index, hyper in enumerate(state.local.optim.groups):
-        for name in hyper:
-            if not isinstance(name, str):
-                raise CheckpointError(
-                    f"param group {index}: the name of a hyperparameter is {name!r}, and has to be a word"
-                )
-    groups = [
-        {"hyperparameters": [list(pair) for pair in hyper.items()], "params": list(state.picture.group_fqns(index))}
-        for index, hyper in enumerate(state.local.optim.groups)
-    ]
-    of = class_said(state.local.optim.classes)
-    return {"optimizer_class": of, "groups": groups, "extra": dict(state.local.optim.extra), "params": params}
 
 
 def encode_note(job: Job, writer: Writer) -> bytes:

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.contents import RECORDS, WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.described import full_dict
 from fsdp_optim.checkpoint.module_values import StoredValues
 from fsdp_optim.checkpoint.reading import StoredValue, read_constants
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.checkpoint import Checkpoint, Stored
-from fsdp_optim.formats.codec import Decoder
+from fsdp_optim.formats.description import OptimDescription, decoded
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import Slabs, dtype_name, dtype_named
+from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions
+from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import Fit
-from fsdp_optim.state.kinds import Kind
-from fsdp_optim.state.local import RESERVED_KEYS, Optimizers
+from fsdp_optim.state.full import FullState
+from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide
 
-_KIND_OF = {"tensor": "sharded", "scalar tensor": "scalar"}  # what a checkpoint calls by another name than a full dict
-_SAID = ("scalar", "opaque")  # those whose value is in the marker
 _MOST_NAMED = 20  # differences in one error
 
 
@@ -194,7 +192,7 @@ class State:
         names = live.names
         keys: dict[tuple[str, str], str] = {}
         with distrusted(f"{checkpoint.where}: the optimizer"):
-            given = full_dict(_Saved(checkpoint), _optim_said(checkpoint, options), names, keys)
+            given = full_dict(_Saved(checkpoint), _description(checkpoint, options), names, keys)
         full = normalize(given, names)
         full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
@@ -244,29 +242,16 @@ def check_filled(full: FullState, summaries: Summaries) -> None:
                 )
 
 
-def _optim_said(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
+def _description(checkpoint: Checkpoint, options: LoadOptions) -> OptimDescription:
     said = checkpoint.marker.said
     if not said.get("has_optim"):
         raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
-    where = f"{checkpoint.where}: the optimizer"
+    with_pickle = options.allow_pickle
     if said["optim"] is not None:
-        found = Decoder(where, (), allow_pickle=options.allow_pickle, records=RECORDS).decode(said["optim"])
-    else:
-        file = checkpoint.extra("extra/optim.safetensors", verify=options.verify)
-        found = file.decoded(allow_pickle=options.allow_pickle, records=RECORDS)
-    if not isinstance(found, dict) or not {"groups", "extra", "params"} <= set(found):
-        raise CheckpointError(f"{where} is not written as it should be")
-    return found
-
-
-class StateFiles(Protocol):
-    """The tensors of the optimizer's state, as they are in the files, or will be."""
-
-    def described(self, key: str) -> tuple[Shape, str]:
-        """The shape of a tensor and its dtype."""
-
-    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        """All of some small tensors."""
+        where = f"{checkpoint.where}: the optimizer"
+        return decoded(where, said["optim"], (), allow_pickle=with_pickle, records=RECORDS)
+    file = checkpoint.extra("extra/optim.safetensors", verify=options.verify)
+    return decoded(file.path, file.said, file.tensors, allow_pickle=with_pickle, records=RECORDS)
 
 
 @dataclass(frozen=True)
@@ -281,72 +266,6 @@ class _Saved:
 
     def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
         return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
-
-
-def full_dict(
-    files: StateFiles, said: Mapping[str, Any], names: Names, keys: dict[tuple[str, str], str]
-) -> dict[str, Any]:
-    """A full dict by name, with tensors without memory where elements are in the files; fills in their keys."""
-    _check_types(said)
-    state: dict[str, dict[str, Any]] = {}
-    small = [what for param in said["params"].values() for _, how, what in param["values"] if _is_read_at_once(how)]
-    kinds: dict[str, dict[str, str]] = {}
-    constants = dict(zip(small, files.constants(small), strict=True))
-    for fqn, param in said["params"].items():
-        values: dict[str, Any] = {}
-        if param["has_state"]:
-            kinds[fqn] = {name: _KIND_OF.get(how, how) for name, how, _ in param["values"]}
-        for name, how, what in param["values"]:
-            if how == "tensor":
-                shape, dtype = files.described(what)
-                keys[names.canonical(fqn), name] = what
-                values[name] = torch.empty(shape, dtype=dtype_named(dtype), device="meta")
-                if list(shape) != param["shape"]:
-                    raise ValueError(f"{what} has shape {list(shape)}, its parameter {param['shape']}")
-            elif _is_read_at_once(how):
-                values[name] = constants[what]
-                if how == "scalar tensor" and constants[what].dim():
-                    raise ValueError(f"{what} is a scalar of shape {list(constants[what].shape)}")
-            elif how in _SAID:
-                values[name] = what
-            else:
-                raise ValueError(f"{fqn}: {name} is said to be {how!r}, which is no kind of value")
-        state[fqn] = values
-    for group in said["groups"]:
-        pairs = group["hyperparameters"]
-        if not isinstance(pairs, list) or not all(
-            isinstance(p, list) and len(p) == 2 and isinstance(p[0], str) for p in pairs
-        ):
-            raise ValueError("hyperparameters are not pairs of name and value")
-    groups = [{**dict(group["hyperparameters"]), "params": group["params"]} for group in said["groups"]]
-    of = {"optimizer_class": said["optimizer_class"]} if said.get("optimizer_class") is not None else {}
-    return {**said["extra"], **of, "state": state, "param_groups": groups, "kinds": kinds}
-
-
-def _is_read_at_once(how: str) -> bool:
-    """Whether every rank needs all of a tensor before it can decide anything."""
-    return how == "scalar tensor" or how.partition(" ")[0] == Kind.PLACED.value
-
-
-def _check_types(said: Mapping[str, Any]) -> None:
-    """Raise ValueError where a name is not a string, or an extra key is one that every dict has (`state`)."""
-    params, groups, extra = said["params"], said["groups"], said["extra"]
-    names = [*params, *(name for group in groups for name in group["params"])]
-    names += [how for param in params.values() for _, how, _ in param["values"]]
-    hash(
-        tuple(name for param in params.values() for name, _, _ in param["values"])
-    )  # of values: numbers and tuples, too
-    classes = said.get("optimizer_class")
-    names += [name for name in (classes if isinstance(classes, list) else [classes]) if name is not None]
-    if not all(type(param["has_state"]) is bool for param in params.values()):
-        raise ValueError("has_state is neither true nor false")
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError("a name is no word")
-    if not all(isinstance(group["params"], list) for group in groups) or not isinstance(extra, dict):
-        raise ValueError("the groups are no lists of names")
-    reserved = [key for key in extra if key in RESERVED_KEYS]
-    if reserved:
-        raise ValueError(f"{reserved[0]!r} is no key of an optimizer's own")
 
 
 def _stored(checkpoint: Checkpoint, key: str) -> Stored:

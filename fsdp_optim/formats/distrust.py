@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 
 
@@ -17,7 +19,7 @@ def distrusted(where: str) -> Iterator[None]:
         raise
     except (
         *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-        *(RuntimeError, RecursionError, MemoryError),
+        *(RuntimeError, RecursionError, MemoryError, msgspec.MsgspecError),
     ) as error:
         reason = f"{type(error).__name__}: {error}".rstrip(": ")
         raise CheckpointError(f"{where}: is not written as it should be: {reason}") from error

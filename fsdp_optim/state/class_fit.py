@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.state.classes import OptimizerClass
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import LocalOptim
-from fsdp_optim.state.reading import FullState
 
 
 @dataclass(frozen=True)

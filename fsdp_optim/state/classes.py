@@ -75,7 +75,15 @@ class OptimizerClass:
         return self.name == self.torch_name
 
 
-def class_said(classes: Sequence[OptimizerClass]) -> str | list[str] | None:
-    """The class as it is recorded: one name, or one for each group where several optimizers of different classes were given."""
-    names = [one.name for one in classes]
-    return names[0] if len(set(names)) == 1 else names or None
+def class_names_written(names: Sequence[str]) -> str | list[str] | None:
+    """The class of each group as it is recorded: one name, or a list where several optimizers of different classes were given."""
+    return names[0] if len(set(names)) == 1 else list(names) or None
+
+
+def class_names_read(written: object, num_groups: int) -> tuple[str, ...]:
+    """The inverse: the class of each of so many groups; none where it is not recorded, or not for these groups."""
+    if isinstance(written, str):
+        return (written,) * num_groups
+    if isinstance(written, (list, tuple)) and len(written) == num_groups:
+        return tuple(map(str, written))
+    return ()

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.fits import group_of_unit
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.order import as_ids_count
-from fsdp_optim.state.reading import FullState
 from fsdp_optim.view import ModelView, NamedHandle
 
 

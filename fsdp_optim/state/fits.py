@@ -11,9 +11,10 @@ import torch
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import is_plain
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.kinds import Evidence, Kind, is_scalar
+from fsdp_optim.state.names import Names
 from fsdp_optim.state.opaque import OpaqueShards
-from fsdp_optim.state.reading import FullState, Names
 from fsdp_optim.state.supported import is_sparse, sparse
 
 

@@ -10,8 +10,9 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.options import GroupsFrom
 from fsdp_optim.state.class_fit import fit_class, live_groups
 from fsdp_optim.state.fits import Fit, check_fits
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import LocalOptim
-from fsdp_optim.state.reading import FullState, Names
+from fsdp_optim.state.names import Names
 
 """Whose param groups and hyperparameters count after a load."""
 

@@ -11,26 +11,13 @@ import torch
 
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.state.classes import OptimizerClass
+from fsdp_optim.state.full import LOOSE, RESERVED_KEYS
 from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
 from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
 from fsdp_optim.state.supported import check_supported, check_values
 from fsdp_optim.state.values import Summary
 from fsdp_optim.view import Handle, ModelView, NamedHandle
-
-RESERVED_KEYS = frozenset(
-    {
-        *("state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"),
-        "unknown_order",  # only where ids cannot count the parameters: why
-        "optimizer_class",
-        "kinds",
-    }
-)
-"""Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
-
-
-LOOSE = "state under keys that are no parameters"
-"""What such state is called among an optimizer's other keys, as which it is treated."""
 
 
 class OptimizerLike(Protocol):

@@ -12,11 +12,11 @@ from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain, own
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.fits import Fit
+from fsdp_optim.state.full import LOOSE, FullState
 from fsdp_optim.state.kinds import Evidence
-from fsdp_optim.state.local import LOOSE, LocalOptim, LocalParam
+from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.packed import LocalId
-from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
 
 Summaries = Mapping[str, Summary]

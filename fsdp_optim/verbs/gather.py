@@ -15,7 +15,8 @@ from fsdp_optim.layout import Placement, Ranks
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import GatherOptions
-from fsdp_optim.state.full import FullDict, assemble
+from fsdp_optim.state.full import FullDict
+from fsdp_optim.state.gathered import assemble
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.memory import dtype_named, ordinary_tensors
 from fsdp_optim.options import GatherOptions
-from fsdp_optim.state.full import values_of
+from fsdp_optim.state.gathered import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree

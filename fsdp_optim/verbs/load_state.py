@@ -13,8 +13,9 @@ from fsdp_optim.adapters import fsdp1
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun
 from fsdp_optim.memory import is_plain, within
 from fsdp_optim.state.classes import innermost, is_of_torch
+from fsdp_optim.state.full import RESERVED_KEYS
 from fsdp_optim.state.kinds import is_known_moment
-from fsdp_optim.state.local import RESERVED_KEYS, OptimizerLike
+from fsdp_optim.state.local import OptimizerLike
 from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import INCOMPATIBLE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +14,20 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import KeyBy, check_one_of
+from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import check_fits
-from fsdp_optim.state.full import FullDict, kinds_of
-from fsdp_optim.state.local import LOOSE, RESERVED_KEYS, Optimizers, read_optimizer
+from fsdp_optim.state.full import FullDict, FullState, kinds_of, records_kinds, write
+from fsdp_optim.state.local import Optimizers, read_optimizer
+from fsdp_optim.state.names import Names
 from fsdp_optim.state.order import Listed, as_ids_count, count
-from fsdp_optim.state.reading import FullState, Names, normalize
 from fsdp_optim.state.shard import summarize
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, names_of_model
 from fsdp_optim.verbs.sharded_dict import is_sharded
 from fsdp_optim.view import ModelView
 
-_BY_PARAM = frozenset({"param_id_map", "local_ids", "fqns"})
-"""Keys of a full dict that are made anew, because they have a parameter's id or name on both sides or in their order."""
+_KEPT = frozenset({"num_padded", "uncollected_local_ids", "optimizer_class"})
+"""Keys of a full dict that have no parameter's id or name, nor their order."""
 
 
 def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
@@ -92,42 +94,25 @@ def _keyed(
     key_by: KeyBy,
     unknown_order: str,
 ) -> FullDict:
+    is_whole_of_ours = bool(state.local_ids) and not is_sharded(state)
+    ordered = replace(
+        state,
+        groups=tuple((hyper, fqns) for (hyper, _), fqns in zip(state.groups, groups, strict=True)),
+        unknown_order=unknown_order,
+        kinds=kinds_of(summarize(state, shapes)),
+    )
+    # another library's dict stays without what it does not record
+    made = write(ordered, key_by, as_ours=bool(state.local_ids), with_kinds=records_kinds(full) or is_whole_of_ours)
     saved = [fqn for fqns in groups for fqn in fqns]
     key = {fqn: fqn if key_by == "name" else index for index, fqn in enumerate(saved)}
-    loose = state.extra.get(LOOSE, {})
-    recorded = "kinds" in full or (
-        bool(state.local_ids) and not is_sharded(state)
-    )  # another library's stays what it is
-    kinds = {key[fqn]: summary for fqn, summary in summarize(state, shapes).items()}
-    ours = {
-        "local_ids": {key[fqn]: local_id for fqn, local_id in state.local_ids.items()},
-        "param_id_map": {key[fqn]: i if fqn in state.state else None for fqn, i in state.local_ids.items()},
-        **({"fqns": {key[fqn]: fqn for fqn in saved}} if key_by == "id" else {}),
-    }
-    return {
-        **{name: value for name, value in state.extra.items() if name != LOOSE},
-        "state": {**{key[fqn]: dict(state.state[fqn]) for fqn in saved if fqn in state.state}, **loose},
-        "param_groups": [
-            {
-                **hyper,
-                "params": [key[fqn] for fqn in fqns],
-                **({"param_names": list(fqns)} if key_by == "id" else {}),
-            }
-            for (hyper, _), fqns in zip(state.groups, groups, strict=True)
-        ],
-        **_other_reserved(full, state, key),
-        **({"unknown_order": unknown_order} if unknown_order and state.local_ids else {}),
-        **({"kinds": kinds_of(kinds, loose)} if recorded else {}),
-        **(ours if state.local_ids else {}),
-    }
+    return {**{name: its for name, its in made.items() if name not in _KEPT}, **_kept(full, state, key)}
 
 
-def _other_reserved(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> dict[str, Any]:
-    """The other reserved keys: under new keys where all that one has are keys of parameters, else as they are."""
-    made_anew = _BY_PARAM | {"state", "param_groups", "unknown_order", "kinds"}
+def _kept(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays as it is, under new keys where all that it has are keys of parameters."""
     found = {}
     for name in full:
-        if name in RESERVED_KEYS and name not in made_anew:
+        if name in _KEPT:
             value = full[name]
             if isinstance(value, Mapping) and value and all(one in state.fqn_of for one in value):
                 value = {key[state.fqn_of[one]]: its for one, its in value.items()}

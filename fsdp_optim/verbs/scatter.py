@@ -16,11 +16,12 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Slabs, own
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import Options, ScatterOptions
+from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import Fit
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, tell

@@ -12,10 +12,11 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Options
+from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_shapes
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.shard import Shard, summarize
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure

@@ -16,9 +16,10 @@ from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Options
+from fsdp_optim.state.dialects import normalize
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.parts import WHOLE_HERE, DictPart, Told, ValuePart, join
-from fsdp_optim.state.reading import FullState, normalize
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.shard import Shard, Summaries, summarize
 from fsdp_optim.transport.agree import agree, compare

@@ -13,10 +13,10 @@ from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import cut_of
 from fsdp_optim.options import Options
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
+from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import cuts_of
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.reading import FullState
 from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure

@@ -6,6 +6,7 @@ import json
 import tempfile
 import unittest
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,15 @@ class TestRefused(Folder):
 
         model = nn.Linear(2, 2)
         optim = trained(model, sgd)
-        said = save_verb._optim_said
+        describe = save_verb.describe
 
         def wrong(state: Any) -> Any:
-            made = said(state)
-            for value in made["params"]["weight"]["values"]:
-                value[2] = "state.bias.momentum_buffer"
-            return made
+            made = describe(state)
+            param = made.params["weight"]
+            values = tuple((name, how, "state.bias.momentum_buffer") for name, how, _ in param.values)
+            return replace(made, params={**made.params, "weight": replace(param, values=values)})
 
-        with mock.patch.object(save_verb, "_optim_said", wrong):
+        with mock.patch.object(save_verb, "describe", wrong):
             self.check_refused("could not be loaded.*state.bias.momentum_buffer has shape", model, optim)
 
 

@@ -1,0 +1,82 @@
+"""How ids and names of a full dict are read for a given model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fsdp_optim.state.order import Counted
+from fsdp_optim.view import ModelView
+
+
+@dataclass(frozen=True)
+class Names:
+    """How to read ids and names of a full dict for a given model and optimizer.
+
+    Attributes:
+        groups: the FQNs of each of the optimizer's groups, in the order in which ids count them.
+        aliases: other names of tied parameters.
+        units: the FQNs of each live parameter, which can be in one group only.
+        wrapper_parts: what wrappers put into names, which is no part of an FQN.
+        unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
+        model_order: all FQNs of the groups, in the unwrapped model's order.
+        unknown_order: why ids without names cannot count these parameters; empty where they can.
+        given: names that were given with `name_of`, by the names in a dict that was written without them.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, str]
+    unit_order: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] = ()
+    wrapper_parts: frozenset[str] = frozenset()
+    model_order: tuple[str, ...] = ()
+    unknown_order: str = ""
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        counted: Sequence[Counted],
+        view: ModelView,
+        units: tuple[tuple[str, ...], ...],
+        model_order: tuple[str, ...],
+    ) -> Names:
+        return cls(
+            groups=tuple(group.fqns for group in counted),
+            aliases=view.aliases,
+            unit_order=view.unit_order,
+            units=units,
+            wrapper_parts=view.wrapper_parts,
+            model_order=model_order,
+            unknown_order=next((group.unknown for group in counted if group.unknown), ""),
+        )
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        return frozenset(fqn for group in self.groups for fqn in group)
+
+    def canonical(self, fqn: str) -> str:
+        """The model's own name for a name in a full dict: without a wrapper's parts, where it is known so."""
+        clean = ".".join(part for part in fqn.split(".") if part not in self.wrapper_parts)
+        if clean in self.given:
+            return self.aliases.get(self.given[clean], self.given[clean])
+        if fqn in self.known:
+            return fqn
+        for name in (fqn, clean, clean.removeprefix("module.")):
+            if name in self.known or name in self.aliases:
+                return self.aliases.get(name, name)
+        alike = self._without_module.get(_without_module(clean), ())
+        return self.aliases.get(alike[0], alike[0]) if len(alike) == 1 else fqn
+
+    @cached_property
+    def _without_module(self) -> dict[str, list[str]]:
+        """The names by what is left of them without `module`, which DistributedDataParallel inside another wrapper leaves."""
+        found: dict[str, list[str]] = {}
+        for name in sorted({*self.known, *self.aliases}):
+            found.setdefault(_without_module(name), []).append(name)
+        return found
+
+
+def _without_module(fqn: str) -> str:
+    return ".".join(part for part in fqn.split(".") if part != "module")

@@ -1,0 +1,116 @@
+"""The optimizer's description in a checkpoint: what is written is read again, and what nobody writes is refused."""
+
+from __future__ import annotations
+
+import json
+import unittest
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.wrapping import check_same
+from parameterized import parameterized
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.description import (
+    GroupDescription,
+    OptimDescription,
+    ParamDescription,
+    decoded,
+    encoded,
+    read,
+    written,
+)
+
+WORDS = st.text(max_size=3).filter(lambda text: not any(0xD800 <= ord(letter) < 0xE000 for letter in text))
+PLAIN = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.just(2**100),
+        st.floats(allow_nan=False),
+        WORDS,
+        st.binary(max_size=3),
+        st.lists(st.integers(0, 255), max_size=3).map(lambda numbers: torch.tensor(numbers, dtype=torch.uint8)),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(WORDS, st.tuples(st.integers(), WORDS)), inner, max_size=2),
+    ),
+    max_leaves=4,
+)
+NAMES = st.one_of(WORDS, st.integers(), st.tuples(st.integers(), WORDS))
+PARAMS = st.builds(
+    ParamDescription,
+    shape=st.lists(st.integers(0, 2**40), max_size=3).map(tuple),
+    values=st.lists(
+        st.tuples(NAMES, st.sampled_from(["tensor", "placed 2 0:1", "scalar", "opaque"]), PLAIN), max_size=3
+    ).map(tuple),
+    has_state=st.booleans(),
+)
+GROUPS = st.builds(
+    GroupDescription,
+    hyperparameters=st.lists(st.tuples(WORDS, PLAIN), max_size=3).map(tuple),
+    params=st.lists(WORDS, max_size=3).map(tuple),
+)
+DESCRIPTIONS = st.builds(
+    OptimDescription,
+    groups=st.lists(GROUPS, max_size=2).map(tuple),
+    extra=st.dictionaries(WORDS, PLAIN, max_size=2),
+    params=st.dictionaries(WORDS, PARAMS, max_size=3),
+    optimizer_class=st.one_of(st.none(), WORDS, st.lists(WORDS, max_size=2)),
+)
+
+
+class DescriptionTest(unittest.TestCase):
+    @settings(deadline=None, max_examples=100)
+    @given(DESCRIPTIONS)
+    def test_what_is_written_is_read(self, description: OptimDescription) -> None:
+        """By way of JSON text, and of the tensors beside it."""
+        values, tensors = encoded("here", description, allow_pickle=False, records={})
+        found = decoded("there", json.loads(json.dumps(values)), tensors, allow_pickle=False, records={})
+        check_same("read", written(found), written(description))
+        self.assertEqual(type(found), OptimDescription)
+
+    @parameterized.expand(
+        (
+            ("no groups", {"groups": None}, "groups"),
+            ("no list of groups", {"groups": {}}, "groups"),
+            ("a shape", {"params": {"w": {"shape": [2.0], "values": [], "has_state": True}}}, "shape"),
+            ("a flag", {"params": {"w": {"shape": [2], "values": [], "has_state": 1}}}, "has_state"),
+            (
+                "two of three",
+                {"params": {"w": {"shape": [2], "values": [["a", "scalar"]], "has_state": True}}},
+                "values",
+            ),
+            (
+                "a list as a name",
+                {"params": {"w": {"shape": [], "values": [[[], "scalar", 1]], "has_state": True}}},
+                "",
+            ),
+            ("no pair", {"groups": [{"hyperparameters": [["lr"]], "params": []}]}, "hyperparameters"),
+            ("a number for a name", {"groups": [{"hyperparameters": [[1, 2]], "params": []}]}, "hyperparameters"),
+            ("a number for a parameter", {"groups": [{"hyperparameters": [], "params": [1]}]}, "params"),
+            ("a class", {"optimizer_class": [1]}, "optimizer_class"),
+            ("other keys", {"extra": []}, "extra"),
+        )
+    )
+    def test_other_types_are_refused_by_name(self, _: str, values: dict[str, Any], word: str) -> None:
+        plain = {"optimizer_class": "SGD", "groups": [], "extra": {}, "params": {}}
+        read("here", plain)
+        with self.assertRaisesRegex(CheckpointError, f"^here: is not written as it should be.*{word}"):
+            read("here", plain | values)
+
+    def test_nothing_may_be_left_out(self) -> None:
+        plain: dict[str, Any] = {"groups": [], "extra": {}, "params": {}}
+        self.assertEqual(read("here", plain), OptimDescription((), {}, {}))
+        for key in plain:
+            with self.assertRaisesRegex(CheckpointError, key):
+                read("here", {name: value for name, value in plain.items() if name != key})
+
+
+if __name__ == "__main__":
+    unittest.main()
