@@ -17,10 +17,9 @@ from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flatten, window
 from fsdp_optim.plan import Copy, copies_into, copies_of, part_from, part_into, replica_of
-from fsdp_optim.transport.base import Item
-from fsdp_optim.transport.collective import exchange
+from fsdp_optim.transport.agree import exchange
+from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 
 STORAGE = -1
 """In a plan, storage is modelled as ranks with negative numbers; this is the highest of them."""
@@ -230,7 +229,7 @@ def _move_window(
             if not target.is_stored:
                 planned.check_filled(route, rank)
             numel = one.of(route.staged.numel_on(rank))
-            flat = empty((numel,), route.value.dtype, _CPU) if numel else None
+            flat = callers.world.transport.empty((numel,), route.value.dtype, _CPU) if numel else None
             parts.append(Part(route.value, route.staged, flat, one.start, is_own=True))
             if route.is_staged_at_source:
                 mine = [part for copy in planned.copies for part in part_from(copy, one.start, one.stop)]

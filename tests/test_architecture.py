@@ -201,6 +201,18 @@ class TestArrows(unittest.TestCase):
                     if room_of(module) != "transport":
                         assert node.attr not in collectives, f"{module}, line {node.lineno}: dist.{node.attr}"
 
+    def test_who_is_who_is_asked_in_transport_only(self) -> None:
+        """`World` says which rank this is, so that ranks need not be processes. Adapters read the groups of wrappers."""
+        wrong = []
+        for module, file in MODULES.items():
+            if room_of(module) in ("transport", "adapters", "testing"):
+                continue
+            for node in nodes(tree_of(file)):
+                is_asked = isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed")
+                if is_asked and node.attr != "ProcessGroup" and module != f"{PACKAGE}.options":  # which names a group
+                    wrong.append(f"{module}, line {node.lineno}: dist.{node.attr}")
+        assert not wrong, wrong
+
 
 # Private names of the wrappers, and public ones that only their own adapter has to know.
 PRIVATE: dict[str, set[str]] = {
@@ -223,7 +235,7 @@ def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
 
 # torch has no public name for these.
 PRIVATE_OF_TORCH = {
-    "fsdp_optim.transport.rank_group": {"_get_process_group_store"},
+    "fsdp_optim.transport.rendezvous": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.module_values": {"_version"},

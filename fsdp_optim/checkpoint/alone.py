@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-import torch.distributed as dist
-
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.base import RankGroup
 
 log = logging.getLogger("fsdp_optim")
 
@@ -16,15 +14,15 @@ def warn_if_alone(callers: RankGroup, path: str, *, was_told: bool) -> None:
     """Warn of a save by one rank where several processes were launched. `was_told`: the caller gave its process group."""
     if len(callers.ranks) > 1 or was_told:
         return
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
+    if callers.world.is_initialized:
+        if callers.world.size > 1:
             log.warning(
                 "%s: rank %d saves it alone, as its model lives on no other of the %d ranks. Where others hold the rest of it or "
                 "a copy, give process_group= with all of them; else give each rank a path of its own, and process_group= of that "
                 "rank",
                 path,
                 callers.rank,
-                dist.get_world_size(),
+                callers.world.size,
             )
         return
     launched = os.environ.get("WORLD_SIZE", "1")

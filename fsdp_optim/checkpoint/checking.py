@@ -23,8 +23,8 @@ from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.same import same
 from fsdp_optim.state.shard import opaque_values
 from fsdp_optim.state.values import Scalar
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, read_local
 

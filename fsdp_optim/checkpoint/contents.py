@@ -21,8 +21,8 @@ from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import ELEMENTS, elements_of
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque

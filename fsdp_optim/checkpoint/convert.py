@@ -22,7 +22,7 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.move import move
 from fsdp_optim.options import Options, SaveOptions
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.world import alone
 
 _MADE_ANEW = ("created_ns", "token", "files", "format", "version", "brief")  # what the new marker says for itself
 
@@ -40,7 +40,7 @@ def convert(
     Holds no more than a bucket of its tensors at a time. Raises CheckpointError where the checkpoint is damaged, and leaves
     nothing at `target` then.
     """
-    here = RankGroup.of("convert", (0,), 0)
+    here = alone("convert")
     SaveOptions(Options(), max_file_size=max_file_size).validate()
     with Checkpoint.open(store_at(source), verify=True) as checkpoint:
         step = checkpoint.marker.brief.step

@@ -18,9 +18,9 @@ from fsdp_optim.memory import own
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.same import same
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.view import ModuleValues
 
 FILE = "extra/model.safetensors"

@@ -7,7 +7,7 @@ import os
 from fsdp_optim.checkpoint.stores import Place, store_at, store_told
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import tell
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.base import RankGroup
 
 
 def common_store(callers: RankGroup, place: Place) -> Store:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.checkpoint.checking import check_bitwise
@@ -27,8 +26,9 @@ from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
 from fsdp_optim.verbs.load_state import load as load_shard
@@ -112,12 +112,10 @@ def _restore(
 
 def _position(options: LoadOptions) -> int:
     """Which rank's `per_rank_extra` this process gets: its place in the process group that was given, or in the job."""
-    group = options.call.process_group
-    if not dist.is_initialized():
-        return 0
-    position = dist.get_rank(group)
+    world = world_here()
+    position = world.group_rank(options.call.process_group)
     if position < 0:
-        raise WrapperError(f"rank {dist.get_rank()} is not in process_group=: it gets no per_rank_extra through it")
+        raise WrapperError(f"rank {world.rank} is not in process_group=: it gets no per_rank_extra through it")
     return position
 
 

@@ -39,9 +39,9 @@ from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion, Staging, Store
 from fsdp_optim.storage.base import Writer as StoreWriter
 from fsdp_optim.transport.agree import Told, agree, tell
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.ends import LiveEnd
 

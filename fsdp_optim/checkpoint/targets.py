@@ -28,7 +28,7 @@ from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.wanted import Wanted, decide
 

@@ -1,26 +1,28 @@
 """All ranks agree, or all ranks raise the same error. No rank hangs: one that does not come is named.
 
-The ranks meet in the rendezvous store that every job has (`meeting.py`). What ranks have to tell each other is in the store
-before they meet, so that reading it waits for nobody.
+The ranks meet by the `Control` of their world (`base.py`). What ranks tell each other is there when a meeting ends, so that
+reading it waits for nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_optim import errors
 from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError
-from fsdp_optim.transport.meeting import Meeting, Reason, Statement
-from fsdp_optim.transport.rank_group import RankGroup
-from fsdp_optim.transport.turns import Turn, refusal, turns
+from fsdp_optim.memory import Budget
+from fsdp_optim.transport.base import Item, RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.turns import Turn, refusal
+from fsdp_optim.transport.verdict import Reason, Statement
 
 
-def agree(callers: RankGroup, step: str, error: Exception | None = None, *, fatal: bool = False) -> None:
+def agree(group: RankGroup, step: str, error: Exception | None = None, *, fatal: bool = False) -> None:
     """Meet the other ranks at one step of a call, or tell them `error`. All ranks go on, or all raise.
 
-    Called by all ranks of `callers`, the same number of times on each.
+    Called by all ranks of `group`, the same number of times on each.
 
     Args:
         step: what this rank has done. Ranks that are at different steps, or in different calls, all raise RankError.
@@ -31,12 +33,12 @@ def agree(callers: RankGroup, step: str, error: Exception | None = None, *, fata
         library's and all failed ranks agree on it, else RankError. The message names the ranks and their reasons.
         RankTimeoutError: a rank did not come within the timeout; the message names it.
     """
-    tell(callers, step, b"", error=error, fatal=fatal)
+    tell(group, step, b"", error=error, fatal=fatal)
 
 
-def compare(callers: RankGroup, step: str, said: bytes, error: Exception | None = None) -> bool:
+def compare(group: RankGroup, step: str, said: bytes, error: Exception | None = None) -> bool:
     """As `agree`; returns whether all ranks said the same, the same answer on all of them."""
-    return tell(callers, step, b"", said, error).alike
+    return tell(group, step, b"", said, error).alike
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Told:
 
 
 def tell(
-    callers: RankGroup,
+    group: RankGroup,
     step: str,
     content: bytes,
     said: bytes = b"",
@@ -64,68 +66,76 @@ def tell(
     fatal: bool = False,
 ) -> Told:
     """As `agree`, and every rank can read the `content` of every other afterwards. It need not be alike, nor need `said`."""
-    error = error or callers.turn.spoilt
-    if len(callers.ranks) == 1:
+    error = error or group.turn.spoilt
+    if len(group.ranks) == 1:
         if error is not None:
             raise error
         return Told(True, lambda rank: content)
-    statement = Statement(f"{callers.turn.call}: {step}", said, content, error, fatal)
-    while True:
-        meeting = Meeting.enter(callers)
-        verdict = meeting.conclude(statement)
-        if callers.rank not in verdict.missing:
-            break
-        if not meeting.catch_up(verdict):
-            raise _told(RankTimeoutError(f"rank {callers.rank} came too late: {verdict.text}"))
+    verdict = group.world.control.meet(group, Statement(f"{group.turn.call}: {step}", said, content, error, fatal))
+    if group.rank in verdict.missing:
+        raise _told(RankTimeoutError(f"rank {group.rank} came too late: {verdict.text}"))
     if verdict.missing:
-        raise _told((RankError if verdict.kind == "RankError" else RankTimeoutError)(verdict.text))
+        raise _told(RankError(verdict.text) if verdict.is_deadlock else RankTimeoutError(verdict.text))
     if verdict.reasons:
-        common = _the_error(verdict.reasons, len(callers.ranks))
+        common = _the_error(verdict.reasons, len(group.ranks))
         raise _told(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
-    num_parts = dict(verdict.told)
-    return Told(verdict.alike, lambda rank: meeting.content(rank, num_parts.get(rank, 0)))
+    return Told(verdict.alike, verdict.content_of)
+
+
+def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> None:
+    """Move every item. Called by all ranks of `group`; the ranks must agree afterwards whether all went well.
+
+    Everything that needs memory is done first, and the ranks agree that all of them are ready: an error in `failure`, or one
+    met here, is raised on all ranks before data moves. From then on nothing that one rank alone can see is raised: it is
+    put into `failure`, and this rank goes on sending and receiving, so that its peers finish.
+
+    Holds at most `budget`, which is the same on all ranks, beyond the items' own tensors.
+    """
+    send = group.world.transport.prepare(group, items, failure, budget)
+    agree(group, "ready to move", failure.error)
+    send(failure)
 
 
 @contextmanager
-def all_hear(callers: RankGroup) -> Iterator[None]:
+def all_hear(group: RankGroup) -> Iterator[None]:
     """An exception on this rank, between two meetings, is told in the next one; the others come to it anyway."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, FsdpOptimError) or not error.told:
-            agree(callers, "failed", error)
+            agree(group, "failed", error)
         raise
 
 
 @contextmanager
-def in_turn(callers: RankGroup) -> Iterator[None]:
+def in_turn(group: RankGroup) -> Iterator[None]:
     """A call in flight. Raises RankError at once where another one is, whose messages would mix with those of this one.
 
     The ranks of that other call hear of it too: some of them may take part in the one call, some in the other.
     """
-    turn = callers.turn
-    if len(callers.ranks) == 1:
+    turn = group.turn
+    if len(group.ranks) == 1:
         yield
         return
-    other = turns.enter(turn)
+    other = group.world.turns.enter(turn)
     if other is not None:
-        error = _told(refusal(turn, other, callers.rank))
-        _end(other, callers, error)
+        error = _told(refusal(turn, other, group.rank))
+        _end(other, group, error)
         raise error
     try:
         yield
     finally:
-        turns.leave(turn)
+        group.world.turns.leave(turn)
 
 
-def _end(other: Turn, callers: RankGroup, error: FsdpOptimError) -> None:
+def _end(other: Turn, group: RankGroup, error: FsdpOptimError) -> None:
     """Tell the ranks of a call in flight that it is over: in its next meeting, or now, where its next is nobody knows when."""
     other.spoilt = other.spoilt or RankError(str(error))
     if not other.running.acquire(blocking=False):
         return
     try:
         if other.over is None:
-            theirs = RankGroup(other.ranks, callers.rank, other.group, callers.timeout, turn=other)
+            theirs = replace(group, ranks=other.ranks, process_group=other.process_group, turn=other)
             with suppress(FsdpOptimError):
                 agree(theirs, "ended", other.spoilt, fatal=True)
             other.over = _told(RankError(str(error)))

@@ -10,17 +10,16 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.memory import Budget, copy_all
-from fsdp_optim.transport.agree import agree
-from fsdp_optim.transport.base import Item
+from fsdp_optim.memory import Budget, copy_all, empty
+from fsdp_optim.transport.base import Item, RankGroup, Send
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.messages import Message, Round, Streams, rounds_of
-from fsdp_optim.transport.rank_group import RankGroup
 
 _PEERS_AT_ONCE = 16
 _ROUNDS_IN_FLIGHT = 2
@@ -29,39 +28,42 @@ _WIDEST = 16  # bytes of one element of the widest dtype: no message is smaller
 log = logging.getLogger("fsdp_optim")
 
 
-def exchange(callers: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> None:
-    """Move every item. Called by all ranks of `callers`; the ranks must agree afterwards whether all went well.
+class CollectiveTransport:
+    """The `Transport` of torch.distributed's ranks."""
 
-    Everything that needs memory is done first, and the ranks agree that all of them are ready: an error in `failure`, or one
-    met here, is raised on all ranks before data moves. From then on nothing that one rank alone can see is raised: it is
-    put into `failure`, and this rank goes on sending and receiving, so that its peers finish.
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As `Transport.empty`: any memory will do."""
+        return empty(shape, dtype, device)
 
-    Holds at most `budget`, which is the same on all ranks, beyond the items' own tensors.
-    """
-    width = min(max(len(callers.ranks) - 1, 1), _PEERS_AT_ONCE)
-    message = budget.share(2 * _ROUNDS_IN_FLIGHT * width, "a buffer to and from each peer, in each round in flight")
-    streams = Streams(callers.rank, max(message.nbytes // _WIDEST * _WIDEST, _WIDEST))
-    rounds: list[list[_Posting]] = []
-    with failure:
-        for item in items:
-            streams.add(item, failure)
-        if failure.error is None:
-            streams.copy_here()
-        if len(callers.ranks) > 1:
-            rounds = _postings(rounds_of(callers.ranks, callers.rank, streams, width), callers)
-    agree(callers, "ready to move", failure.error)
-    # From here on the peers wait for every message, so this function calls nothing that could fail without a guard.
+    def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
+        """As `Transport.prepare`: plan all messages, and make their buffers."""
+        width = min(max(len(group.ranks) - 1, 1), _PEERS_AT_ONCE)
+        message = budget.share(2 * _ROUNDS_IN_FLIGHT * width, "a buffer to and from each peer, in each round in flight")
+        streams = Streams(group.rank, max(message.nbytes // _WIDEST * _WIDEST, _WIDEST))
+        rounds: list[list[_Posting]] = []
+        with failure:
+            for item in items:
+                streams.add(item, failure)
+            if failure.error is None:
+                streams.copy_here()
+            if len(group.ranks) > 1:
+                rounds = _postings(rounds_of(group.ranks, group.rank, streams, width), group)
+        return partial(_post, group, rounds)
+
+
+def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failure) -> None:
+    """Send and receive, a few rounds at a time. The peers wait for every message: nothing here can fail without a guard."""
     lost: set[int] = set()
     in_flight: list[tuple[Sequence[dist.Work], Sequence[_Posting]]] = []
     for this in (*rounds, *([()] * _ROUNDS_IN_FLIGHT)):
         if len(in_flight) == _ROUNDS_IN_FLIGHT:
             for work, posting in zip(*in_flight.pop(0), strict=True):
                 try:
-                    work.wait(timedelta(seconds=callers.timeout))
+                    work.wait(timedelta(seconds=group.timeout))
                 except Exception as error:
                     lost.add(posting.peer)
                     with failure:
-                        failure.note(_connection_lost(callers, {posting.peer}, error), fatal=True)
+                        failure.note(_connection_lost(group, {posting.peer}, error), fatal=True)
                 else:
                     with failure:
                         _unpack(posting, failure)
@@ -75,7 +77,7 @@ def exchange(callers: RankGroup, items: Iterable[Item], failure: Failure, budget
             except Exception as error:
                 lost.update(one.peer for one in postings)
                 with failure:
-                    failure.note(_connection_lost(callers, {one.peer for one in postings}, error), fatal=True)
+                    failure.note(_connection_lost(group, {one.peer for one in postings}, error), fatal=True)
         if len(works) == 1:  # NCCL gives one handle for the whole batch
             works = [works[0]] * len(postings)
         in_flight.append((works, postings if works else ()))
@@ -92,9 +94,9 @@ class _Posting:
     received: bool
 
 
-def _postings(rounds: list[Round], callers: RankGroup) -> list[list[_Posting]]:
+def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
     """All that a rank needs to post its rounds. Rounds that are not under way together share buffers."""
-    wire = callers.wire
+    wire = wire_of(group)
     sizes = [[m.nbytes for _, m in (*one.receive, *one.send) if m.find(wire) is None] for one in rounds]
     longest = max((nbytes for its in sizes for nbytes in its), default=0)
     num = max(map(len, sizes), default=0)
@@ -112,10 +114,18 @@ def _postings(rounds: list[Round], callers: RankGroup) -> list[list[_Posting]]:
                 tensor = buffer if buffer is not None else message.lies
                 if tensor is None:
                     raise RuntimeError("unreachable: a message lies in a local tensor or in a buffer")
-                operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, peer, callers.group)
+                operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, peer, group.process_group)
                 postings.append(_Posting(operation, peer, message, buffer, received))
         made.append(postings)
     return made
+
+
+def wire_of(group: RankGroup) -> torch.device:
+    """The device whose memory the group's messages come from: the CPU wherever the backend takes it."""
+    backends = str(dist.get_backend_config(group.process_group))
+    if "cpu:" in backends or "cuda:" not in backends:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _pack(postings: Sequence[_Posting]) -> None:
@@ -130,11 +140,11 @@ def _unpack(one: _Posting, failure: Failure) -> None:
         copy_all(_inside(one.message, one.buffer))
 
 
-def _connection_lost(callers: RankGroup, peers: set[int], error: Exception) -> RankError:
+def _connection_lost(group: RankGroup, peers: set[int], error: Exception) -> RankError:
     names = ", ".join(f"rank {peer}" for peer in sorted(peers))
-    log.error("rank %d lost the connection to %s: %s", callers.rank, names, error)
+    log.error("rank %d lost the connection to %s: %s", group.rank, names, error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return RankError(f"lost the connection to {names}, or it did not answer within {callers.timeout:g} s: {reason}")
+    return RankError(f"lost the connection to {names}, or it did not answer within {group.timeout:g} s: {reason}")
 
 
 def _inside(message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

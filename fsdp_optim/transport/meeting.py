@@ -13,18 +13,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.rendezvous import rendezvous_store
+from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, at_another_step, deadlock, reason_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 log = logging.getLogger("fsdp_optim")
-
-Reason = tuple[int, str, str]
-"""(rank, class of its error, message)"""
 
 _MAX_REASONS = 64  # of as many failed ranks the reasons are told
 _PART_NBYTES = 4 << 20  # of what ranks tell each other, in one value of the store
@@ -40,12 +39,12 @@ _DIFFERS, _HAS_MORE = 1 << 20, 1 << 40
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How a meeting ended: all said the same or not, or ranks failed, or ranks were waited for in vain.
+class Record:
+    """A verdict as it is in the store.
 
     Attributes:
+        alike, reasons, missing, text, is_deadlock: as in `Verdict`.
         whole: all ranks had come when it was given.
-        missing: ranks that did not come; `kind` is then the class of the error, and `text` its message.
         told: (rank, number of parts of what it told).
         num_errors: errors that are in the store.
     """
@@ -54,36 +53,23 @@ class Verdict:
     whole: bool = False
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
-    kind: str = "RankTimeoutError"
     text: str = ""
+    is_deadlock: bool = False
     told: tuple[tuple[int, int], ...] = ()
     num_errors: int = 0
 
     def encoded(self) -> str:
         """For the store."""
-        parts = (self.reasons, self.missing, self.kind, self.text, self.told, self.num_errors)
+        parts = (self.reasons, self.missing, self.text, self.is_deadlock, self.told, self.num_errors)
         return json.dumps([self.alike, self.whole, *parts])
 
     @classmethod
-    def decoded(cls, encoded: bytes) -> Verdict:
+    def decoded(cls, encoded: bytes) -> Record:
         """The inverse of `encoded`."""
-        alike, whole, reasons, missing, kind, text, told, num_errors = json.loads(encoded)
+        alike, whole, reasons, missing, text, is_deadlock, told, num_errors = json.loads(encoded)
         named = tuple((rank, name, message) for rank, name, message in reasons)
         parts = tuple((rank, num) for rank, num in told)
-        return cls(alike, whole, named, tuple(missing), kind, text, parts, num_errors)
-
-
-class Statement(NamedTuple):
-    """What a rank comes with: where it is in which call, which has to be the same on all ranks; what it says; its error.
-
-    `fatal`: the error broke the connection to another rank, which may never come: tell the others now.
-    """
-
-    step: str
-    said: bytes = b""
-    content: bytes = b""
-    error: Exception | None = None
-    fatal: bool = False
+        return cls(alike, whole, named, tuple(missing), text, is_deadlock, parts, num_errors)
 
 
 @dataclass(frozen=True)
@@ -93,18 +79,18 @@ class Meeting:
     One rank decides for all, so that all read the same verdict: the last to come, or the first whose patience ends.
     """
 
-    callers: RankGroup
+    group: RankGroup
     store: Store
     prefix: str
     number: int
 
     @classmethod
-    def enter(cls, callers: RankGroup) -> Meeting:
+    def enter(cls, group: RankGroup) -> Meeting:
         """The next meeting of this rank with the others."""
-        store = callers.store()
-        who = hashlib.blake2b(repr(callers.ranks).encode(), digest_size=8).hexdigest()
+        store = rendezvous_store()
+        who = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         prefix = f"fsdp_optim/{who}"
-        return cls(callers, store, prefix, store.add(_came(prefix, callers.rank), 1))
+        return cls(group, store, prefix, store.add(_came(prefix, group.rank), 1))
 
     def key(self, name: str) -> str:
         """Every key of the meeting begins with its number."""
@@ -114,13 +100,13 @@ class Meeting:
         """What a rank told: it is in the store before the verdict is."""
         return b"".join(bytes(self.store.get(self.key(f"told/{rank}/{part}"))) for part in range(num_parts))
 
-    def conclude(self, statement: Statement) -> Verdict:
+    def conclude(self, statement: Statement) -> Record:
         """Say it, wait for the others, and read how it ended."""
         number = self.store.add(self.key("here"), 1 + self._say(statement))
-        is_last = number % _DIFFERS == len(self.callers.ranks)
+        is_last = number % _DIFFERS == len(self.group.ranks)
         if (is_last or statement.fatal) and self.decides():
             has_more = number >= _HAS_MORE
-            verdict = Verdict(
+            verdict = Record(
                 alike=is_last and number % _HAS_MORE < _DIFFERS,
                 whole=is_last,
                 reasons=self._reasons() if has_more else (),
@@ -133,25 +119,22 @@ class Meeting:
             return verdict
         if not self._sees_verdict(_QUIET):
             _Wait(self, statement, watches=number % _DIFFERS <= _WATCHERS).until_verdict()
-        return Verdict.decoded(self.store.get(self.key("verdict")))
+        return Record.decoded(self.store.get(self.key("verdict")))
 
     def _say(self, statement: Statement) -> int:
         """Put everything that this rank says into the store; what it adds to the number of those that are here."""
         error, differs = statement.error, 0
         if error is None:
             digest = hashlib.blake2b(statement.said, digest_size=16).hexdigest()
-            mine = json.dumps([self.callers.rank, statement.step, digest])
+            mine = json.dumps([self.group.rank, statement.step, digest])
             rank, step, theirs = json.loads(self.store.compare_set(self.key("first"), "", mine))
             if step != statement.step:
-                error = RankError(
-                    f"at {statement.step!r}, where rank {rank} is at {step!r}: every rank has to make the same calls in the same "
-                    "order, one after the other"
-                )
+                error = RankError(at_another_step(statement.step, rank, step))
             differs = _DIFFERS if theirs != digest else 0
         if error is not None:
             index = self.store.add(self.key("errors"), 1)
             if index <= _MAX_REASONS:
-                reason = (self.callers.rank, type(error).__name__, str(error))
+                reason = (self.group.rank, type(error).__name__, str(error))
                 self.store.set(self.key(f"error/{index}"), json.dumps(reason))
             return _HAS_MORE
         if statement.content:
@@ -163,22 +146,22 @@ class Meeting:
         num_parts = -(-len(content) // _PART_NBYTES)
         for part in range(num_parts):
             piece = content[part * _PART_NBYTES : (part + 1) * _PART_NBYTES]
-            self.store.set(self.key(f"told/{self.callers.rank}/{part}"), piece)  # type: ignore[arg-type]  # takes bytes
+            self.store.set(self.key(f"told/{self.group.rank}/{part}"), piece)  # type: ignore[arg-type]  # takes bytes
         index = self.store.add(self.key("tellers"), 1)
-        self.store.set(self.key(f"teller/{index}"), json.dumps([self.callers.rank, num_parts]))
+        self.store.set(self.key(f"teller/{index}"), json.dumps([self.group.rank, num_parts]))
 
     def decides(self) -> bool:
         """Whether this rank decides how the meeting ended: the first that asks."""
         return bool(self.store.add(self.key("decided"), 1) == 1)
 
-    def write(self, verdict: Verdict) -> None:
+    def write(self, verdict: Record) -> None:
         """Let all who are here go."""
         self.store.set(self.key("verdict"), verdict.encoded())
 
     def _sees_verdict(self, seconds: float) -> bool:
         """Wait for the verdict, at most so long."""
         try:
-            self.store.wait([self.key("verdict")], timedelta(seconds=min(seconds, self.callers.timeout)))
+            self.store.wait([self.key("verdict")], timedelta(seconds=min(seconds, self.group.timeout)))
         except RuntimeError:
             return bool(self.store.check([self.key("verdict")]))  # raises where the store is gone
         return True
@@ -195,19 +178,19 @@ class Meeting:
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not come."""
-        came = {rank: self.store.add(_came(self.prefix, rank), 0) for rank in self.callers.ranks}
+        came = {rank: self.store.add(_came(self.prefix, rank), 0) for rank in self.group.ranks}
         return tuple(rank for rank, number in came.items() if number < self.number)
 
-    def catch_up(self, verdict: Verdict) -> bool:
+    def catch_up(self, verdict: Record) -> bool:
         """Go to the meeting that the others are in now, where they are in a later one than this; else stay.
 
         A rank that skipped a call would else be one meeting behind for the rest of the job.
         """
-        others = (rank for rank in self.callers.ranks if rank not in verdict.missing)
-        newest = self.store.add(_came(self.prefix, next(others, self.callers.rank)), 0)
+        others = (rank for rank in self.group.ranks if rank not in verdict.missing)
+        newest = self.store.add(_came(self.prefix, next(others, self.group.rank)), 0)
         if newest <= self.number:
             return False
-        self.pass_by(self.callers.rank, newest - 1)
+        self.pass_by(self.group.rank, newest - 1)
         return True
 
     def pass_by(self, rank: int, number: int) -> None:
@@ -223,13 +206,13 @@ class Meeting:
         """
         previous = replace(self, number=self.number - 1)
         while self.store.check([previous.key("verdict")]):
-            verdict = Verdict.decoded(self.store.get(previous.key("verdict")))
+            verdict = Record.decoded(self.store.get(previous.key("verdict")))
             previous._forget(verdict)
             if verdict.whole:
                 return
             previous = replace(previous, number=previous.number - 1)
 
-    def _forget(self, verdict: Verdict) -> None:
+    def _forget(self, verdict: Record) -> None:
         """Take away all keys of this meeting."""
         told, num_errors = verdict.told, verdict.num_errors
         if not verdict.whole:  # ranks that came later may have said more
@@ -261,9 +244,9 @@ class _Wait:
 
     def until_verdict(self) -> None:
         """Return when there is a verdict; give one when the patience ends."""
-        timeout, begun = self.meeting.callers.timeout, time.monotonic() - min(_QUIET, self.meeting.callers.timeout)
+        timeout, begun = self.meeting.group.timeout, time.monotonic() - min(_QUIET, self.meeting.group.timeout)
         warned, look_at = False, 0.0
-        self.store.set(self._place(self.meeting.callers.rank), self._where())
+        self.store.set(self._place(self.meeting.group.rank), self._where())
         try:
             while not self.store.check([self.meeting.key("verdict")]):
                 waited = time.monotonic() - begun
@@ -279,7 +262,7 @@ class _Wait:
                     log.warning("%s; waiting until %g s have passed", absent, timeout)
                 time.sleep(max(min(_ASK_EVERY, timeout - waited), 0.0))
         finally:
-            self.store.delete_key(self._place(self.meeting.callers.rank))
+            self.store.delete_key(self._place(self.meeting.group.rank))
 
     @property
     def store(self) -> Store:
@@ -291,38 +274,24 @@ class _Wait:
 
     def _where(self) -> str:
         """Where this rank waits, for the others to read."""
-        callers = self.meeting.callers
-        place = (self.meeting.prefix, self.meeting.number, callers.ranks)
-        return json.dumps([*place, self.statement.step, self._reason(), callers.is_alone])
-
-    def _reason(self) -> str:
-        error = self.statement.error
-        return f"{type(error).__name__}: {error}" if error is not None else ""
+        group = self.meeting.group
+        place = (self.meeting.prefix, self.meeting.number, group.ranks)
+        return json.dumps([*place, self.statement.step, reason_of(self.statement.error), group.is_alone])
 
     def _look(self) -> None:
         """Look for a rank that waits for this one somewhere else; then neither can go on, and both raise."""
-        me = self.meeting.callers.rank
-        for rank in self.meeting.missing()[:_WATCHERS] if self.meeting.callers.is_alone else ():
+        me = self.meeting.group.rank
+        for rank in self.meeting.missing()[:_WATCHERS] if self.meeting.group.is_alone else ():
             if not self.store.check([self._place(rank)]):
                 continue
             prefix, number, ranks, step, reason, is_alone = json.loads(self.store.get(self._place(rank)))
             if prefix == self.meeting.prefix or me not in ranks or not is_alone:
                 continue
             other = replace(
-                self.meeting,
-                callers=replace(self.meeting.callers, ranks=tuple(ranks), rank=rank),
-                prefix=prefix,
-                number=number,
+                self.meeting, group=replace(self.meeting.group, ranks=tuple(ranks)), prefix=prefix, number=number
             )
-            mine = (me, self.meeting.callers.ranks, self.statement.step, self._reason())
-            text = "; ".join(
-                f"rank {one} is at {at!r} with the ranks {list(its)}" + (f" ({why})" if why else "")
-                for one, its, at, why in sorted((mine, (rank, ranks, step, reason)))
-            )
-            self._part(
-                other,
-                f"{text}: they wait for each other; every rank has to make the same call, with the same process_group=",
-            )
+            mine = Waiting(me, self.meeting.group.ranks, self.statement.step, reason_of(self.statement.error))
+            self._part(other, deadlock(mine, Waiting(rank, tuple(ranks), step, reason)))
             return
 
     def _part(self, other: Meeting, text: str) -> None:
@@ -332,25 +301,18 @@ class _Wait:
         absent = {one: one.missing() for one in (other, self.meeting)}
         decided = {other: self.meeting, **({self.meeting: other} if self.meeting.decides() else {})}
         for one, elsewhere in decided.items():
-            for rank in set(absent[one]) & (set(elsewhere.callers.ranks) - set(absent[elsewhere])):
+            for rank in set(absent[one]) & (set(elsewhere.group.ranks) - set(absent[elsewhere])):
                 one.pass_by(rank, one.number)  # it hears of it where it waits
         for one in decided:
-            one.write(Verdict(missing=absent[one] or (-1,), kind="RankError", text=text))
+            one.write(Record(missing=absent[one] or (-1,), text=text, is_deadlock=True))
 
     def _give_up(self) -> None:
         if self.meeting.decides():
             absent = self.meeting.missing()
-            text = self._absence(absent, self.meeting.callers.timeout)
-            self.meeting.write(Verdict(missing=absent or (-1,), text=text))
+            text = self._absence(absent, self.meeting.group.timeout)
+            self.meeting.write(Record(missing=absent or (-1,), text=text))
         else:  # another rank is about to write what it has decided
-            self.store.wait([self.meeting.key("verdict")], timedelta(seconds=max(self.meeting.callers.timeout, _QUIET)))
+            self.store.wait([self.meeting.key("verdict")], timedelta(seconds=max(self.meeting.group.timeout, _QUIET)))
 
     def _absence(self, missing: tuple[int, ...], seconds: float) -> str:
-        """Who did not come, in the same words while they are waited for and when they are given up."""
-        callers = self.meeting.callers
-        names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
-        return (
-            f"{self.statement.step}: {names} did not arrive within {seconds:g} s; {len(callers.ranks) - len(missing)} of the "
-            f"ranks {list(callers.ranks)} did. Every one of these ranks has to make this call: look there for an error or a "
-            "branch that skips it, or give a longer timeout="
-        )
+        return absence(self.statement.step, self.meeting.group.ranks, missing, seconds)

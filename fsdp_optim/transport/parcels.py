@@ -12,11 +12,10 @@ import torch
 from fsdp_optim import memory
 from fsdp_optim.layout import Whole
 from fsdp_optim.plan import copies_of
-from fsdp_optim.transport.base import Item
-from fsdp_optim.transport.collective import exchange
+from fsdp_optim.transport.agree import exchange
+from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.packing import Packed, pack, unpack
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 
 _ALIGNED = 16  # bytes of one element of the widest dtype
@@ -43,39 +42,41 @@ class _Window:
 
 
 def send(
-    callers: RankGroup, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
+    group: RankGroup, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
 ) -> dict[int, Any]:
     """The values of the parcels that this rank is a target of, by their index. Called by all ranks, with the same parcels.
 
     `value_of(index)`: the value, asked for on its source only. An error in `failure`, or one met here, is raised on all ranks
-    before data moves. Holds at most `callers.budget` beyond the values, and the pickle of what is no tensor in them.
+    before data moves. Holds at most `group.budget` beyond the values, and the pickle of what is no tensor in them.
     """
     packed: dict[int, Packed] = {}
     with failure:
         for index, parcel in enumerate(parcels):
-            if parcel.source == callers.rank and any(rank != callers.rank for rank in parcel.targets):
+            if parcel.source == group.rank and any(rank != group.rank for rank in parcel.targets):
                 value = value_of(index)
                 if value is not NOTHING:
                     packed[index] = pack(value)
     content = json.dumps({index: one.nbytes for index, one in packed.items()}).encode()
     sizes: dict[int, list[int]] = {}
-    for told in exchange_reports(callers, content, failure.error):
+    for told in exchange_reports(group, content, failure.error):
         sizes.update((int(index), nbytes) for index, nbytes in json.loads(told).items())
     arrived: dict[int, list[torch.Tensor]] = {}
     with failure:
         for index in sorted(sizes):
-            if callers.rank in parcels[index].targets and callers.rank != parcels[index].source:
-                arrived[index] = [memory.empty((n,), torch.uint8, torch.device("cpu")) for n in sizes[index]]
-    half = callers.budget.share(2, "windows of parcels, and the messages that carry them")
+            if group.rank in parcels[index].targets and group.rank != parcels[index].source:
+                arrived[index] = [
+                    group.world.transport.empty((n,), torch.uint8, torch.device("cpu")) for n in sizes[index]
+                ]
+    half = group.budget.share(2, "windows of parcels, and the messages that carry them")
     for windows in _batches(sizes, half.nbytes):
         items = []
         for window in windows:
             parcel = parcels[window.parcel]
             targets = tuple(rank for rank in parcel.targets if rank != parcel.source)
             shape = (window.stop - window.start,)
-            copies = copies_of(Whole(shape, (parcel.source,)), Whole(shape, targets), rank=callers.rank)
+            copies = copies_of(Whole(shape, (parcel.source,)), Whole(shape, targets), rank=group.rank)
             items.append(Item(copies, torch.uint8, *_ends(window, packed, arrived, failure)))
-        exchange(callers, items, failure, half)
+        exchange(group, items, failure, half)
     if failure.error is not None:
         return {}
     return {index: unpack(parts) for index, parts in arrived.items()}

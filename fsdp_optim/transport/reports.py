@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 
 _LENGTH = 8  # bytes of a report's length
 
 
-def exchange_reports(callers: RankGroup, content: bytes, error: Exception | None = None) -> list[bytes]:
-    """The reports of all ranks, in the order of `callers.ranks`, on all of them; or the `error` of any, on all of them.
+def exchange_reports(group: RankGroup, content: bytes, error: Exception | None = None) -> list[bytes]:
+    """The reports of all ranks, in the order of `group.ranks`, on all of them; or the `error` of any, on all of them.
 
     The lowest rank joins them, so that what is read grows with the number of ranks, not with its square.
     """
-    told = tell(callers, "report", content, error=error)
+    told = tell(group, "report", content, error=error)
     joined, failure = b"", Failure()
-    if callers.rank == callers.ranks[0]:
+    if group.rank == group.ranks[0]:
         with failure:
-            joined = _join([told.by(rank) for rank in callers.ranks])
-    return _split(tell(callers, "all reports", joined, error=failure.error).by(callers.ranks[0]))
+            joined = _join([told.by(rank) for rank in group.ranks])
+    return _split(tell(group, "all reports", joined, error=failure.error).by(group.ranks[0]))
 
 
 def _join(reports: list[bytes]) -> bytes:

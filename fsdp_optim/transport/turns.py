@@ -7,9 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
-
-import torch.distributed as dist
+from typing import Any
 
 from fsdp_optim.errors import RankError
 
@@ -27,7 +25,7 @@ class Turn:
 
     call: str
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
+    process_group: Any = None
     spoilt: Exception | None = None
     over: Exception | None = None
     is_suspended: bool = False
@@ -38,7 +36,7 @@ class Turn:
 
     def meets(self, other: Turn) -> bool:
         """Whether two calls share a meeting place, or messages between two ranks."""
-        same_wire = _wire(self.group) is _wire(other.group)
+        same_wire = self.process_group is other.process_group
         return self.ranks == other.ranks or (same_wire and len(set(self.ranks) & set(other.ranks)) > 1)
 
     @contextmanager
@@ -55,22 +53,17 @@ class Turn:
             raise self.over
 
 
-def _wire(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    return group if group is not None else dist.group.WORLD
-
-
 class Turns:
-    """The calls in flight on this process, by world: those of one that was destroyed go with it."""
+    """The calls in flight on one rank of a world.
+
+    Whatever model or thread a call is for, it shares the rank's control and transport with the others. It cannot belong to a
+    model or a group alone: two models meet in one store, and two groups of the same ranks meet there too.
+    """
 
     def __init__(self) -> None:
         # Collecting garbage can close an iterator, and so end a call, while this thread is in here.
         self._lock = threading.RLock()
-        self._in_flight: WeakKeyDictionary[dist.ProcessGroup, tuple[Turn, ...]] = WeakKeyDictionary()
-
-    def of(self, world: dist.ProcessGroup | None) -> tuple[Turn, ...]:
-        """The calls in flight, oldest first."""
-        with self._lock:
-            return self._in_flight.get(world, ()) if world is not None else ()
+        self.in_flight: tuple[Turn, ...] = ()  # oldest first
 
     def enter(self, turn: Turn) -> Turn | None:
         """Begin a call, or give the one that is in its way."""
@@ -81,27 +74,17 @@ class Turns:
         return other
 
     def _enter(self, turn: Turn) -> Turn | None:
-        world = dist.group.WORLD
-        if world is None:
-            return None
         with self._lock:
-            others = self.of(world)
-            for other in others:
+            for other in self.in_flight:
                 if turn.meets(other):
                     return other
-            self._in_flight[world] = (*others, turn)
+            self.in_flight = (*self.in_flight, turn)
         return None
 
     def leave(self, turn: Turn) -> None:
         """The call is over."""
         with self._lock:
-            for world, others in list(self._in_flight.items()):
-                self._in_flight[world] = tuple(other for other in others if other is not turn)
-
-
-turns = Turns()
-"""Of this process: whatever model or thread a call is for, it shares the process's store and process groups with the others.
-It cannot belong to a model or a group alone: two models meet in one store, and two groups of the same ranks meet there too."""
+            self.in_flight = tuple(other for other in self.in_flight if other is not turn)
 
 
 def refusal(turn: Turn, other: Turn, rank: int) -> RankError:

@@ -11,11 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import StateError, WrapperError, counted_noun
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import Asked, OnReplicaMismatch, Options
 from fsdp_optim.state.fitting import LiveOptimizer
@@ -27,9 +26,10 @@ from fsdp_optim.state.replicas import STATE, print_of_state
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
+from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
+from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.view import ModelView, ModuleValues, check_materialized
 
@@ -159,42 +159,26 @@ def calling(
 def _read_callers(
     call: str, models: Sequence[nn.Module], options: Options, *, all_of_plain: bool
 ) -> tuple[list[ModelReader], RankGroup]:
+    world = world_here()
     try:
         for model in models:
             check_model(model)
         readers = [ModelReader(model) for model in models]
-        me = dist.get_rank() if dist.is_initialized() else 0
         if options.process_group is not None:
-            ranks: Iterable[int] = _ranks_of(options.process_group, me)
-        elif all_of_plain and dist.is_initialized() and not any(reader.is_wrapped for reader in readers):
-            ranks = _job_ranks()
+            ranks: Iterable[int] = world.ranks_of(options.process_group)
+        elif all_of_plain and not any(reader.is_wrapped for reader in readers):
+            ranks = range(world.size)
         else:
             ranks = {rank for reader in readers for rank in reader.ranks}
-        return readers, callers_of(options, call, tuple(ranks))
+        return readers, _group(world, options, call, tuple(ranks))
     except Exception as error:
-        if dist.is_initialized():  # which ranks would have to hear it is not known: most models live on all of them
-            agree(callers_of(replace(options, process_group=None), call, _job_ranks()), "failed", error)
+        if world.is_initialized:  # which ranks would have to hear it is not known: most models live on all of them
+            agree(_group(world, replace(options, process_group=None), call, range(world.size)), "failed", error)
         raise
 
 
-def callers_of(options: Options, call: str, ranks: Sequence[int]) -> RankGroup:
-    """This rank and the others that make the call `call`."""
-    me = dist.get_rank() if dist.is_initialized() else 0
-    return RankGroup.of(call, ranks, me, options.process_group, options.seconds, options.bucket_nbytes)
-
-
-def _ranks_of(group: object, me: int) -> Sequence[int]:
-    if not isinstance(group, dist.ProcessGroup):
-        name = "GroupMember.NON_GROUP_MEMBER" if isinstance(group, int) else repr(group)
-        raise WrapperError(
-            f"process_group has to be a process group that rank {me} is in, or None, not {name} (new_group() gives "
-            "GroupMember.NON_GROUP_MEMBER to ranks that are not in the new group: these do not make the call)"
-        )
-    return dist.get_process_group_ranks(group)
-
-
-def _job_ranks() -> Sequence[int]:
-    return range(dist.get_world_size())
+def _group(world: World, options: Options, call: str, ranks: Sequence[int]) -> RankGroup:
+    return world.group(call, ranks, options.process_group, options.seconds, options.bucket_nbytes)
 
 
 def meet(

@@ -9,9 +9,9 @@ import torch
 
 from fsdp_optim.errors import RankError
 from fsdp_optim.layout import Placement, Ranks, Shape, Whole
-from fsdp_optim.memory import empty
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.packed import LocalId
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local
 
 _CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ class LiveEnd(End):
 class WholeEnd(End):
     """Every value whole, in new memory on the CPU of some ranks. `made`: this rank's tensors, by FQN and name."""
 
-    rank: int
+    group: RankGroup
     ranks_of: Callable[[StateValue], Ranks]
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     _places: dict[tuple[Shape, Ranks], Whole] = field(default_factory=dict)
@@ -61,9 +61,10 @@ class WholeEnd(End):
         return place
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
-        if self.rank not in self.ranks_of(value):
+        if self.group.rank not in self.ranks_of(value):
             return None
-        whole = self.made[value.fqn, value.name] = empty(value.placement.shape, value.dtype, _CPU)
+        whole = self.group.world.transport.empty(value.placement.shape, value.dtype, _CPU)
+        self.made[value.fqn, value.name] = whole
         return whole.view(-1)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
@@ -20,8 +19,8 @@ from fsdp_optim.state.gathered import assemble
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
@@ -55,7 +54,7 @@ def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: G
             reader, optim, options.call, callers.ranks
         )  # says more where the model is part of a wrapped one
         if recipient_rank is not None and recipient_rank not in callers.ranks:
-            if alone and _is_rank(recipient_rank):
+            if alone and 0 <= recipient_rank < callers.world.size:
                 raise RankError(
                     f"recipient_rank is {recipient_rank}, and nothing in this model tells that rank {recipient_rank} shares "
                     f"it, so the state of rank {callers.rank} would be dropped: give process_group=, the ranks that share the "
@@ -82,10 +81,6 @@ def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
         reason = picture.as_seen_by(rank).unknown_order
         if reason:
             raise StateError(f"{reason}, and ids would name other parameters' state: give key_by='name'")
-
-
-def _is_rank(rank: int | None) -> bool:
-    return rank is not None and dist.is_initialized() and 0 <= rank < dist.get_world_size()
 
 
 def gather(model: nn.Module, optim: Optimizers, options: GatherOptions) -> FullDict | None:
@@ -147,7 +142,7 @@ def _move(
     ranks_of: Callable[[StateValue], Ranks],
     failure: Failure,
 ) -> dict[tuple[str, str], Any]:
-    callers, whole = gathering.callers, WholeEnd(gathering.callers.rank, ranks_of)
+    callers, whole = gathering.callers, WholeEnd(gathering.callers, ranks_of)
     move(values, LiveEnd(gathering.local), whole, callers, callers.budget, failure)
     return {**whole.made, **gather_opaque(callers, gathering.local, opaque, failure)}
 

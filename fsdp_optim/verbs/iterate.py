@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.errors import RankError, StateError
@@ -19,8 +18,9 @@ from fsdp_optim.state.gathered import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import Local, calling
 from fsdp_optim.verbs.gather import Gathering, begin, move_state
 
@@ -29,7 +29,7 @@ FullParam = tuple[str, dict[str, Any] | None]
 
 def iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
     """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_here().size == 1:
         options.validate()  # at once: nobody else has to hear of it when the iterator is begun
     return _each_ordinary(_iterate(model, optim, options))
 

@@ -16,8 +16,8 @@ from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
 from fsdp_optim.transport.agree import Told, compare, tell
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, warn_of_mismatch
 

@@ -25,9 +25,9 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, tell
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, ShardEnd
 from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected

@@ -20,7 +20,7 @@ from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.shard import Shard, summarize
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, names_of_model, read_local
 from fsdp_optim.verbs.ends import DictEnd
@@ -56,7 +56,7 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
         if fqn in state.state
         for name, dtype in summary.dtypes.items()
     ]
-    here = RankGroup.of("get_shard_from_optim_state_dict", (rank,), rank)
+    here = world_here().group("get_shard_from_optim_state_dict", (rank,))
     source = DictEnd(lambda value: Whole(value.placement.shape, (rank,)), lambda fqn, name: state.state[fqn][name])
     target, failure = allocate_shard(wanted, values, rank), Failure()
     move(values, source, target, here, here.budget, failure)

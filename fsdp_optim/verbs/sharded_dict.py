@@ -23,8 +23,8 @@ from fsdp_optim.state.parts import WHOLE_HERE, DictPart, Told, ValuePart, join
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.shard import Shard, Summaries, summarize
 from fsdp_optim.transport.agree import agree, compare
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, WholeEnd
@@ -144,7 +144,7 @@ def _odd_values(callers: RankGroup, state: _State, summaries: Summaries, source:
         for fqn, name, part in odd
         if part.placement is not None
     ]
-    whole, failure = WholeEnd(callers.rank, lambda value: callers.ranks), Failure()
+    whole, failure = WholeEnd(callers, lambda value: callers.ranks), Failure()
     if values:
         move(values, source, whole, callers, callers.budget, failure)
         agree(callers, "odd values", failure.error, fatal=failure.fatal)

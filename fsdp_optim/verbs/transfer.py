@@ -19,8 +19,8 @@ from fsdp_optim.state.opaque import cuts_of
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.values import Odd, Summary
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_odd

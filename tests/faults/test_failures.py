@@ -323,7 +323,21 @@ LIBRARY = str(Path(fsdp_optim.__file__).parent) + os.sep
 # What tells the others of a failure cannot itself fail.
 NOT_BROKEN = (
     "errors.py",
-    *(f"transport/{name}.py" for name in ("agree", "meeting", "turns", "reports", "rank_group", "failure")),
+    *(
+        f"transport/{name}.py"
+        for name in (
+            "agree",
+            "meeting",
+            "turns",
+            "reports",
+            "base",
+            "failure",
+            "verdict",
+            "world",
+            "store_control",
+            "rendezvous",
+        )
+    ),
 )
 # What catches the failure of a step, or of a call, cannot itself fail either, nor what enters torch's modes around a call.
 GUARDS = ("calling", "ordinary_tensors", "_each_ordinary")

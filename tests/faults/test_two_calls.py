@@ -245,9 +245,9 @@ class AnswersTest(unittest.TestCase):
 
 
 def at_different_steps() -> list[tuple[str, str]]:
-    from fsdp_optim.transport.rank_group import RankGroup
+    from fsdp_optim.transport.world import world_here
 
-    callers = RankGroup.of("a call", range(WORLD), dist.get_rank(), timeout=60.0)
+    callers = world_here().group("a call", range(WORLD), timeout=60.0)
     steps = ("one", "other") if dist.get_rank() else ("other", "one")
     found = [error_text(lambda: agreeing.agree(callers, step)) for step in steps]  # noqa: B023
     agreeing.agree(callers, "the same")

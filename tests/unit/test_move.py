@@ -18,9 +18,9 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Part, StateValue, move
 from fsdp_optim.plan import copies_of
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.rank_group import RankGroup
+from fsdp_optim.transport.world import alone
 
-HERE = RankGroup.of("a test", (0,), 0)
+HERE = alone("a test")
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "empty": (0, 3),

@@ -1,0 +1,56 @@
+"""Ranks agree through the rendezvous store of their job: any set of them, with nothing pending when one does not come."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.meeting import Meeting
+from fsdp_optim.transport.rendezvous import rendezvous_store
+from fsdp_optim.transport.verdict import Statement, Verdict
+
+_CLAIMS = "fsdp_optim/claims"
+
+
+class StoreControl:
+    """The `Control` of torch.distributed's ranks."""
+
+    def meet(self, group: RankGroup, statement: Statement) -> Verdict:
+        """As `Control.meet`."""
+        while True:
+            meeting = Meeting.enter(group)
+            record = meeting.conclude(statement)
+            if group.rank not in record.missing or not meeting.catch_up(record):
+                break
+        num_parts = dict(record.told)
+        return Verdict(
+            record.alike,
+            record.reasons,
+            record.missing,
+            record.text,
+            record.is_deadlock,
+            lambda rank: meeting.content(rank, num_parts.get(rank, 0)),
+        )
+
+    def claim(self, who: str, place: str) -> str:
+        """As `Control.claim`. Two keys for each `who`, however many places it has had."""
+        store = rendezvous_store()
+        holder = bytes(store.compare_set(place_key(place), "", who)).decode()
+        if holder == who:
+            mine = f"{_CLAIMS}/by/{who}"
+            previous = bytes(store.get(mine)).decode() if store.check([mine]) else place
+            if previous != place:
+                store.delete_key(place_key(previous))
+            store.set(mine, place)
+        return holder
+
+    def release(self, who: str, place: str) -> None:
+        """As `Control.release`."""
+        store = rendezvous_store()
+        store.delete_key(place_key(place))
+        store.delete_key(f"{_CLAIMS}/by/{who}")
+
+
+def place_key(place: str) -> str:
+    """Under which key a claimed place is in the store."""
+    return f"{_CLAIMS}/at/{hashlib.blake2b(place.encode(errors='surrogateescape'), digest_size=16).hexdigest()}"

@@ -1,0 +1,76 @@
+"""Which world this rank is in: that of torch.distributed, one that a program has entered, or a process by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.transport.base import RankGroup, World
+from fsdp_optim.transport.collective import CollectiveTransport
+from fsdp_optim.transport.store_control import StoreControl
+from fsdp_optim.transport.turns import Turns
+
+_entered: ContextVar[World | None] = ContextVar("entered", default=None)
+_turns: WeakKeyDictionary[dist.ProcessGroup, Turns] = WeakKeyDictionary()
+"""By the default group of a torch.distributed world: the calls in flight of one that was destroyed go with it."""
+
+
+def world_here() -> World:
+    """The world that this thread has entered; else that of torch.distributed, which may have one rank."""
+    return _entered.get() or TorchWorld()
+
+
+@contextlib.contextmanager
+def entered(world: World) -> Iterator[None]:
+    """Calls that are made inside, by this thread, are calls of a rank of `world`."""
+    token = _entered.set(world)
+    try:
+        yield
+    finally:
+        _entered.reset(token)
+
+
+class TorchWorld(World):
+    """The ranks of torch.distributed, or one rank where it is not initialized."""
+
+    def __init__(self) -> None:
+        self.is_initialized = dist.is_initialized()
+        self.rank = dist.get_rank() if self.is_initialized else 0
+        self.size = dist.get_world_size() if self.is_initialized else 1
+        self.process_group = dist.group.WORLD if self.is_initialized else None
+        self.turns = _turns.setdefault(self.process_group, Turns()) if self.process_group is not None else Turns()
+        self.control = StoreControl()
+        self.transport = CollectiveTransport()
+
+    def ranks_of(self, process_group: Any) -> tuple[int, ...]:
+        """As `World.ranks_of`."""
+        if not isinstance(process_group, dist.ProcessGroup):
+            name = "GroupMember.NON_GROUP_MEMBER" if isinstance(process_group, int) else repr(process_group)
+            raise WrapperError(
+                f"process_group has to be a process group that rank {self.rank} is in, or None, not {name} (new_group() gives "
+                "GroupMember.NON_GROUP_MEMBER to ranks that are not in the new group: these do not make the call)"
+            )
+        return tuple(dist.get_process_group_ranks(process_group))
+
+    def group_rank(self, process_group: Any) -> int:
+        """As `World.group_rank`."""
+        return dist.get_rank(process_group) if self.is_initialized else 0
+
+
+class _ByItself(TorchWorld):
+    """One rank, 0, whatever world its process is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.size = 0, 1
+
+
+def alone(call: str) -> RankGroup:
+    """This process by itself, for what is no matter of other ranks."""
+    return _ByItself().group(call, (0,))
