@@ -9,7 +9,7 @@ reads and writes windows of bounded size. Where both ends are cut alike, no mess
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -110,11 +110,11 @@ def move(
         LayoutError: no rank of the source has some of a value's elements.
         StateError: a plan does not fill all of a rank's memory, which comes uninitialised.
     """
-    routes = [_Route(value, *_cuts(value, source, target)) for value in values]
     plans = _Plans(callers)
     if not source.is_stored and not target.is_stored:
-        exchange(callers, _items(routes, source, target, plans, callers.rank, failure), failure, budget)
+        exchange(callers, _items(values, source, target, plans, failure), failure, budget)
         return
+    routes = [_Route(value, *_cuts(value, source, target)) for value in values]
     as_it_is = [route for route in routes if route.is_direct]
     with failure:
         if failure.error is not None:
@@ -164,19 +164,19 @@ def _cuts(value: StateValue, source: End, target: End) -> tuple[Placement, Place
     return cut, cut, True
 
 
-def _items(
-    routes: Sequence[_Route], source: End, target: End, plans: _Plans, rank: int, failure: Failure
-) -> Iterator[Item]:
+def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
     """What to send and to receive, where both ends are memory."""
-    for route in routes:
-        planned = plans.of(route)
-        planned.check_filled(route, rank)
+    for value in values:
+        planned = plans.of(value, source.placement(value), target.placement(value))
+        planned.check_filled(value)
         taken = given = None
         with failure:
-            given = target.memory(route.value) if route.target.shard_of(rank) is not None else None
-            taken = source.memory(route.value) if planned.sends else None
-            taken = flatten(taken) if taken is not None else None
-        yield Item(planned.copies, route.value.dtype, taken, given)
+            if planned.receives:
+                given = target.memory(value)
+            if planned.sends:
+                taken = source.memory(value)
+                taken = flatten(taken) if taken is not None else None
+        yield Item(planned.copies, value.dtype, taken, given)
 
 
 def _parts(routes: Sequence[_Route], source: End, rank: int, budget: Budget) -> Iterator[list[Part]]:
@@ -225,9 +225,9 @@ def _move_window(
     rank, parts, items = callers.rank, list[Part](), list[Item]()
     with failure:
         for route in batch:
-            planned = plans.of(route)
+            planned = plans.of(route.value, route.source, route.target)
             if not target.is_stored:
-                planned.check_filled(route, rank)
+                planned.check_filled(route.value)
             numel = one.of(route.staged.numel_on(rank))
             flat = callers.world.transport.empty((numel,), route.value.dtype, _CPU) if numel else None
             parts.append(Part(route.value, route.staged, flat, one.start, is_own=True))
@@ -252,57 +252,68 @@ def _move_window(
 
 @dataclass(frozen=True)
 class _Planned:
-    """This rank's copies of every value that is cut so."""
+    """This rank's copies of every value that is cut so, and which part it has on each side.
 
+    `receives`: it has a part of the target, an empty one too. `num_wanted`: the elements of that part, without padding.
+    """
+
+    rank: int
     copies: tuple[Copy, ...]
     sends: bool
+    receives: bool
     num_filled: int
+    num_wanted: int
 
-    def check_filled(self, route: _Route, rank: int) -> None:
+    def check_filled(self, value: StateValue) -> None:
         """Memory comes uninitialised: every element of it that is not padding has to be planned."""
-        wanted = route.target.numel_on(rank)
-        if self.num_filled != wanted:
+        if self.num_filled != self.num_wanted:
             raise StateError(
-                f"{route.value.fqn}: {route.value.name}: rank {rank} needs {counted_noun(wanted, 'element')}, "
+                f"{value.fqn}: {value.name}: rank {self.rank} needs {counted_noun(self.num_wanted, 'element')}, "
                 f"{self.num_filled} were planned"
             )
 
 
-@dataclass(frozen=True)
 class _Plans:
     """The plans of one call. Values that are cut alike, as those of equal layers are, share one."""
 
-    callers: RankGroup
-    _made: dict[tuple[Placement, Placement, int], _Planned] = field(default_factory=dict)
-    _last: list[tuple[_Route, _Planned]] = field(default_factory=list)
+    def __init__(self, callers: RankGroup) -> None:
+        self._callers = callers
+        self._made: dict[tuple[Placement, Placement, int], _Planned] = {}
+        self._last: tuple[Placement, Placement, _Planned] | None = None
 
-    def of(self, route: _Route) -> _Planned:
-        if self._last:  # the values of one parameter share its placement and come one after the other
-            last, same = self._last[0]
-            if last.source is route.source and last.target is route.target and route.source.num_replicas == 1:
-                return same
-        replica = route.value.replica_among(route.source)
-        key = (route.source, route.target, replica)
+    def of(self, value: StateValue, source: Placement, target: Placement) -> _Planned:
+        """The plan of a value that is cut as `source` and is to be cut as `target`."""
+        last = self._last  # the values of one parameter share its placement and come one after the other
+        if last is not None and last[0] is source and last[1] is target:
+            return last[2]
+        replica = value.replica_among(source)
+        key = (source, target, replica)
         planned = self._made.get(key)
         if planned is None:
-            planned = self._made[key] = self._plan(route, replica)
-        self._last[:] = [(route, planned)]
+            planned = self._made[key] = self._plan(value, source, target, replica)
+        self._last = (source, target, planned) if source.num_replicas == 1 else None
         return planned
 
-    def _plan(self, route: _Route, replica: int) -> _Planned:
-        rank = self.callers.rank
-        gap = route.source.gap()
+    def _plan(self, value: StateValue, source: Placement, target: Placement, replica: int) -> _Planned:
+        rank = self._callers.rank
+        gap = source.gap()
         if gap is not None:
             raise LayoutError(
-                f"{route.value.fqn}: elements [{gap[0]}, {gap[1]}) of {route.value.name} are held by no rank "
-                f"(of {len(route.source.ranks)} that have others)"
+                f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
+                f"(of {len(source.ranks)} that have others)"
             )
-        if len(self.callers.ranks) == 1:  # what other ranks would get of it is no matter of this call
-            copies = copies_into(route.source, route.target, rank, replica)
+        if len(self._callers.ranks) == 1:  # what other ranks would get of it is no matter of this call
+            copies = copies_into(source, target, rank, replica)
         else:
-            copies = copies_of(route.source, route.target, rank=rank, replica=replica)
-        num_filled = sum(copy.numel for copy in copies if copy.target_rank == rank)
-        return _Planned(copies, any(copy.source_rank == rank for copy in copies), num_filled)
+            copies = copies_of(source, target, rank=rank, replica=replica)
+        return _Planned(
+            rank=rank,
+            copies=copies,
+            sends=any(copy.source_rank == rank for copy in copies),
+            receives=target.shard_of(rank) is not None,
+            num_filled=sum(copy.numel for copy in copies if copy.target_rank == rank),
+            num_wanted=target.numel_on(rank),
+        )
 
 
 # ------------------------------------------------------------------------------------------- batches and windows

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
+    from torch.distributed.fsdp._flat_param import FlatParamHandle, ParamInfo
 
 _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module"})
@@ -134,16 +135,15 @@ def _starts(handle: FlatParamHandle) -> tuple[list[int], int]:
 def _check(tree: ModuleTree, handle: FlatParamHandle) -> None:
     flat = handle.flat_param
     for info, contiguous, extension in zip(flat._param_infos, flat._contiguities, flat._param_extensions, strict=True):
+        if contiguous and extension is None:
+            continue
         fqn = tree.fqn(info.module, info.param_name)
         if not contiguous:
             raise WrapperError(
                 f"{fqn}: it was not contiguous when torch FSDP flattened it, so its elements lie in another order than "
                 "those of the parameter: call .contiguous() on it (or drop channels_last) before wrapping"
             )
-        if extension is not None:
-            raise WrapperError(
-                f"{fqn}: torch FSDP over tensor parallel is not supported: use fully_shard (FSDP2) for it"
-            )
+        raise WrapperError(f"{fqn}: torch FSDP over tensor parallel is not supported: use fully_shard (FSDP2) for it")
 
 
 def _is_summoned(handle: FlatParamHandle) -> bool:
@@ -209,8 +209,7 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
             placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
             local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
             skipped = placement.numel > 0 == local_shape[0]
-            fqn = tree.fqn(info.module, info.param_name)
-            kept: Callable[[], torch.Tensor] | None = _part_of_chunk(handle, placement, fqn)
+            kept: Callable[[], torch.Tensor] | None = partial(_part_of_chunk, tree, handle, placement, info)
         else:
             kept, skipped = None, False
             placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
@@ -229,13 +228,9 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
         )
 
 
-def _part_of_chunk(handle: FlatParamHandle, placement: FlatChunks, fqn: str) -> Callable[[], torch.Tensor]:
+def _part_of_chunk(tree: ModuleTree, handle: FlatParamHandle, placement: FlatChunks, info: ParamInfo) -> torch.Tensor:
     """Where an original lies in this rank's chunk; its own tensor has all of it while a unit is in use."""
+    if _is_summoned(handle):
+        raise summoned(tree.fqn(info.module, info.param_name), "torch FSDP")
     run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)
-
-    def kept() -> torch.Tensor:
-        if _is_summoned(handle):
-            raise summoned(fqn, "torch FSDP")
-        return _kept(handle)[run.offset : run.offset + run.stop - run.start]
-
-    return kept
+    return _kept(handle)[run.offset : run.offset + run.stop - run.start]

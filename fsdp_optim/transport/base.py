@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,8 +47,7 @@ class Control(Protocol):
         """Let others have a place."""
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One tensor to move: the copies of one state value of one parameter that this rank takes part in.
 
     Ranks list the items that they share in the same order. `source` and `target` are this rank's local tensors, 1-D;

@@ -5,7 +5,6 @@ Works over any process group and backend. What the messages are is planned in `m
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -150,11 +149,10 @@ def _connection_lost(group: RankGroup, peers: set[int], error: Exception) -> Ran
 def _inside(message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The blocks of a message that this rank has: (the local tensor's part, the same elements in the buffer)."""
     found = []
-    for dtype, blocks in itertools.groupby(message.blocks, key=lambda block: block.dtype):
-        run = list(blocks)  # they lie together: only another dtype begins where it can be viewed
-        start, stop = run[0].offset, run[-1].offset + run[-1].nbytes
-        parts = buffer[start:stop].view(dtype).split_with_sizes([block.numel for block in run])
-        for block, part in zip(run, parts, strict=True):
-            if block.view is not None:
-                found.append((block.view, part if block.view.dim() == 1 else part.view(block.view.shape)))
+    for span in message.spans:
+        nbytes = sum(span.numels) * span.dtype.itemsize
+        parts = buffer[span.offset : span.offset + nbytes].view(span.dtype).split_with_sizes(span.numels)
+        for view, part in zip(span.views, parts, strict=True):
+            if view is not None:
+                found.append((view, part if view.dim() == 1 else part.view(view.shape)))
     return found

@@ -6,8 +6,8 @@ blocks are packed. Nothing here sends anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,42 +21,43 @@ from fsdp_optim.transport.failure import Failure
 _ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
 
 
-class Block(NamedTuple):
-    """Part of a copy inside one message: a view of the local tensor, `offset` bytes into the message."""
+class Span(NamedTuple):
+    """Blocks of one dtype that lie together in a message, `offset` bytes into it; of each, a view of the local tensor or None."""
 
-    view: torch.Tensor | None
-    numel: int
     dtype: torch.dtype
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    views: list[torch.Tensor | None]
+    numels: list[int]
 
 
-@dataclass
 class Message:
-    """Blocks that travel together between two ranks."""
+    """Blocks that travel together. `lies`: the message in the local tensor, where it needs no buffer."""
 
-    blocks: list[Block] = field(default_factory=list)
-    nbytes: int = 0
-    lies: torch.Tensor | None = None  # the message in the local tensor, where it needs no buffer
+    __slots__ = ("lies", "nbytes", "spans")
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.nbytes = 0
+        self.lies: torch.Tensor | None = None
 
     def add(self, view: torch.Tensor | None, numel: int, dtype: torch.dtype) -> None:
-        size = dtype.itemsize
-        offset = -(-self.nbytes // size) * size
-        self.blocks.append(Block(view, numel, dtype, offset))
-        self.nbytes = offset + numel * size
+        if not self.spans or self.spans[-1].dtype is not dtype:
+            self.nbytes = self.start(dtype)
+            self.spans.append(Span(dtype, self.nbytes, [], []))
+        span = self.spans[-1]
+        span.views.append(view)
+        span.numels.append(numel)
+        self.nbytes += numel * dtype.itemsize
 
-    def end(self, numel: int, dtype: torch.dtype) -> int:
-        """How long the message would be with this block: each begins where its dtype can be viewed."""
-        return -(-self.nbytes // dtype.itemsize) * dtype.itemsize + numel * dtype.itemsize
+    def start(self, dtype: torch.dtype) -> int:
+        """Where the next block would begin: where its dtype can be viewed."""
+        return -(-self.nbytes // dtype.itemsize) * dtype.itemsize
 
     def in_place(self, wire: torch.device) -> torch.Tensor | None:
         """The message as it lies in the local tensor, where one contiguous block on the right device is all of it."""
-        if len(self.blocks) != 1 or self.blocks[0].view is None:
+        if len(self.spans) != 1 or len(self.spans[0].views) != 1 or self.spans[0].views[0] is None:
             return None
-        view = self.blocks[0].view
+        view = self.spans[0].views[0]
         return view.view(torch.uint8) if view.dim() == 1 and view.is_contiguous() and view.device == wire else None
 
     def find(self, wire: torch.device) -> torch.Tensor | None:
@@ -104,25 +105,51 @@ class Streams:
         self._here_nbytes = 0
         self._to: dict[int, _Stream] = {}
         self._from: dict[int, _Stream] = {}
+        self._ways_of: dict[int, tuple[Sequence[Copy], list[_Way]]] = {}
 
     def add(self, item: Item, failure: Failure) -> None:
-        for copy in item.copies:
-            if copy.source_rank == copy.target_rank:
+        """The copies of one item that this rank takes part in, as blocks of messages."""
+        for way in self._ways(item.copies):
+            if way.stream is None:
                 if item.source is not None and item.target is not None:
-                    source = _view(memory.source_block, copy, item.source, failure)
-                    target = _view(memory.target_block, copy, item.target, failure)
-                    if source is not None and target is not None and failure.error is None:
-                        self._here.append((target, source))
-                        self._here_nbytes += target.nbytes
-                        if self._here_nbytes >= _ALONE_FROM:  # what was made for an item is not kept for long
-                            with failure:
-                                self.copy_here()
-            elif copy.source_rank == self._rank:
-                view = _view(memory.source_block, copy, item.source, failure)
-                _stream(self._to, copy.target_rank, self._limit).add(copy, item.dtype, view)
-            elif copy.target_rank == self._rank:
-                view = _view(memory.target_block, copy, item.target, failure)
-                _stream(self._from, copy.source_rank, self._limit).add(copy, item.dtype, view)
+                    self._add_here(way.copy, item.source, item.target, failure)
+                continue
+            flat = item.source if way.is_sent else item.target
+            view = None
+            if flat is not None:
+                try:
+                    view = flat.narrow(0, way.offset, way.numel) if way.is_run else _block(way, flat)
+                except Exception as error:  # the message keeps its place, so that both ends stay in step
+                    failure.note(error)
+            way.stream.add(way, item.dtype, view)
+
+    def _ways(self, copies: Sequence[Copy]) -> list[_Way]:
+        """Values that are cut alike share their copies, so this is found out once for all of them."""
+        found = self._ways_of.get(id(copies))
+        if found is None:
+            ways = [self._way(copy) for copy in copies if self._rank in (copy.source_rank, copy.target_rank)]
+            found = self._ways_of[id(copies)] = (copies, ways)  # the copies stay alive, and their id stays theirs
+        return found[1]
+
+    def _way(self, copy: Copy) -> _Way:
+        if copy.source_rank == copy.target_rank:
+            return _Way(copy, None, is_sent=False, numel=copy.numel, is_run=copy.is_run, offset=0)
+        is_sent = copy.source_rank == self._rank
+        peer, streams = (copy.target_rank, self._to) if is_sent else (copy.source_rank, self._from)
+        stream = streams.get(peer)
+        if stream is None:
+            stream = streams[peer] = _Stream(self._limit)
+        offset = copy.source_offset if is_sent else copy.target_offset
+        return _Way(copy, stream, is_sent, copy.numel, copy.is_run, offset)
+
+    def _add_here(self, copy: Copy, source: torch.Tensor, target: torch.Tensor, failure: Failure) -> None:
+        with failure:
+            pair = memory.target_block(copy, target), memory.source_block(copy, source)
+            if failure.error is None:
+                self._here.append(pair)
+                self._here_nbytes += pair[0].nbytes
+                if self._here_nbytes >= _ALONE_FROM:  # what was made for an item is not kept for long
+                    self.copy_here()
 
     def copy_here(self) -> None:
         """Copy what this rank has itself, in calls of torch for many blocks each."""
@@ -138,15 +165,22 @@ class Streams:
         return stream.messages() if stream is not None else []
 
 
-def _view(
-    block: Callable[[Copy, torch.Tensor], torch.Tensor], copy: Copy, flat: torch.Tensor | None, failure: Failure
-) -> torch.Tensor | None:
-    """The part of a local tensor; None where there is none, or where it does not fit, so that messages stay in step."""
-    try:
-        return block(copy, flat) if flat is not None else None
-    except Exception as error:
-        failure.note(error)
-        return None
+class _Way(NamedTuple):
+    """One copy as this rank sees it: which stream it is a block of (None: it stays on this rank), and where the block lies.
+
+    `offset`: of a run, elements into the local tensor.
+    """
+
+    copy: Copy
+    stream: _Stream | None
+    is_sent: bool
+    numel: int
+    is_run: bool
+    offset: int
+
+
+def _block(way: _Way, flat: torch.Tensor) -> torch.Tensor:
+    return memory.source_block(way.copy, flat) if way.is_sent else memory.target_block(way.copy, flat)
 
 
 class _Stream:
@@ -157,32 +191,26 @@ class _Stream:
         self._alone: list[Message] = []
         self._packed: list[Message] = [Message()]
 
-    def add(self, copy: Copy, dtype: torch.dtype, view: torch.Tensor | None) -> None:
-        numel, message = copy.numel, self._packed[-1]
-        nbytes = numel * dtype.itemsize
-        if nbytes < self._alone_from and message.end(numel, dtype) <= self._limit:
-            message.add(view, numel, dtype)  # as most are
+    def add(self, way: _Way, dtype: torch.dtype, view: torch.Tensor | None) -> None:
+        """The block of one copy: in the message that is being packed, as most are, or in messages of its own."""
+        message, nbytes = self._packed[-1], way.numel * dtype.itemsize
+        if nbytes < self._alone_from and message.start(dtype) + nbytes <= self._limit:
+            message.add(view, way.numel, dtype)
             return
-        for part, numel in _cut(copy.sizes, view, max(self._limit // dtype.itemsize, 1)):
-            if copy.is_run and numel * dtype.itemsize >= self._alone_from:
+        for part, numel in _cut(way.copy.sizes, view, max(self._limit // dtype.itemsize, 1)):
+            nbytes = numel * dtype.itemsize
+            if way.is_run and nbytes >= self._alone_from:
                 message = Message()
                 self._alone.append(message)
             else:
                 message = self._packed[-1]
-                if message.blocks and message.end(numel, dtype) > self._limit:
+                if message.spans and message.start(dtype) + nbytes > self._limit:
                     message = Message()
                     self._packed.append(message)
             message.add(part, numel, dtype)
 
     def messages(self) -> list[Message]:
-        return [*(m for m in self._packed if m.blocks), *self._alone]
-
-
-def _stream(streams: dict[int, _Stream], peer: int, limit: int) -> _Stream:
-    found = streams.get(peer)
-    if found is None:
-        found = streams[peer] = _Stream(limit)
-    return found
+        return [*(m for m in self._packed if m.spans), *self._alone]
 
 
 def _cut(sizes: tuple[int, ...], view: torch.Tensor | None, limit: int) -> Iterator[tuple[torch.Tensor | None, int]]:
