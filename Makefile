@@ -24,7 +24,8 @@ $(INSTALLED): requirements-dev.txt setup.cfg pyproject.toml
 test: venv  ## run the test suite, but for what takes minutes
 	$(BIN)/python -m pytest
 
-test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths
+test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
+	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py
 	$(BIN)/python -m pytest -m slow
 
 check: venv  ## formatting, linting, types, and the examples in the docs

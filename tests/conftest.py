@@ -7,8 +7,11 @@ import os
 import pytest
 from hypothesis import settings
 
-# No deadline: the ranks of another test may have the cores. In CI the same examples are tried every time.
-settings.register_profile("fsdp_optim", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+# No deadline: the ranks of another test may have the cores. In CI the same examples are tried every time,
+# but where many times more are asked for.
+settings.register_profile(
+    "fsdp_optim", deadline=None, derandomize="CI" in os.environ and "EXAMPLES" not in os.environ, print_blob=True
+)
 settings.load_profile("fsdp_optim")
 
 

@@ -9,9 +9,10 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit import oracle
+from kit.examples import examples
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import (
@@ -32,8 +33,8 @@ from fsdp_optim.layout import (
     row_major_strides,
 )
 
-many = settings(max_examples=300, deadline=None, database=None)
-some = settings(max_examples=120, deadline=None, database=None)
+many = examples(100)
+some = examples(40)
 shapes = oracle.shapes
 flat_groups = shapes.flatmap(lambda shape: oracle.flat_groups({"w": shape, "x": (3,), "y": (0, 2)}))
 

@@ -9,16 +9,17 @@ from itertools import pairwise
 from typing import ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kit import oracle
+from kit.examples import examples
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
 from fsdp_optim.plan import Copy, copies_into, copies_of, part_from, part_into, plan, replica_of
 
-most = settings(max_examples=400, deadline=None, database=None)
-some = settings(max_examples=120, deadline=None, database=None)
+most = examples(120)
+some = examples(40)
 
 
 def arrays_of(source: Layout, target: Layout) -> tuple[oracle.Arrays, oracle.Arrays]:

@@ -1,0 +1,14 @@
+"""How many examples hypothesis tries: few each time, and many times more in `make test-long`, where EXAMPLES= is a factor."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+FACTOR = int(os.environ.get("EXAMPLES", "1"))
+
+
+def examples(number: int) -> settings:
+    """A decorator for a test that is given random values: so many of them, times EXAMPLES."""
+    return settings(max_examples=number * FACTOR, deadline=None, database=None)
