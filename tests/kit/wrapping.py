@@ -146,6 +146,8 @@ _FIRST = 64  # smaller values are what wrappers fill padding with
 class Numbers:
     """A number for every element of an unwrapped model, and gradients by these numbers."""
 
+    least = _FIRST
+
     def __init__(self, model: nn.Module) -> None:
         self.model = copy.deepcopy(model)  # as it was, for the oracle
         self.start: dict[str, int] = {}
