@@ -44,6 +44,8 @@ class Handle:
         kept: gives this rank's elements where the wrapper keeps them elsewhere than in `param` at times.
         skipped: True where the wrapper gives this rank no element and no gradient, so that an optimizer never has state for it.
         cast_by_wrapper: True where the wrapper casts it in the first forward pass, so that its dtype says little (buffers).
+        master: of a master (`Adapter.masters`), the name of the state value under which the optimizer's own state_dict() has
+            its elements, and from which load_state_dict() restores them.
     """
 
     param: torch.Tensor
@@ -57,6 +59,7 @@ class Handle:
     kept: Callable[[], torch.Tensor] | None = None
     skipped: bool = False
     cast_by_wrapper: bool = False
+    master: str | None = None
 
     def weights(self) -> torch.Tensor:
         """The parameter itself on this rank, in the form of its state values; shares its memory."""

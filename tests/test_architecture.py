@@ -180,7 +180,7 @@ class TestArrows(unittest.TestCase):
                 assert not outside, f"{file} imports {outside}"
 
     def test_one_adapter_does_not_know_another(self) -> None:
-        wrappers = {"fairscale", "fsdp1", "dtensor", "replicated"}
+        wrappers = {"fairscale", "fsdp1", "dtensor", "checkpointable", "replicated"}
         for wrapper in wrappers:
             file = ROOT / "adapters" / f"{wrapper}.py"
             if file.exists():

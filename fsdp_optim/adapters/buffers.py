@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_optim.adapters import dtensor, fairscale, fsdp1
+from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.layout import Ranks, Whole
 from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
@@ -22,18 +22,17 @@ class Buffers:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_buffers(tree: ModuleTree, view: ModelView, rename: Rename) -> Buffers:
+def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView, rename: Rename) -> Buffers:
     """The persistent buffers, whole on every rank that holds the parameters near them."""
     near = Near(tree, view)
-    cast = {id(buffer) for adapter in (fairscale, fsdp1) for buffer in adapter.cast_buffers(tree)}
+    cast = {id(buffer) for adapter in adapters for buffer in adapter.cast_buffers(tree)}
     handles = []
     aliases: dict[str, str] = {}
     for fqn, value, others in tree.buffers():
         ranks, loose = near.ranks(fqn), near.is_loose(fqn)
         name = rename(fqn, ranks)
-        if dtensor.is_dtensor(value):
-            handle = dtensor.handle_of(fqn, value, tree.root)
-        else:
+        handle = next((found for adapter in adapters if (found := adapter.buffer(tree, fqn, value)) is not None), None)
+        if handle is None:
             place = Original(tree.root, fqn, Whole(tuple(value.shape), ranks))
             handle = Handle(
                 value,

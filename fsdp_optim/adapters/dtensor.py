@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
 
+from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import MeshBoxes, Ranks, Shape, cut_named, cut_of, ranks_in_order, row_major_strides
@@ -28,28 +29,54 @@ _MODULE = "torch.distributed.tensor"
 _FULLY_SHARD_MODULE = "torch.distributed.fsdp"
 
 
-def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
-    """The global ranks of the mesh of every DTensor parameter."""
-    meshes = {param.device_mesh for param, _ in _params(tree)}
-    return (_ranks(mesh) for mesh in meshes)
+class DTensorAdapter(Adapter):
+    """Every DTensor parameter, whatever made it, and the modules of fully_shard."""
 
+    name = "DTensor"
 
-def handles(tree: ModuleTree) -> Iterator[Handle]:
-    """Every DTensor parameter of the model; nothing when DTensor is not loaded."""
-    alike: dict[tuple[DeviceMesh, tuple[Placement, ...], Shape], MeshBoxes] = {}
-    for param, sites in _params(tree):
-        fqn = tree.fqn(*sites[0])
-        key = (param.device_mesh, param.placements, tuple(param.shape))
-        if key not in alike:
-            alike[key] = placement_of(fqn, key[2], *key[:2])
-        _check_local_shape(fqn, param, alike[key])
-        yield _handle(param, alike[key], sites)
+    def is_present(self) -> bool:
+        return _MODULE in sys.modules
 
+    def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
+        """The ranks of the mesh of every DTensor parameter."""
+        meshes = {param.device_mesh for param, _ in _params(tree)}
+        return (_ranks(mesh) for mesh in meshes)
 
-def handle_of(fqn: str, value: DTensor, module: nn.Module) -> Handle:
-    """A DTensor that is no parameter, as a buffer of a tensor parallel module."""
-    placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
-    return _handle(value, placement, [(module, fqn)])
+    def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+        return _sharded_params(modules)
+
+    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
+        alike: dict[tuple[DeviceMesh, tuple[Placement, ...], Shape], MeshBoxes] = {}
+        for param, sites in _params(tree):
+            if id(param) in claimed:
+                continue
+            fqn = tree.fqn(*sites[0])
+            key = (param.device_mesh, param.placements, tuple(param.shape))
+            if key not in alike:
+                alike[key] = placement_of(fqn, key[2], *key[:2])
+            _check_local_shape(fqn, param, alike[key])
+            yield _handle(param, alike[key], sites)
+
+    def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
+        """As those of a tensor parallel module."""
+        if not is_dtensor(value):
+            return None
+        placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
+        return _handle(value, placement, [(tree.root, fqn)])
+
+    def is_sharded_value(self, value: torch.Tensor) -> bool:
+        return is_dtensor(value)
+
+    def read_sharded_value(self, fqn: str, value: Any) -> tuple[Where, torch.Tensor]:
+        placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
+        return placement, flatten(value.to_local())
+
+    def reshard(self, tree: ModuleTree) -> None:
+        loaded = sys.modules.get(_FULLY_SHARD_MODULE)
+        if loaded is not None:
+            for module in tree.modules:
+                if isinstance(module, loaded.FSDPModule):
+                    module.reshard()
 
 
 def _handle(param: DTensor, placement: MeshBoxes, sites: list[tuple[nn.Module, str]]) -> DTensorHandle:
@@ -76,13 +103,13 @@ def _check_local_shape(fqn: str, param: DTensor, placement: MeshBoxes) -> None:
         )
 
 
-def sharded_params(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], torch.Tensor]:
+def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
     """The sharded parameters of fully_shard, by owner and name.
 
     After a forward pass without a backward, whole parameters are registered in their place; the optimizer holds these.
     """
     loaded = sys.modules.get(_FULLY_SHARD_MODULE)
-    found: dict[tuple[nn.Module, str], torch.Tensor] = {}
+    found: dict[Place, torch.Tensor] = {}
     if loaded is None:
         return found
     for module in modules:
@@ -96,15 +123,6 @@ def sharded_params(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], 
                     for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                         found[shared, name] = param.sharded_param
     return found
-
-
-def reshard(tree: ModuleTree) -> None:
-    """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
-    loaded = sys.modules.get(_FULLY_SHARD_MODULE)
-    if loaded is not None:
-        for module in tree.modules:
-            if isinstance(module, loaded.FSDPModule):
-                module.reshard()
 
 
 def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> MeshBoxes:

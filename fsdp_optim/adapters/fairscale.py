@@ -6,13 +6,14 @@ Read from the installed source of fairscale 0.4.13. Only this file touches fairs
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, summoned
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import FlatChunks, Ranks, ranks_in_order
@@ -24,59 +25,56 @@ if TYPE_CHECKING:
 
 _MODULE = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
 _FLAT_MODULE = "fairscale.nn.misc.flatten_params_wrapper"
-WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 
 
-def is_wrapper_child(module: nn.Module, name: str) -> bool:
-    """Whether `name` is where fairscale's wrappers keep the module that they wrap."""
-    return name in WRAPPER_CHILDREN
+class FairscaleAdapter(Adapter):
+    """fairscale's FSDP units, whose own full dict counts unit after unit."""
+
+    name = "fairscale FSDP"
+    wrapper_parts = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
+
+    def is_present(self) -> bool:
+        return _MODULE in sys.modules
+
+    def has_cut(self, param: torch.Tensor) -> bool:
+        flat_module = sys.modules.get(_FLAT_MODULE)
+        is_flat = flat_module is not None and isinstance(param, flat_module.FlatParameter)
+        return is_flat or bool(getattr(param, "_is_sharded", False))
+
+    def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
+        groups = {unit.process_group for unit in _units(tree)}
+        return (dist.get_process_group_ranks(group) for group in groups)
+
+    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
+        ranks_of: dict[dist.ProcessGroup, Ranks] = {}
+        for unit in _units(tree):
+            group = unit.process_group
+            if group not in ranks_of:
+                ranks_of[group] = ranks_in_order(dist.get_process_group_ranks(group))
+            owned = {id(param) for param in unit.non_shared_params()}  # a shared one belongs to the unit that made it
+            for index, param in enumerate(unit.params):
+                if id(param) in owned:
+                    yield _handle(tree, unit, param, index, ranks_of[group])
+
+    def param_order(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
+        return (param for unit in _units(tree) for param in unit.non_shared_params())
+
+    def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
+        """All floating ones of its units."""
+        return (buffer for unit in _units(tree) for buffer in unit.buffers() if buffer.is_floating_point())
+
+    def reshard(self, tree: ModuleTree) -> None:
+        for unit in _units(tree):
+            if unit._is_root is not None and any(getattr(p, "_fp32_shard", None) is not None for p in unit.params):
+                unit._free_full_params()
+                unit._use_fp32_param_shard()
+                unit.has_full_params = False
 
 
-def has_cut(param: torch.Tensor) -> bool:
-    """Whether fairscale has cut a parameter into shards, or made this flat parameter."""
-    flat_module = sys.modules.get(_FLAT_MODULE)
-    is_flat = flat_module is not None and isinstance(param, flat_module.FlatParameter)
-    return is_flat or bool(getattr(param, "_is_sharded", False))
-
-
-def handles(tree: ModuleTree) -> Iterator[Handle]:
-    """The live parameters of every fairscale FSDP unit in the model; nothing when fairscale is not loaded."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
-        return
-    ranks_of: dict[dist.ProcessGroup, Ranks] = {}
-    for unit in units(tree):
-        group = unit.process_group
-        if group not in ranks_of:
-            ranks_of[group] = ranks_in_order(dist.get_process_group_ranks(group))
-        owned = {id(param) for param in unit.non_shared_params()}  # a shared one belongs to the unit that made it
-        for index, param in enumerate(unit.params):
-            if id(param) in owned:
-                yield _handle(tree, unit, param, index, ranks_of[group])
-
-
-def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
-    """The global ranks of every unit's process group."""
-    groups = {unit.process_group for unit in units(tree)}
-    return (dist.get_process_group_ranks(group) for group in groups)
-
-
-def units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
+def _units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
     """fairscale's FSDP units in the order in which fairscale numbers them, those without parameters too."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
-        return ()
-    return tuple(m for m in tree.modules if isinstance(m, module.FullyShardedDataParallel))
-
-
-def cast_buffers(tree: ModuleTree) -> Iterator[torch.Tensor]:
-    """Buffers that fairscale casts to a dtype of its own in the first forward pass: all floating ones of its units."""
-    return (buffer for unit in units(tree) for buffer in unit.buffers() if buffer.is_floating_point())
-
-
-def param_order(tree: ModuleTree) -> tuple[torch.Tensor, ...]:
-    """The live parameters in the order in which fairscale's own full dict counts them: unit after unit."""
-    return tuple(p for unit in units(tree) for p in unit.non_shared_params())
+    cls = sys.modules[_MODULE].FullyShardedDataParallel
+    return tuple(module for module in tree.modules if isinstance(module, cls))
 
 
 def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Parameter, index: int, ranks: Ranks) -> Handle:
@@ -126,15 +124,6 @@ def _kept(param: nn.Parameter, summoned_fqn: str) -> torch.Tensor:
         raise summoned(summoned_fqn, "fairscale FSDP")
     shard: torch.Tensor | None = getattr(param, "_fp32_shard", None)
     return shard if shard is not None else param.data
-
-
-def reshard(tree: ModuleTree) -> None:
-    """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
-    for unit in units(tree):
-        if unit._is_root is not None and any(getattr(p, "_fp32_shard", None) is not None for p in unit.params):
-            unit._free_full_params()
-            unit._use_fp32_param_shard()
-            unit.has_full_params = False
 
 
 def _flat_originals(

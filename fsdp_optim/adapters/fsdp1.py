@@ -6,7 +6,7 @@ Read from the installed source of torch 2.13. Only this file touches that wrappe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, summoned
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, Placement, Ranks, Whole, ranks_in_order
@@ -25,56 +26,56 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle, ParamInfo
 
 _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
-WRAPPER_CHILDREN = frozenset({"_fsdp_wrapped_module"})
 
 
-def is_wrapper_child(module: nn.Module, name: str) -> bool:
-    """Whether `name` is where torch FSDP keeps the module that it wraps."""
-    return name in WRAPPER_CHILDREN
+class FSDP1Adapter(Adapter):
+    """torch FSDP units: those that shard, those that replicate, and those that do both."""
 
+    name = "torch FSDP"
+    wrapper_parts = frozenset({"_fsdp_wrapped_module"})
 
-def has_cut(param: torch.Tensor) -> bool:
-    """Whether torch FSDP has put a parameter into a flat parameter, or made this flat parameter."""
-    return bool(getattr(param, "_fsdp_flattened", False))
+    def is_present(self) -> bool:
+        return _MODULE in sys.modules
 
+    def has_cut(self, param: torch.Tensor) -> bool:
+        return bool(getattr(param, "_fsdp_flattened", False))
 
-def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
-    """The global ranks of every unit: those that shard it and those that replicate it."""
-    return (rank for unit in _units(tree) for rank in _replicas(unit, _handle_of(unit)))
+    def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
+        """Of every unit, the ranks that shard it and those that replicate it."""
+        return (ranks for unit in _units(tree) for ranks in _replicas(unit, _handle_of(unit)))
 
+    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
+        for unit in _units(tree):
+            handle = _handle_of(unit)
+            replicas = _replicas(unit, handle)
+            # Over a shard group of one rank, torch turns HYBRID_SHARD into NO_SHARD, and promises nothing across groups.
+            kept_equal = handle.uses_sharded_strategy or getattr(unit, "_inter_node_pg", None) is None
+            found: Iterable[Handle] = (
+                _original_handles(tree, handle, replicas)
+                if handle._use_orig_params
+                else [_flat_handle(tree, handle, replicas)]
+            )
+            yield from (replace(made, synchronized=kept_equal) for made in found)
 
-def cast_buffers(tree: ModuleTree) -> Iterator[torch.Tensor]:
-    """Buffers that torch FSDP casts in the first forward pass, because of a MixedPrecision with a buffer_dtype."""
-    module = sys.modules.get(_MODULE)
-    if module is None:
-        return
-    for unit in tree.modules:
-        if isinstance(unit, module.FullyShardedDataParallel) and unit.mixed_precision.buffer_dtype is not None:
-            yield from (buffer for buffer in unit.buffers() if buffer.is_floating_point())
+    def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
+        """Those of units with a MixedPrecision that has a buffer_dtype."""
+        cls = sys.modules[_MODULE].FullyShardedDataParallel
+        for unit in tree.modules:
+            if isinstance(unit, cls) and unit.mixed_precision.buffer_dtype is not None:
+                yield from (buffer for buffer in unit.buffers() if buffer.is_floating_point())
 
-
-def handles(tree: ModuleTree) -> Iterator[Handle]:
-    """The live parameters of every torch FSDP unit in the model; nothing when it is not loaded."""
-    for unit in _units(tree):
-        handle = _handle_of(unit)
-        replicas = _replicas(unit, handle)
-        # Over a shard group of one rank, torch turns HYBRID_SHARD into NO_SHARD, and promises nothing across groups.
-        kept_equal = handle.uses_sharded_strategy or getattr(unit, "_inter_node_pg", None) is None
-        found: Iterable[Handle] = (
-            _original_handles(tree, handle, replicas)
-            if handle._use_orig_params
-            else [_flat_handle(tree, handle, replicas)]
-        )
-        yield from (replace(made, synchronized=kept_equal) for made in found)
+    def reshard(self, tree: ModuleTree) -> None:
+        for unit in _units(tree):
+            handle = _handle_of(unit)
+            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # it was used before
+                handle.reshard(True)
+                handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
 def _units(tree: ModuleTree) -> Iterator[FullyShardedDataParallel]:
     """Units that have parameters of their own."""
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        for unit in tree.modules:
-            if isinstance(unit, module.FullyShardedDataParallel) and unit._handle is not None:
-                yield unit
+    cls = sys.modules[_MODULE].FullyShardedDataParallel
+    return (module for module in tree.modules if isinstance(module, cls) and module._handle is not None)
 
 
 def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:
@@ -184,15 +185,6 @@ def _kept(handle: FlatParamHandle) -> torch.Tensor:
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", None)
     return shard if shard is not None and shard.numel() else flat.data
-
-
-def reshard(tree: ModuleTree) -> None:
-    """Let go of whole parameters that a forward pass without a backward has left, so that the next one sees the shards."""
-    for unit in _units(tree):
-        handle = _handle_of(unit)
-        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # it was used before
-            handle.reshard(True)
-            handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
 def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Iterator[Handle]:

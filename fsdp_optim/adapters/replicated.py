@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.layout import Ranks, Whole
 from fsdp_optim.view import Handle, Original
@@ -16,35 +17,39 @@ from fsdp_optim.view import Handle, Original
 _DDP_MODULE = "torch.nn.parallel.distributed"
 
 
-def is_wrapper_child(module: nn.Module, name: str) -> bool:
-    """Whether `name` is where DistributedDataParallel or DataParallel keeps the module that it wraps."""
-    return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
-
-
 def _ranks(ddp: nn.Module) -> tuple[int, ...]:
     group = ddp.process_group
     return tuple(sorted(dist.get_process_group_ranks(group)))  # type: ignore[arg-type]
 
 
-def rank_sets(tree: ModuleTree) -> Iterator[Ranks]:
-    """The global ranks of every DistributedDataParallel in the model."""
-    return (_ranks(module) for module in tree.modules if isinstance(module, _ddp_class()))
+class ReplicatedAdapter(Adapter):
+    """Every parameter that no other adapter has claimed.
 
-
-def handles(tree: ModuleTree, claimed: set[int], others: tuple[int, ...]) -> Iterator[Handle]:
-    """Every parameter that no other adapter has claimed (`claimed`: their ids).
-
-    Under DistributedDataParallel it lives on that wrapper's ranks, which the wrapper keeps equal. Elsewhere it lives on
-    `others`, the ranks that share the rest of the model, and nobody promises that the copies are equal.
+    Under DistributedDataParallel it lives on that wrapper's ranks, which the wrapper keeps equal. Elsewhere it lives on the
+    ranks that share the rest of the model, and nobody promises that the copies are equal.
     """
-    ddp_ranks: dict[int, tuple[int, ...]] = {}
-    for module in tree.modules:
-        if isinstance(module, _ddp_class()):
-            ddp_ranks.update((id(param), _ranks(module)) for param in module.parameters())
-    for param, sites in tree.params():
-        if id(param) not in claimed:
-            ranks = ddp_ranks.get(id(param))
-            yield _handle(param, sites, ranks or others, synchronized=ranks is not None)
+
+    name = "DistributedDataParallel"
+
+    def is_present(self) -> bool:
+        return True
+
+    def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
+        """Whether it is the `module` of a DistributedDataParallel or DataParallel; others may have such a child too."""
+        return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
+
+    def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
+        return (_ranks(module) for module in tree.modules if isinstance(module, _ddp_class()))
+
+    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
+        ddp_ranks: dict[int, tuple[int, ...]] = {}
+        for module in tree.modules:
+            if isinstance(module, _ddp_class()):
+                ddp_ranks.update((id(param), _ranks(module)) for param in module.parameters())
+        for param, sites in tree.params():
+            if id(param) not in claimed:
+                kept_equal_on = ddp_ranks.get(id(param))
+                yield _handle(param, sites, kept_equal_on or ranks, synchronized=kept_equal_on is not None)
 
 
 def _handle(

@@ -1,47 +1,30 @@
-"""Values of a sharded optimizer dict as torch makes them: DTensor (FSDP2) and ShardedTensor (FSDP1)."""
+"""Values of a sharded optimizer dict, each of which is spread over ranks and says so."""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
-from fsdp_optim.adapters import dtensor
+from fsdp_optim.adapters.base import Adapter
+from fsdp_optim.adapters.registry import all_adapters
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import Block, Box, Boxes, Placement
-from fsdp_optim.memory import flatten
-
-_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor"
+from fsdp_optim.layout import Placement
+from fsdp_optim.memory import is_plain
 
 
-def is_sharded_value(value: object) -> bool:
+def is_sharded_value(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a state value is spread over ranks."""
-    return dtensor.is_dtensor(value) or _is_sharded_tensor(value)
+    return isinstance(value, torch.Tensor) and not is_plain(value) and _adapter_of(value) is not None
 
 
-def read_sharded_value(fqn: str, value: Any) -> tuple[Placement, torch.Tensor]:
+def read_sharded_value(fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
     """Where a value lives, and this rank's elements of it as a 1-D tensor."""
-    if dtensor.is_dtensor(value):
-        placement = dtensor.placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
-        return placement, flatten(value.to_local())
-    if not _is_sharded_tensor(value):
+    adapter = _adapter_of(value)
+    if adapter is None:
         raise WrapperError(f"{fqn}: a {type(value).__name__} is not spread over ranks")
-    shape = tuple(value.size())
-    by_rank: dict[int, list[Block]] = {}
-    for shard in value.metadata().shards_metadata:
-        rank = shard.placement.rank()  # a global one, also off the default group
-        blocks = by_rank.setdefault(rank, [])
-        box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
-        if box.numel:
-            blocks.append(Block(box, sum(block.box.numel for block in blocks)))
-    local = [flatten(shard.tensor) for shard in value.local_shards()]
-    flat = (
-        torch.cat(local) if len(local) > 1 else local[0] if local else torch.empty(0, dtype=value.dtype, device="cpu")
-    )
-    return Boxes(shape, tuple((rank, tuple(blocks)) for rank, blocks in sorted(by_rank.items()))), flat
+    return adapter.read_sharded_value(fqn, value)
 
 
-def _is_sharded_tensor(value: object) -> bool:
-    module = sys.modules.get(_SHARDED_MODULE)
-    return module is not None and isinstance(value, module.ShardedTensor)
+def _adapter_of(value: torch.Tensor) -> Adapter | None:
+    return next((one for one in all_adapters() if one.is_present() and one.is_sharded_value(value)), None)

@@ -232,6 +232,7 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
             state = _state_of(saved["state"], local_id)
             if state is not None:
                 check_values(named.fqns[0] if named.fqns else f"parameter {place} of group {index}", state)
+            _check_master(named, state, optim)
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     if all(isinstance(param.local_id, int) for param in params):
         params.sort(key=lambda p: p.local_id)
@@ -247,6 +248,16 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         },
         classes=(OptimizerClass.of(optim),) * len(packed),
     )
+
+
+def _check_master(named: NamedHandle, state: Mapping[str, Any] | None, optim: OptimizerLike) -> None:
+    """Refuse a master that is neither in the model nor in the optimizer's own dict: it would not be restored."""
+    master = named.handle.master
+    if master is not None and master not in (state or {}):
+        raise WrapperError(
+            f"{named.fqns[0]}: {type(optim).__name__} holds a master of it, and its state_dict() has no {master!r} in the state "
+            "of this parameter, so that it would be neither saved nor loaded: it has to be there before the first step too"
+        )
 
 
 def _handle_of(param: torch.Tensor, group_index: int, place: int, view: ModelView) -> NamedHandle:

@@ -93,12 +93,12 @@ class Local:
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
     """Read the model and the optimizer on this rank, without a word to the others."""
-    view = reader.read(ranks, options.name_of)
+    check_optimizers(optim)
+    view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
     if options.collect == "all":
         handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in view.handles)
         view = replace(view, handles=handles)
-    check_optimizers(optim)
     return Local(view, read_optimizer(optim, view))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_optim.adapters import fsdp1
+from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun
 from fsdp_optim.memory import is_plain, within
 from fsdp_optim.state.classes import innermost, is_of_torch
@@ -237,7 +237,7 @@ def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mappin
             held = param.to_local() if hasattr(param, "to_local") else param
             unlike = value.shape != held.shape
             if (of_torch and (unlike or held is not param)) or (unlike and value.shape == param.shape):
-                whole = fsdp1.has_cut(param) and held.dim() > 1
+                whole = held.dim() > 1 and any(adapter.has_cut(param) for adapter in all_adapters())
                 why = "Leave summon_full_params() first, which shows whole parameters" if whole else _IF_FULL
                 raise StateError(
                     f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "

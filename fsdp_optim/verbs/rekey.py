@@ -37,7 +37,7 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optim
     check_one_of("key_by", key_by, ("id", "name"))
     if optim is not None:
         check_optimizers(optim)
-    view = ModelReader(model).read()
+    view = ModelReader(model).read(optim=optim)
     local = Local(view, read_optimizer(optim, view)) if optim is not None else None
     state = normalize(full, local.names if local is not None else names_of_model(full, view))
     unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in view.place_of]

@@ -1,0 +1,64 @@
+"""Names of original parameters, and their order in the unwrapped model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.options import NameOf
+from fsdp_optim.view import Handle, NamedHandle
+
+
+class Naming:
+    """Gives Handles their FQNs, one after the other, and remembers the order that the unwrapped model has."""
+
+    def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
+        self._tree, self._name_of = tree, name_of
+        self._keys: dict[str, tuple[int, int, int]] = {}
+        self.aliases: dict[str, str] = {}
+        self.given_names: dict[str, str] = {}
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """As the unwrapped model's parameters(): by module, then by place in the module."""
+        return tuple(sorted(self._keys, key=self._keys.__getitem__))
+
+    @property
+    def mixed(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+        """Of each module that has both, the parameters that were taken and those that stayed registered."""
+        kinds: dict[int, tuple[list[str], list[str]]] = {}
+        for fqn in self.order:
+            module, kind, _ = self._keys[fqn]
+            kinds.setdefault(module, ([], []))[kind].append(fqn)
+        return tuple((tuple(taken), tuple(left)) for taken, left in kinds.values() if taken and left)
+
+    def name(self, handle: Handle) -> NamedHandle:
+        """The Handle with its FQNs. Raises WrapperError where two parameters would have one name."""
+        fqns = []
+        for original in handle.originals:
+            module, attribute = original.module, original.attribute
+            fqn = self._rename(handle, self._tree.fqn(module, attribute))
+            if fqn in self._keys:
+                raise WrapperError(f"{fqn}: two parameters of the model have this name")
+            if original.place is not None:
+                self._keys[fqn] = (self._tree.index(module), 0, original.place)
+            else:
+                self._keys[fqn] = (self._tree.index(module), 1, list(module._parameters).index(attribute))
+            self._add_aliases(handle, module, attribute, fqn)
+            fqns.append(fqn)
+        for position, module, attribute in handle.aliases:
+            self.aliases[self._rename(handle, self._tree.fqn(module, attribute))] = fqns[position]
+            self._add_aliases(handle, module, attribute, fqns[position])
+        return NamedHandle(handle, tuple(fqns))
+
+    def _add_aliases(self, handle: Handle, module: nn.Module, attribute: str, fqn: str) -> None:
+        for other in self._tree.other_fqns(module, attribute):
+            self.aliases[self._rename(handle, other)] = fqn
+
+    def _rename(self, handle: Handle, fqn: str) -> str:
+        if self._name_of is None:
+            return fqn
+        given = self._name_of(fqn, min(handle.originals[0].placement.ranks))
+        self.given_names[fqn] = given
+        return given

@@ -1,0 +1,145 @@
+"""A model as this rank sees it, put together from what the adapters say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters.base import Place
+from fsdp_optim.adapters.buffers import Buffers, Rename, read_buffers
+from fsdp_optim.adapters.masters import with_masters
+from fsdp_optim.adapters.module_values import read_module_values
+from fsdp_optim.adapters.naming import Naming
+from fsdp_optim.adapters.registry import all_adapters
+from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import Ranks
+from fsdp_optim.options import NameOf
+from fsdp_optim.view import Handle, ModelView, ModuleValues
+
+
+class ModelReader:
+    """Reads a model as this rank sees it. Makes no collective call and changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        known = all_adapters()
+        self._wrapper_parts = TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in known))
+        self._adapters = tuple(adapter for adapter in known if adapter.is_present())
+        self._tree = ModuleTree(model, self._is_wrapper_child, self._stand_ins)
+        self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
+
+    @property
+    def name(self) -> str:
+        """The class of the model."""
+        return type(self._tree.root).__name__
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that share the model: all ranks of all its wrappers; this rank alone for a plain module."""
+        return tuple(sorted({_me()}.union(*self._rank_sets)))
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether anything in the model is sharded or replicated over ranks."""
+        return bool(self._rank_sets)
+
+    @cached_property
+    def _rank_sets(self) -> list[Ranks]:
+        return [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
+
+    def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None, optim: Any = None) -> ModelView:
+        """The live parameters, and where their originals live. The model is read once; a reader is made for each call.
+
+        Args:
+            ranks: the global ranks that share the model (None: `self.ranks`).
+            name_of: gives parameters other names, where ranks use one name for different ones.
+            optim: an optimizer, or several; where it holds masters of its own, these are in the place of the parameters.
+        """
+        key = tuple(sorted(self.ranks if ranks is None else ranks)), name_of
+        if key not in self._views:
+            self._views[key] = self._read(*key)
+        view = self._views[key]
+        optims = () if optim is None else tuple(optim) if isinstance(optim, (list, tuple)) else (optim,)
+        masters = [handle for adapter in self._adapters for handle in adapter.masters(self._tree, optims)]
+        return with_masters(view, masters, Naming(self._tree, name_of)) if masters else view
+
+    def _read(self, everyone: tuple[int, ...], name_of: NameOf | None) -> ModelView:
+        tree, handles = self._tree, self._handles(everyone)
+        naming = Naming(tree, name_of)
+        named = [naming.name(handle) for handle in handles]
+        by_param = {id(n.handle.param): n for n in named}
+        live = {id(param): position for position, (param, _) in enumerate(tree.params())}
+        unit_order = [by_param[id(p)] for adapter in self._adapters for p in adapter.param_order(tree)]
+        return ModelView(
+            handles=tuple(sorted(named, key=lambda n: live.get(id(n.handle.param), len(live)))),
+            order=naming.order,
+            ranks=everyone,
+            rank=_me(),
+            aliases=naming.aliases,
+            unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
+            mixed=naming.mixed,
+            wrapper_parts=self._wrapper_parts,
+            given_names=naming.given_names,
+        )
+
+    def _handles(self, everyone: tuple[int, ...]) -> list[Handle]:
+        """Every live parameter, each by the first adapter that claims it; the last adapter takes those that are left."""
+        *specific, rest = self._adapters
+        claimed: dict[int, Handle] = {}
+        for adapter in specific:
+            for handle in adapter.handles(self._tree, everyone, claimed):
+                claimed.setdefault(id(handle.param), handle)
+        self._check_unclaimed(claimed)
+        for handle in rest.handles(self._tree, everyone, claimed):
+            claimed.setdefault(id(handle.param), handle)
+        return list(claimed.values())
+
+    def _check_unclaimed(self, claimed: Collection[int]) -> None:
+        """Refuse part of a wrapped model: what a wrapper has flattened or cut would pass for whole parameters.
+
+        Raises WrapperError.
+        """
+        for param, sites in self._tree.params():
+            if id(param) not in claimed:
+                for adapter in self._adapters:
+                    if adapter.has_cut(param):
+                        raise WrapperError(
+                            f"{self._tree.fqn(*sites[0])}: {adapter.name} has flattened or cut this parameter (rank {_me()} "
+                            f"holds shape {list(param.shape)}), and the {adapter.name} module around it is not part of the "
+                            f"{self.name} that was given: pass the wrapped root instead of a module inside it"
+                        )
+
+    def reshard(self) -> None:
+        """Let go of whole parameters that a forward pass has left, so that the next one sees new shards."""
+        for adapter in self._adapters:
+            adapter.reshard(self._tree)
+
+    def buffers(self, view: ModelView, name_of: NameOf | None = None) -> Buffers:
+        """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
+        return read_buffers(self._tree, self._adapters, view, _renamed_by(name_of))
+
+    def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
+        """What a state_dict() has besides parameters and buffers."""
+        return read_module_values(self._tree, view, _renamed_by(name_of))
+
+    def _is_wrapper_child(self, module: nn.Module, name: str) -> bool:
+        return any(adapter.is_wrapper_child(module, name) for adapter in self._adapters)
+
+    def _stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
+        found: dict[Place, torch.Tensor] = {}
+        for adapter in self._adapters:
+            found.update(adapter.stand_ins(modules))
+        return found
+
+
+def _renamed_by(name_of: NameOf | None) -> Rename:
+    return lambda fqn, ranks: fqn if name_of is None else name_of(fqn, min(ranks))
+
+
+def _me() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

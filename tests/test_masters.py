@@ -1,0 +1,206 @@
+"""A wrapper whose optimizer holds masters that are no parameters of the model: all verbs, and checkpoints, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import unittest
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit.checkpoints import load, save
+from kit.masters import MasterOptimizer, Mixed, MixedAdapter, WithoutMasters
+from kit.tables import Table
+from kit.wrapping import (
+    STEPS,
+    OfModel,
+    Oracle,
+    Trained,
+    check_full,
+    check_refused,
+    check_same,
+    error_text,
+    snapshot,
+)
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.adapters import Adapter, ModelReader, ModuleTree, use_adapters
+from fsdp_optim.adapters.masters import with_masters
+from fsdp_optim.adapters.naming import Naming
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.view import NamedHandle
+
+
+def trained(steps: int = STEPS, optim: type[MasterOptimizer] = MasterOptimizer) -> Trained:
+    return Trained(Mixed, OfModel(optim), steps)
+
+
+def oracle(steps: int) -> Oracle:
+    """Adam on fp32 parameters, with gradients that were bf16 once."""
+    plain = Oracle(steps=0)
+    exact = plain.numbers.gradients
+    plain.numbers.gradients = lambda step: exact(step).bfloat16().float()  # type: ignore[method-assign]
+    plain.step(range(steps))
+    return plain
+
+
+def wanted(plain: Oracle) -> dict[str, Any]:
+    """What a gather has to give: the state of the plain optimizer, and its parameters as masters."""
+    full = plain.full()
+    params = dict(plain.model.named_parameters())
+    for index, name in enumerate(plain.names):
+        full["state"][index]["fp32"] = params[name].detach()
+    return full
+
+
+def check_weights(one: Trained, plain: Oracle) -> None:
+    """The model has the masters' values in bf16."""
+    for param, right in zip(one.params, plain.model.parameters(), strict=True):
+        check_same("a weight", param.detach(), right.detach().bfloat16())
+
+
+def gather_and_load() -> None:
+    with use_adapters([MixedAdapter()]):
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        one = trained()
+        before = snapshot_of(one)
+        full, named = one.gather(None), one.gather(last, "name")
+        listed = dict(fsdp_optim.iter_full_optim_state(one.model, one.optim, last))
+        check_same("after gathering", snapshot_of(one), before)
+        check_full("gathered", full, wanted(oracle(STEPS)))
+        if rank == last:
+            check_same("by name", list(named["state"].values()), list(full["state"].values()))
+            check_same("iterated", listed, named["state"])
+        for way in ("shard", "scatter"):
+            target = trained(0)
+            shard = target.shard(full) if way == "shard" else target.scatter(named, last)
+            fsdp_optim.load_optim_state_dict(target.optim, shard)
+            check_same("the master", target.optim.master.detach(), one.optim.master.detach())
+            target.step(range(STEPS, STEPS + 2))
+            check_full(f"{way}, trained on", target.gather(None), wanted(oracle(STEPS + 2)))
+            check_weights(target, oracle(STEPS + 2))
+        target = trained(0)
+        fsdp_optim.transfer_optim_state(one.model, one.optim, target.model, target.optim)
+        check_full("transferred", target.gather(None), wanted(oracle(STEPS)))
+
+
+def snapshot_of(one: Trained) -> list[Any]:
+    return [snapshot(one), one.optim.master.detach().clone()]
+
+
+def save_to(path: Path) -> None:
+    with use_adapters([MixedAdapter()]):
+        one = trained()
+        before = snapshot_of(one)
+        save(path, one)
+        check_same("after saving", snapshot_of(one), before)
+
+
+def load_from(path: Path) -> None:
+    with use_adapters([MixedAdapter()]):
+        target = trained(1)
+        restored = load(path, target, check="bitwise")
+        check_same("nothing is missing", [*restored.missing, *restored.unexpected], [])
+        check_full("loaded", target.gather(None), wanted(oracle(STEPS)))
+        check_weights(target, oracle(STEPS))
+        target.step(range(STEPS, STEPS + 2))
+        check_full("trained on", target.gather(None), wanted(oracle(STEPS + 2)))
+        check_weights(target, oracle(STEPS + 2))
+
+
+class Unnamed(MixedAdapter):
+    """Does not say where the masters' elements are saved."""
+
+    def masters(self, tree: Any, optims: Sequence[Any]) -> Any:
+        for handle in super().masters(tree, optims):
+            yield replace(handle, master=None)
+
+
+def refused(adapter: Adapter, optim: type[MasterOptimizer]) -> tuple[str, str]:
+    with use_adapters([adapter]):
+        one = trained(1, optim)
+        return error_text(lambda: one.gather(None))
+
+
+GATHERS = Table(gather_and_load, [(1,), (2,), (3,)])
+
+
+class TestMasters(unittest.TestCase):
+    @parameterized.expand(GATHERS.cases)
+    def test_gather_scatter_and_load(self, world_size: int) -> None:
+        """Also uneven, with padding on the last rank; the masters come back with bits that bf16 does not have."""
+        GATHERS(world_size)
+
+    def test_save_and_load(self) -> None:
+        """At one rank and at two, and from each to the other."""
+        for saved in (1, 2):
+            with tempfile.TemporaryDirectory() as folder:
+                run_on_ranks(save_to, saved, Path(folder) / "step-1")
+                for loaded in (1, 2):
+                    with self.subTest(saved=saved, loaded=loaded):
+                        run_on_ranks(load_from, loaded, Path(folder) / "step-1")
+
+    def test_masters_that_the_optimizers_own_dict_loses(self) -> None:
+        """They would not be restored, so they are refused on all ranks."""
+        errors = run_on_ranks(refused, 2, MixedAdapter(), WithoutMasters)
+        check_refused("lost masters", errors, "WrapperError", "scale", "WithoutMasters", "'fp32'", "neither saved nor")
+
+    def test_adapters_that_say_too_little(self) -> None:
+        errors = run_on_ranks(refused, 2, Unnamed(), MasterOptimizer)
+        check_refused("no name", errors, "WrapperError", "scale", "Handle.master")
+
+    def test_without_the_adapter(self) -> None:
+        """The masters are no parameters of the model, and the error says so."""
+        one = trained(1)
+        name, text = error_text(lambda: one.gather(None))
+        self.assertEqual(name, "WrapperError")
+        self.assertIn("is not in the model", text)
+
+
+class TestView(unittest.TestCase):
+    """What `ModelReader` makes of masters, in one process."""
+
+    def setUp(self) -> None:
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(use_adapters([MixedAdapter()]))
+        self.one = trained(1)
+        self.reader = ModelReader(self.one.model)
+        self.view = self.reader.read()
+        tree = ModuleTree(self.one.model, MixedAdapter().is_wrapper_child)
+        self.masters, self.naming = list(MixedAdapter().masters(tree, [self.one.optim])), Naming(tree, None)
+
+    def test_each_parameter_is_there_once(self) -> None:
+        """In the order of the model; an optimizer without masters sees the model as it is."""
+        mine = self.reader.read(optim=self.one.optim)
+        self.assertEqual(mine.order, self.view.order)
+        self.assertEqual([fqn for named in mine.handles for fqn in named.fqns], oracle(0).names)
+        self.assertEqual([named.handle.master for named in mine.handles], ["fp32"])
+        self.assertEqual([named.handle.master for named in self.view.handles], [None] * len(self.view.handles))
+        self.assertIs(self.reader.read(optim=torch.optim.Adam(self.one.params)), self.view)
+
+    def test_a_master_of_a_part_of_a_live_parameter(self) -> None:
+        """Which state is whose could not be told."""
+        first, second, *rest = self.view.handles
+        both = NamedHandle(
+            replace(first.handle, originals=(*first.handle.originals, *second.handle.originals)),
+            (*first.fqns, *second.fqns),
+        )
+        of_first = replace(self.masters[0], originals=self.masters[0].originals[:1])
+        with self.assertRaisesRegex(WrapperError, "^scale: the optimizer holds a master of it and none of mix"):
+            with_masters(replace(self.view, handles=(both, *rest)), [of_first], self.naming)
+
+    def test_a_master_of_no_parameter(self) -> None:
+        known = replace(self.view, order=self.view.order[:-1], handles=self.view.handles[:-1])
+        with self.assertRaisesRegex(WrapperError, "^head.bias: .* the model has no such parameter"):
+            with_masters(known, self.masters, self.naming)
+
+
+if __name__ == "__main__":
+    unittest.main()
