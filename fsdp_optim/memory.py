@@ -110,11 +110,13 @@ def _madvise() -> Callable[[int, int, int], int] | None:
     return function
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype: `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of a name."""
     dtype = getattr(torch, name)

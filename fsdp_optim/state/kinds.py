@@ -93,20 +93,20 @@ class Evidence:
     def of(cls, sights: Iterable[Sight], *, marked: bool = False) -> Evidence:
         counts: dict[object, _Count] = {}
         tensors = set()
-        for sight in sights:
+        for sight, number in Counter(sights).items():
             count = counts.get(sight.name)
             if count is None:
                 count = counts[sight.name] = _Count()
             if sight.is_tensor:
                 tensors.add(sight.name)
             if sight.is_scalar:
-                count.scalars += 1
+                count.scalars += number
             elif not sight.fits:
-                count.others += 1
+                count.others += number
             elif prod(sight.shape) > 1:
-                count.fits[sight.shape] += 1
+                count.fits[sight.shape] += number
             else:
-                count.small += 1
+                count.small += number
         known = {name: _known(name, count) for name, count in counts.items()}
         apart = frozenset(name for name, follows in known.items() if follows is False)
         return cls(

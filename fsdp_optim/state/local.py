@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsdp_optim.errors import WrapperError, counted_noun
+from fsdp_optim.layout import Shape
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.full import LOOSE, RESERVED_KEYS
 from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
@@ -44,8 +46,38 @@ class _Look(NamedTuple):
     @classmethod
     def at(cls, value: object, handle: Handle) -> _Look:
         if not isinstance(value, torch.Tensor):
-            return cls(False, is_scalar(value), False, False)
+            return _SCALAR if is_scalar(value) else _OBJECT
         return cls(True, value.dim() == 0, handle.is_held(value), handle.is_marked(value))
+
+
+_SCALAR, _OBJECT = _Look(False, True, False, False), _Look(False, False, False, False)
+
+
+class _Form(NamedTuple):
+    """What can be seen of a parameter's state values by themselves. Those of equal layers have one form.
+
+    `shape`: of the local part; `marks`: its own values say how they are cut.
+    """
+
+    shape: Shape
+    marks: bool
+    looks: tuple[tuple[str, _Look], ...]
+
+    def sights(self) -> Iterator[Sight]:
+        """What the values show of what values of their names are."""
+        for name, look in self.looks if self.shape else ():
+            if look.fits or not look.is_marked:  # a DTensor that is cut in its own way says nothing
+                yield Sight(name, self.shape, look.fits, look.is_scalar, look.is_tensor and not look.is_scalar)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether there is a state value that is cut as the parameter is and says so."""
+        return self.marks and any(look.is_marked and not look.is_scalar for _, look in self.looks)
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether the kinds of the values follow from it alone; else a value has to say where it is."""
+        return not any(look.is_marked and not look.fits for _, look in self.looks)
 
 
 @dataclass(frozen=True)
@@ -66,28 +98,36 @@ class LocalParam:
         return self.named.handle
 
     @cached_property
-    def _looks(self) -> Mapping[str, _Look]:
-        """What can be seen of each state value by itself, looked up once."""
-        return {name: _Look.at(value, self.handle) for name, value in (self.state or {}).items()}
+    def form(self) -> _Form:
+        """What can be seen of the state values, looked up once."""
+        handle = self.named.handle
+        looks = [(name, _Look.at(value, handle)) for name, value in (self.state or {}).items()]
+        return _Form(handle.local_shape, handle.marks, tuple(looks))
 
-    def summary(self, evidence: Evidence) -> Summary | None:
+    def summary(self, evidence: Evidence, kinds: Mapping[str, Kind] | None = None) -> Summary | None:
+        """What the state consists of. `kinds`: where they are known already, those of its values."""
         if self.state is None:
             return None
         little = self.handle.local_numel < 2 and self.handle.is_cut
+        known = self.kinds(evidence) if kinds is None else kinds
         return Summary.of(
             self.state,
-            lambda name, value: self._kind(name, value, evidence),
+            lambda name, value: known[name],
             self.handle.placement_of,
             unsure=(lambda name: evidence.follows(name) is None) if little else None,
         )
 
-    def _kind(self, name: str, value: object, evidence: Evidence) -> Kind:
+    def kinds(self, evidence: Evidence) -> dict[str, Kind]:
+        """What the values of this parameter's state are."""
+        state = self.state or {}
+        return {name: self._kind(name, state[name], look, evidence) for name, look in self.form.looks}
+
+    def _kind(self, name: str, value: object, look: _Look, evidence: Evidence) -> Kind:
         """What a value of this parameter's state is.
 
         A DTensor says itself how it is cut. Another tensor follows the parameter where it has the shape of its local part,
         and where nothing says that it has it by coincidence.
         """
-        look = self._looks[name]
         if look.is_tensor and look.is_scalar and not self.handle.local_shape:
             return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
         if look.is_scalar:
@@ -100,18 +140,6 @@ class LocalParam:
             return Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
         apart = evidence.follows(name) is False or (evidence.marked and self.handle.marks)
         return Kind.SHARDED if look.fits and not apart else Kind.OPAQUE
-
-    def sights(self) -> Iterator[Sight]:
-        """What this parameter's values show of what values of their names are."""
-        shape = self.handle.local_shape
-        for name, look in self._looks.items() if shape else ():
-            if look.fits or not look.is_marked:  # a DTensor that is cut in its own way says nothing
-                yield Sight(name, shape, look.fits, look.is_scalar, look.is_tensor and not look.is_scalar)
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether it has a state value that is cut as it is and says so."""
-        return any(look.is_marked and not look.is_scalar for look in self._looks.values()) and self.handle.marks
 
 
 @dataclass(frozen=True)
@@ -147,8 +175,26 @@ class LocalOptim:
     @cached_property
     def evidence(self) -> Evidence:
         """What the values of the parameters that have dimensions are."""
-        sights = (sight for param in self.params for sight in param.sights())
-        return Evidence.of(sights, marked=any(param.is_marked for param in self.params))
+        forms = Counter(param.form for param in self.params)
+        sights: Counter[Sight] = Counter()
+        for form, number in forms.items():
+            for sight in form.sights():
+                sights[sight] += number
+        return Evidence.of(sights, marked=any(form.is_marked for form in forms))
+
+    @cached_property
+    def summaries(self) -> tuple[Summary | None, ...]:
+        """What the state of each parameter consists of. Values that look alike are judged once."""
+        known: dict[_Form, Mapping[str, Kind]] = {}
+        found = []
+        for param in self.params:
+            kinds = known.get(param.form)
+            if kinds is None:
+                kinds = param.kinds(self.evidence)
+                if param.form.tells_all:
+                    known[param.form] = kinds
+            found.append(param.summary(self.evidence, kinds))
+        return tuple(found)
 
 
 def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:

@@ -43,7 +43,7 @@ def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str]
     Originals in `missing` keep the state that they have in the live optimizer (`live`: what kinds of values it has), which
     has to agree with what the others get.
     """
-    kept = param.summary(live)
+    kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
     given = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
     (first, summary), *others = given
     for fqn, other in others:

@@ -242,10 +242,11 @@ def _report(
     local: Local, call: str, callers: RankGroup, *, with_state: bool, every_replica: bool, what: str
 ) -> RankReport:
     optim = local.optim
-    params = (
-        _live_param(p, optim, callers, with_state=with_state, every_replica=every_replica, what=what)
-        for p in optim.params
-    )
+    summaries = optim.summaries if with_state else (None,) * len(optim.params)
+    params = [
+        _live_param(param, summary, callers, with_state=with_state, every_replica=every_replica, what=what)
+        for param, summary in zip(optim.params, summaries, strict=True)
+    ]
     return RankReport(
         call=call,
         order=local.order,
@@ -292,22 +293,28 @@ def _told(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tu
 
 
 def _live_param(
-    param: LocalParam, optim: LocalOptim, callers: RankGroup, *, with_state: bool, every_replica: bool, what: str
+    param: LocalParam,
+    summary: Summary | None,
+    callers: RankGroup,
+    *,
+    with_state: bool,
+    every_replica: bool,
+    what: str,
 ) -> LiveParam:
     handle = param.handle
-    summary = param.summary(optim.evidence) if with_state else None
-    ranks = handle.originals[0].placement.ranks if handle.originals else ()
-    # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
-    check = with_state and handle.collected and len(callers.ranks) > 1
-    sure = handle.synchronized and ranks == callers.ranks and (handle.is_cut or not every_replica)
+    placements = tuple([original.placement for original in handle.originals])
+    needed = with_state and handle.collected and len(callers.ranks) > 1
+    if needed and handle.synchronized and (handle.is_cut or not every_replica):
+        # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
+        needed = (placements[0].ranks if placements else ()) != callers.ranks
     return LiveParam(
         fqns=param.named.fqns,
-        placements=tuple(original.placement for original in handle.originals),
+        placements=placements,
         group_index=param.group_index,
         num_padded=handle.num_padded,
         collected=handle.collected,
         summary=summary,
         what=what,
-        fingerprint=print_of_state(param, callers.rank) if check and not sure else "",
+        fingerprint=print_of_state(param, callers.rank) if needed else "",
         loose=handle.loose,
     )
