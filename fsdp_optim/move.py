@@ -169,6 +169,8 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
     for value in values:
         planned = plans.of(value, source.placement(value), target.placement(value))
         planned.check_filled(value)
+        if not planned.copies and not planned.receives:
+            continue
         taken = given = None
         with failure:
             if planned.receives:

@@ -141,12 +141,13 @@ def write(state: FullState, key_by: KeyBy, *, as_ours: bool = True, with_kinds: 
 
 def kinds_of(summaries: Mapping[str, Summary | None]) -> dict[str, dict[Any, str]]:
     """What a full dict records of its values: their kinds, by FQN and name. Parameters with the same ones share one dict."""
-    shared: dict[tuple[tuple[str, str], ...], dict[Any, str]] = {}
+    shared: dict[object, dict[Any, str]] = {}
     found: dict[str, dict[Any, str]] = {}
     for fqn, summary in summaries.items():
         if summary is not None:
-            kinds = summary.kinds
-            found[fqn] = shared.setdefault(kinds, dict(kinds))
+            key = summary.names, summary.sharded, summary.placed, summary.opaque  # the others are scalars
+            kinds = shared.get(key)
+            found[fqn] = shared.setdefault(key, dict(summary.kinds)) if kinds is None else kinds
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Placement, Whole
@@ -151,6 +152,8 @@ class Picture:
 
     def as_seen_by(self, rank: int) -> Picture:
         """What one recipient gets."""
+        if not any(param.variants for param in self.params.values()):
+            return self
         seen = {fqn: param.as_seen_by(rank) for fqn, param in self.params.items()}
         return replace(self, params={fqn: param for fqn, param in seen.items() if param is not None})
 
@@ -179,10 +182,11 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     seen: dict[str, list[_Seen]] = {}
     live: list[LiveParam] = []
     for report, ranks in told:
+        ranks_set = frozenset(ranks)
         for param in report.params:
             live.append(param)
             for position, fqn in enumerate(param.fqns):
-                seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks))
+                seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks, ranks_set))
     not_held = {fqn for report, _ in told for fqn in report.not_held}
     for fqn, items in seen.items():
         if fqn not in not_held and all(item.live.loose for item in items):
@@ -227,20 +231,27 @@ def _merge_module_values(told: Told, *, take_lowest_rank: bool) -> tuple[dict[st
     return {fqn: tuple(sorted(r for _, ranks in said for r in ranks)) for fqn, said in found.items()}, tuple(differing)
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """One parameter as the ranks `ranks` see it."""
 
     fqn: str
     live: LiveParam
     placement: Placement
     ranks: tuple[int, ...]
+    ranks_set: frozenset[int]
+
+    @property
+    def says_all(self) -> bool:
+        """Whether nothing is left to be merged or settled, where nobody else says anything of the parameter."""
+        live, summary = self.live, self.live.summary
+        is_sure = live.collected and (summary is None or not summary.unsure)
+        return is_sure and self.ranks_set.issuperset(self.placement.ranks)
 
 
 def _where_it_is(seen: list[_Seen]) -> list[_Seen]:
     """A parameter without a wrapper is on the ranks whose models have it, as those of pipeline stages are."""
     ranks = tuple(sorted(rank for item in seen for rank in item.ranks))
-    return [replace(item, placement=Whole(item.placement.shape, ranks)) for item in seen]
+    return [item._replace(placement=Whole(item.placement.shape, ranks)) for item in seen]
 
 
 def _check_calls(told: Told) -> None:
@@ -292,6 +303,8 @@ def _check_classes(told: Told) -> None:
 def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:
     """What several ranks say about one parameter, as one."""
     first = seen[0]
+    if len(seen) == 1 and first.says_all:
+        return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
     for other in seen[1:]:
         if other.placement.shape != first.placement.shape:
             raise StateError(
@@ -410,7 +423,7 @@ def _settled(seen: list[_Seen]) -> list[_Seen]:
     other = {name for s in summaries for name, odd in s.opaque if odd.kind == "Tensor" and not is_known_moment(name)}
     apart = (unsure - sure) | (other & (sure | unsure))
     return [
-        replace(item, live=replace(item.live, summary=item.live.summary.as_opaque(apart)))
+        item._replace(live=replace(item.live, summary=item.live.summary.as_opaque(apart)))
         if item.live.summary is not None
         else item
         for item in seen

@@ -112,7 +112,7 @@ def move_state(gathering: Gathering, params: Sequence[Param], failure: Failure) 
     varied = {param.fqn for param in params if param.variants}
 
     def ranks_of(value: StateValue) -> Ranks:
-        if value.fqn not in varied:
+        if not varied or value.fqn not in varied:
             return gathering.recipients
         return tuple(rank for rank in gathering.recipients if rank in value.placement.ranks)
 
