@@ -70,6 +70,10 @@ class FlatChunks(Placement):
             return tuple(self.replicas[0])
         return tuple(sorted({rank for group in self.replicas for rank in group}))
 
+    @property
+    def rank_groups(self) -> tuple[Ranks, ...]:
+        return self.replicas
+
     def holders(self, shard: int) -> tuple[int, ...]:
         return tuple(group[shard] for group in self.replicas)
 

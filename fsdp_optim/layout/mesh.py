@@ -77,6 +77,10 @@ class MeshBoxes(Placement):
     def _split_dims(self) -> Shape:
         return tuple(mesh_dim for mesh_dim, _ in self.splits)
 
+    @property
+    def rank_groups(self) -> tuple[Ranks, ...]:
+        return self.replicas
+
     def holders(self, shard: int) -> tuple[int, ...]:
         places = _places_by_shard(self.mesh_shape, self._split_dims)[shard]
         return tuple(group[place] for group in self.replicas for place in places)

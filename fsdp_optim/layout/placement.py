@@ -87,6 +87,11 @@ class Placement(ABC):
         return tuple(sorted({rank for shard in range(self.num_shards) for rank in self.holders(shard)}))
 
     @property
+    def rank_groups(self) -> tuple[Ranks, ...]:
+        """The ranks that hold it, in groups as they come: quick to compare, however many ranks there are."""
+        return (self.ranks,)
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -133,6 +138,10 @@ class Whole(Placement):
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self.on))
+
+    @property
+    def rank_groups(self) -> tuple[Ranks, ...]:
+        return (self.on,)
 
     def holders(self, shard: int) -> tuple[int, ...]:
         return tuple(self.on)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.layout import Placement, Ranks, Whole
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.order import Counted, merge, merge_lists
@@ -182,11 +182,10 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     seen: dict[str, list[_Seen]] = {}
     live: list[LiveParam] = []
     for report, ranks in told:
-        ranks_set = frozenset(ranks)
         for param in report.params:
             live.append(param)
             for position, fqn in enumerate(param.fqns):
-                seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks, ranks_set))
+                seen.setdefault(fqn, []).append(_Seen(fqn, param, param.placements[position], ranks))
     not_held = {fqn for report, _ in told for fqn in report.not_held}
     for fqn, items in seen.items():
         if fqn not in not_held and all(item.live.loose for item in items):
@@ -194,7 +193,12 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     order, _ = merge_lists([report.order for report, _ in told])
     mismatched = tuple(fqn for fqn in order if fqn in seen and _replicas_differ(seen[fqn])) if take_lowest_rank else ()
     lowest = frozenset(mismatched)
-    params = {fqn: _merge(seen[fqn], take_lowest_rank=fqn in lowest) for fqn in order if fqn in seen}
+    speakers = _Speakers(told[0][1])
+    params = {
+        fqn: speakers.param(seen[fqn]) or _merge(seen[fqn], take_lowest_rank=fqn in lowest)
+        for fqn in order
+        if fqn in seen
+    }
     _check_classes(told)  # after what says more
     module_values, differing = _merge_module_values(told, take_lowest_rank=take_lowest_rank)
     return Picture(
@@ -238,14 +242,33 @@ class _Seen(NamedTuple):
     live: LiveParam
     placement: Placement
     ranks: tuple[int, ...]
-    ranks_set: frozenset[int]
 
     @property
-    def says_all(self) -> bool:
-        """Whether nothing is left to be merged or settled, where nobody else says anything of the parameter."""
+    def is_sure(self) -> bool:
+        """Whether nothing is left to be settled, where all that hold the parameter say so."""
         live, summary = self.live, self.live.summary
-        is_sure = live.collected and (summary is None or not summary.unsure)
-        return is_sure and self.ranks_set.issuperset(self.placement.ranks)
+        return live.collected and (summary is None or not summary.unsure)
+
+
+class _Speakers:
+    """The ranks that gave one report. Parameters share their ranks, so that these are looked at once."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = frozenset(ranks)
+        self._known: dict[tuple[Ranks, ...], bool] = {}
+
+    def param(self, seen: list[_Seen]) -> Param | None:
+        """A parameter of which only these ranks speak, all that hold it, and with nothing to settle; None for others."""
+        first = seen[0]
+        if len(seen) > 1 or not first.is_sure or not self._are_all_of(first.placement.rank_groups):
+            return None
+        return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
+
+    def _are_all_of(self, groups: tuple[Ranks, ...]) -> bool:
+        known = self._known.get(groups)
+        if known is None:
+            known = self._known[groups] = all(self._ranks.issuperset(group) for group in groups)
+        return known
 
 
 def _where_it_is(seen: list[_Seen]) -> list[_Seen]:
@@ -303,8 +326,6 @@ def _check_classes(told: Told) -> None:
 def _merge(seen: list[_Seen], *, take_lowest_rank: bool) -> Param:
     """What several ranks say about one parameter, as one."""
     first = seen[0]
-    if len(seen) == 1 and first.says_all:
-        return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
     for other in seen[1:]:
         if other.placement.shape != first.placement.shape:
             raise StateError(

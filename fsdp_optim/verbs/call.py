@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import Shape
+from fsdp_optim.layout import Placement, Ranks, Shape
 from fsdp_optim.options import Asked, OnReplicaMismatch, Options
 from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -243,8 +243,9 @@ def _report(
 ) -> RankReport:
     optim = local.optim
     summaries = optim.summaries if with_state else (None,) * len(optim.params)
+    everyone = _Everyone(callers.ranks)
     params = [
-        _live_param(param, summary, callers, with_state=with_state, every_replica=every_replica, what=what)
+        _live_param(param, summary, callers, everyone, with_state=with_state, every_replica=every_replica, what=what)
         for param, summary in zip(optim.params, summaries, strict=True)
     ]
     return RankReport(
@@ -292,10 +293,27 @@ def _told(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tu
     return tuple(told)
 
 
+class _Everyone:
+    """All ranks of a call. Parameters share the groups of ranks that hold them, so that these are looked at once."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._known: dict[tuple[Ranks, ...], bool] = {}
+
+    def hold(self, placement: Placement) -> bool:
+        """Whether exactly these ranks hold a parameter."""
+        groups = placement.rank_groups
+        known = self._known.get(groups)
+        if known is None:
+            known = self._known[groups] = placement.ranks == self._ranks
+        return known
+
+
 def _live_param(
     param: LocalParam,
     summary: Summary | None,
     callers: RankGroup,
+    everyone: _Everyone,
     *,
     with_state: bool,
     every_replica: bool,
@@ -306,7 +324,7 @@ def _live_param(
     needed = with_state and handle.collected and len(callers.ranks) > 1
     if needed and handle.synchronized and (handle.is_cut or not every_replica):
         # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
-        needed = (placements[0].ranks if placements else ()) != callers.ranks
+        needed = not placements or not everyone.hold(placements[0])
     return LiveParam(
         fqns=param.named.fqns,
         placements=placements,
