@@ -92,7 +92,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"options", "state", "api"},
     "cli": {"errors", "api"},
-    "testing": {"errors", "storage"},
+    "testing": {"errors", "layout", "plan", "memory", "storage", "transport"},
     "": {"errors", "api", "drop_in", "testing"},
 }
 JOIN_THE_PARTS = {"verbs", "checkpoint", "api", "drop_in"}

@@ -1,0 +1,326 @@
+"""What every Control has to do, as one test class; `fsdp_optim.transport.base` has the protocol.
+
+    class TestMyControl(ControlConformance, unittest.TestCase):
+        def run_on(self, fn, world_size, *args):       # a module-level function, on ranks of a world with the control
+            return run_on_ranks(in_my_world, world_size, fn, *args)
+
+`fn` asks `fsdp_optim.transport.world.world_here()` for its rank and its control.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import unittest
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.transport.agree import agree, compare, tell
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.world import world_here
+
+Error = tuple[str, str]
+"""(class, message) of what was raised; ("", "") where nothing was"""
+
+WORLD = 3
+_LONG = 60.0  # seconds; a rank that waits for it hangs
+_SHORT = 0.5
+_PAUSE = 0.3  # seconds; long enough for another rank to come to the meeting that it is going to
+_LARGE = 5_000_000  # bytes of what a rank tells
+
+
+def error_of(call: Callable[[], object]) -> Error:
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _group(call: str = "a call", ranks: Sequence[int] | None = None, timeout: float = _LONG) -> RankGroup:
+    world = world_here()
+    return world.group(call, range(world.size) if ranks is None else ranks, timeout=timeout)
+
+
+def _waits_for_all() -> list[bool]:
+    """Whether the slowest rank had come when this one went on; each rank in turn is the slowest."""
+    world, found = world_here(), []
+    for slowest in range(world.size):
+        if world.rank == slowest:
+            time.sleep(0.1)
+            world.control.claim("the slowest", f"came {slowest}")
+        agree(_group(), f"round {slowest}")
+        found.append(world.control.claim("another", f"came {slowest}") == "the slowest")
+        agree(_group(), "seen")
+    if world.rank == 0:
+        world.control.release("the slowest", f"came {slowest}")
+    return found
+
+
+def _compares() -> list[bool]:
+    """All say the same; then each rank in turn says something else."""
+    world = world_here()
+    said = [[b"same"] * world.size, [b""] * world.size]
+    said += [[b"other" if rank == odd else b"same" for rank in range(world.size)] for odd in range(world.size)]
+    return [compare(_group(), "said", one[world.rank]) for one in said]
+
+
+def _tells() -> list[list[bytes]]:
+    """What this rank reads of every rank, for contents of several lengths."""
+    world, found = world_here(), []
+    for nbytes in (0, 1, 1000, _LARGE):
+        content = bytes([world.rank + 1]) * (nbytes * (world.rank + 1) // world.size)
+        told = tell(_group(), "contents", content, said=b"%d" % world.rank)
+        found.append([told.by(rank) for rank in range(world.size)])
+    return found
+
+
+def _fails_on(ranks: Sequence[int], kinds: Sequence[type[Exception]], texts: Sequence[str], fatal: bool) -> Error:
+    """Some ranks come with an error."""
+    world = world_here()
+    found = dict(zip(ranks, zip(kinds, texts, strict=True), strict=True)).get(world.rank)
+    error = found[0](found[1]) if found is not None else None
+    result = error_of(lambda: agree(_group(), "failing", error, fatal=fatal and error is not None))
+    agree(_group(), "afterwards")
+    return result
+
+
+def _each_rank_fails() -> list[Error]:
+    return [_fails_on([rank], [OSError], ["no space left"], False) for rank in range(world_here().size)]
+
+
+def _several_fail() -> list[Error]:
+    size = world_here().size
+    return [
+        _fails_on([0, 2], [StateError, StateError], ["bad state", "bad state"], False),
+        _fails_on([0, 1], [StateError, OSError], ["bad state", "no space left"], False),
+        _fails_on(range(size), [StateError] * size, ["bad state"] * size, False),
+    ]
+
+
+def _fails_fatally() -> list[Error]:
+    """The last rank breaks its connection, and the first one never comes to that meeting."""
+    world = world_here()
+    if world.rank == 0:
+        time.sleep(0.5)
+        return [error_of(lambda: agree(_group(), "fatal"))]
+    error = RankError("lost the connection") if world.rank == world.size - 1 else None
+    return [error_of(lambda: agree(_group(timeout=_LONG), "fatal", error, fatal=error is not None))]
+
+
+def _one_does_not_come(absent: int) -> list[Error]:
+    """One rank skips a meeting; then it comes to that one, while the others are in the next."""
+    world = world_here()
+    found = [("", "")]
+    if world.rank != absent:
+        found = [error_of(lambda: agree(_group(timeout=_SHORT), "alone"))]
+    else:
+        time.sleep(_SHORT + 2 * _PAUSE)
+    return [*found, error_of(lambda: agree(_group(), "together")), error_of(lambda: agree(_group(), "still"))]
+
+
+def _comes_too_late() -> list[Error]:
+    """The last rank comes when the others have given up, and have gone nowhere else."""
+    world = world_here()
+    late = world.rank == world.size - 1
+    time.sleep(_SHORT + 2 * _PAUSE if late else 0.0)
+    found = error_of(lambda: agree(_group(timeout=_SHORT), "alone"))
+    time.sleep(0.0 if late else 4 * _PAUSE)
+    agree(_group(), "afterwards")
+    return [found]
+
+
+def _elsewhere() -> list[Error]:
+    """Each rank in turn is at another step; then in another call."""
+    world, found = world_here(), []
+    for odd in range(world.size):
+        step = "other" if world.rank == odd else "one"
+        found.append(error_of(lambda: agree(_group(), step)))  # noqa: B023
+        call = "load" if world.rank == odd else "save"
+        found.append(error_of(lambda: agree(_group(call), "begun")))  # noqa: B023
+        agree(_group(), "afterwards")
+    return found
+
+
+def _wait_for_each_other() -> Error:
+    """Ranks 0 and 1 come to a meeting of all, rank 2 to one of ranks 0 and 2."""
+    world = world_here()
+    ranks = (0, 2) if world.rank == 2 else range(world.size)
+    found = error_of(lambda: agree(_group("gather", ranks), "read"))
+    agree(_group(), "afterwards")
+    return found
+
+
+def _some_of_the_ranks() -> list[list[bytes]]:
+    """Groups that overlap, one after the other, and two apart at the same time."""
+    world, found = world_here(), []
+    for ranks in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)):
+        if world.rank in ranks:
+            told = tell(_group(ranks=ranks), "some", b"%d" % world.rank)
+            found.append([told.by(rank) for rank in ranks])
+    return found
+
+
+def _claims() -> list[str]:
+    """Who has which place, after each step of one rank."""
+    world = world_here()
+    control, found = world.control, []
+    for rank, who, place in (
+        (0, "0", "a"),
+        (1, "1", "a"),
+        (1, "1", "b"),
+        (0, "0", "a"),
+        (0, "0", "c"),
+        (1, "1", "a"),
+        (2, "2", "b"),
+    ):
+        agree(_group(), "one after the other")
+        if world.rank == rank:
+            found.append(control.claim(who, place))
+    agree(_group(), "claimed")
+    if world.rank in (0, 1):
+        control.release(str(world.rank), "c" if world.rank == 0 else "a")
+    agree(_group(), "released")
+    if world.rank == 2:
+        found += [control.claim("2", "a"), control.claim("2", "c")]
+        control.release("2", "c")
+    return found
+
+
+def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
+    """What is left after some rounds of meetings of all kinds, and after more of them."""
+    world, found = world_here(), []
+    for number in rounds:
+        for index in range(number):
+            agree(_group(), "one")
+            tell(_group(), "two", b"content" * index, said=b"%d" % world.rank)
+            error_of(lambda: agree(_group(), "three", OSError("no") if world.rank == 1 else None))
+            error_of(lambda: agree(_group(), "four" if world.rank else "five"))
+        for _ in range(2):  # whatever a meeting has left, the next one takes away
+            agree(_group(), "last")
+        if world.rank == 0:
+            time.sleep(_PAUSE)  # the others wait in the next meeting by then
+            found.append(left())
+        agree(_group(), "counted")
+    return found
+
+
+def no_things() -> int:
+    """For a control that cannot count what its meetings leave."""
+    return 0
+
+
+class ControlConformance:
+    """A mix-in for a `unittest.TestCase`: what a Control promises, one promise a test.
+
+    `left` is a module-level function that counts what meetings have left: keys in a store, say.
+    """
+
+    left: Callable[[], int] = staticmethod(no_things)
+
+    def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        """Run a function on ranks of a new world with the control; the results by rank."""
+        raise NotImplementedError
+
+    @property
+    def _case(self) -> unittest.TestCase:
+        if not isinstance(self, unittest.TestCase):
+            raise TypeError("ControlConformance is a mix-in: inherit from unittest.TestCase too")
+        return self
+
+    def _check_alike(self, errors: Sequence[Error], kind: str, *words: str) -> None:
+        self._case.assertEqual({name for name, _ in errors}, {kind}, errors)
+        self._case.assertEqual(len({text for _, text in errors}), 1, errors)
+        for word in words:
+            self._case.assertIn(word, errors[0][1])
+
+    def test_nobody_goes_on_before_all_have_come(self) -> None:
+        """Whichever rank is the slowest."""
+        for found in self.run_on(_waits_for_all, WORLD):
+            self._case.assertEqual(found, [True] * WORLD)
+
+    def test_whether_all_say_the_same(self) -> None:
+        """The same answer on all ranks, whichever of them says something else."""
+        for found in self.run_on(_compares, WORLD):
+            self._case.assertEqual(found, [True, True] + [False] * WORLD)
+
+    def test_everyone_reads_what_everyone_told(self) -> None:
+        """Contents of all lengths, which need not be alike."""
+        wanted = [
+            [bytes([rank + 1]) * (nbytes * (rank + 1) // WORLD) for rank in range(WORLD)]
+            for nbytes in (0, 1, 1000, _LARGE)
+        ]
+        for found in self.run_on(_tells, WORLD):
+            self._case.assertTrue(found == wanted, "a rank read something else")
+
+    def test_a_failure_on_each_rank_in_turn(self) -> None:
+        """It is raised on all ranks alike, and names the rank; the next meeting goes as usual."""
+        by_rank = self.run_on(_each_rank_fails, WORLD)
+        for rank in range(WORLD):
+            self._check_alike([mine[rank] for mine in by_rank], "RankError", f"rank {rank}: OSError: no space left")
+
+    def test_failures_on_several_ranks(self) -> None:
+        """All reasons are told, each once; an error of this library keeps its class where all failed ranks have it."""
+        by_rank = self.run_on(_several_fail, WORLD)
+        wanted = [
+            ("StateError", "ranks 0, 2: bad state"),
+            ("RankError", "rank 0: StateError: bad state\nrank 1: OSError: no space left"),
+            ("StateError", "bad state"),
+        ]
+        for found in by_rank:
+            self._case.assertEqual(found, wanted)
+
+    def test_a_broken_connection_is_heard_of_at_once(self) -> None:
+        """Not only when the rank has come that nobody can reach."""
+        for mine in self.run_on(_fails_fatally, WORLD)[1:]:
+            self._check_alike(mine, "RankError", f"rank {WORLD - 1}: lost the connection")
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        """It is named on all that came, and it finds the others in their next meeting."""
+        for absent in range(WORLD):
+            by_rank = self.run_on(_one_does_not_come, WORLD, absent)
+            came = [mine[0] for rank, mine in enumerate(by_rank) if rank != absent]
+            words = (f"rank {absent} did not arrive within 0.5 s", f"2 of the ranks {list(range(WORLD))} did")
+            self._check_alike(came, "RankTimeoutError", "a call: alone", *words)
+            for mine in by_rank:
+                self._case.assertEqual(mine[1:], [("", ""), ("", "")])
+
+    def test_a_rank_that_comes_too_late(self) -> None:
+        """It is told so, and the next meeting goes as usual."""
+        by_rank = self.run_on(_comes_too_late, WORLD)
+        self._check_alike([mine[0] for mine in by_rank[:-1]], "RankTimeoutError", f"rank {WORLD - 1} did not arrive")
+        self._check_alike(
+            by_rank[-1], "RankTimeoutError", f"rank {WORLD - 1} came too late", "did not arrive within 0.5 s"
+        )
+
+    def test_ranks_in_other_calls(self) -> None:
+        """And at other steps of one call: all raise, and both are named."""
+        by_rank = self.run_on(_elsewhere, WORLD)
+        for number in range(2 * WORLD):
+            names = ("'a call: one'", "'a call: other'") if number % 2 == 0 else ("'save: begun'", "'load: begun'")
+            self._check_alike([mine[number] for mine in by_rank], "RankError", *names, "same calls in the same order")
+
+    def test_ranks_that_wait_for_each_other(self) -> None:
+        """In meetings of different ranks: all raise, long before the timeout."""
+        by_rank = self.run_on(_wait_for_each_other, WORLD)
+        self._check_alike(by_rank, "RankError", "they wait for each other", "ranks [0, 1, 2]", "ranks [0, 2]")
+
+    def test_groups_of_some_ranks(self) -> None:
+        """One rank, the first ones, the last ones, apart at the same time."""
+        for rank, found in enumerate(self.run_on(_some_of_the_ranks, WORLD)):
+            groups = [g for g in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)) if rank in g]
+            self._case.assertEqual(found, [[b"%d" % one for one in group] for group in groups])
+
+    def test_places(self) -> None:
+        """The first has a place until it has another one, or gives it back; nobody has two."""
+        by_rank = self.run_on(_claims, WORLD)
+        self._case.assertEqual(by_rank, [["0", "0", "0"], ["0", "1", "1"], ["2", "2", "2"]])
+
+    def test_nothing_is_left(self) -> None:
+        """As much after many meetings as after a few, and no threads."""
+        before = threading.active_count()
+        counts = self.run_on(_leaves, WORLD, type(self).left, (1, 4))[0]
+        self._case.assertEqual(counts[0], counts[1])
+        self._case.assertLessEqual(threading.active_count(), before)

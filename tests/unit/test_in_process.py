@@ -1,0 +1,34 @@
+"""Ranks that are threads: what they agree on, what they move, and what they raise."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_optim.testing import ControlConformance, TransportConformance, run_on_threads
+from fsdp_optim.transport.in_process import InProcessWorld
+from fsdp_optim.transport.world import world_here
+
+
+def things_left() -> int:
+    """What meetings and exchanges have left in the world of this thread."""
+    world = world_here()
+    if not isinstance(world, InProcessWorld):
+        raise TypeError("not in an in-process world")
+    shared = world.shared
+    return len(shared.meetings) + len(shared.waiting) + len(shared.letters) + len(shared.claims)
+
+
+class InProcessControlTest(ControlConformance, unittest.TestCase):
+    left = staticmethod(things_left)
+
+    def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        return run_on_threads(fn, world_size, *args)
+
+
+class InProcessTransportTest(TransportConformance, unittest.TestCase):
+    left = staticmethod(things_left)
+
+    def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        return run_on_threads(fn, world_size, *args)

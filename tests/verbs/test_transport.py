@@ -1,0 +1,37 @@
+"""Real ranks: the meetings in the rendezvous store, and messages over gloo, keep what a Control and a Transport promise."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from fsdp_optim.testing import ControlConformance, TransportConformance, run_on_ranks
+from fsdp_optim.transport import meeting
+
+
+def keys_left() -> int:
+    return int(dist.distributed_c10d._get_default_store().num_keys())
+
+
+def impatient(fn: Callable[..., Any], *args: Any) -> Any:
+    """Ranks look for each other sooner than after five seconds."""
+    with mock.patch.object(meeting, "_QUIET", 1.0):
+        return fn(*args)
+
+
+class StoreControlTest(ControlConformance, unittest.TestCase):
+    left = staticmethod(keys_left)
+
+    def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        return run_on_ranks(impatient, world_size, fn, *args)
+
+
+class CollectiveTransportTest(TransportConformance, unittest.TestCase):
+    left = staticmethod(keys_left)
+
+    def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        return run_on_ranks(fn, world_size, *args)
