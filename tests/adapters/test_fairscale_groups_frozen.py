@@ -8,6 +8,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from kit.models import WRAPPINGS, Wrapping, units
 from kit.training import (
@@ -136,15 +137,20 @@ TIED = {
     "tied across siblings, frozen": Setup("siblings", WRAPPINGS["siblings"][1], frozen=("first.weight",)),
 }
 
-# Saved and resumed at every pair of world sizes; the others at four pairs each, in which each world size comes once.
-AT_EVERY_PAIR = {
-    *("two with other hyperparameters", "own step, adam, flat", "tied across siblings"),
-    *("0 frozen, adam", "4 unused, nadam"),
-}
+# Saved and resumed at every pair of world sizes; the others at two pairs each, and `make test-long` the rest.
+AT_EVERY_PAIR = {"own step, peculiar, flat", "tied across siblings"}
 SETUPS = {**GROUPS, **ABSENT, **STEPS_APART, **TIED}
 
 
-RESUMES = Pairs(SETUPS, at_four=SETUPS.keys() - AT_EVERY_PAIR)
+RESUMES = Pairs(SETUPS, AT_EVERY_PAIR)
+OTHERS = RESUMES.others()
+
+
+@pytest.mark.slow
+class OtherPairsTest(unittest.TestCase):
+    @parameterized.expand(OTHERS.cases(), name_func=case_name)
+    def test_resume(self, name: str, saved: int, now: int) -> None:
+        OTHERS.check(name, saved, now)
 
 
 # ---------------------------------------------------------------------------------------------------- param groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import unittest
 
+import pytest
 from kit.models import WRAPPINGS
 from kit.training import (
     HOWS,
@@ -40,15 +41,11 @@ SETUPS = {
 }
 
 
-# State of every kind meets every pair of world sizes, and so does what has none; the other optimizers meet four pairs each.
-AT_EVERY_PAIR = {
-    "peculiar with awkward sizes",
-    "peculiar in one flat parameter",
-    "amsgrad in nested units",
-    "sgd without state",
-}
+# State of every kind meets every pair of world sizes; the other optimizers meet two pairs each, and `make test-long` the rest.
+AT_EVERY_PAIR = {"peculiar with awkward sizes", "peculiar in one flat parameter"}
 
-RESUMES = Pairs(SETUPS, at_four=SETUPS.keys() - AT_EVERY_PAIR)
+RESUMES = Pairs(SETUPS, AT_EVERY_PAIR)
+OTHERS = RESUMES.others()
 
 
 class PairsTest(unittest.TestCase):
@@ -76,6 +73,13 @@ def pass_through(resumes: list[Resume]) -> list[Full | None]:
             wrapped.load(wrapped.shard(resume.full, resume.how), resume.how)
             fulls.append(wrapped.gather(0))
     return fulls
+
+
+@pytest.mark.slow
+class OtherPairsTest(unittest.TestCase):
+    @parameterized.expand(OTHERS.cases(), name_func=case_name)
+    def test_resume(self, name: str, saved: int, now: int) -> None:
+        OTHERS.check(name, saved, now)
 
 
 OF_MLP = ("one unit", "first", "every layer", "unflattened", "unflattened in flat")

@@ -8,6 +8,7 @@ import traceback
 import unittest
 from typing import Any
 
+import pytest
 import torch
 from kit.models import WRAPPINGS, units
 from kit.training import (
@@ -40,7 +41,8 @@ BY_FAIRSCALE |= {
     "the root is not wrapped": Setup("deep", units("1.0", "1.3.2", "1.3"), "nadam", fairscale=True),
     "only one layer is wrapped": Setup("mlp", units("2", flatten=False), fairscale=True),
 }
-RESUMES = Pairs({**BY_US, **BY_FAIRSCALE}, at_four=[*BY_US, *BY_FAIRSCALE])
+RESUMES = Pairs({**BY_US, **BY_FAIRSCALE})
+OTHERS = RESUMES.others()
 
 
 class WrappingsTest(unittest.TestCase):
@@ -73,6 +75,13 @@ def wrapped_by_fairscales_helpers() -> str:
         except Differs as error:
             return str(error)
     return ""
+
+
+@pytest.mark.slow
+class OtherPairsTest(unittest.TestCase):
+    @parameterized.expand(OTHERS.cases(), name_func=case_name)
+    def test_resume(self, name: str, saved: int, now: int) -> None:
+        OTHERS.check(name, saved, now)
 
 
 # ---------------------------------------------------------------------------------------------------- real training

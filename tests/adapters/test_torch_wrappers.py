@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from kit.experts import Experts, global_name, train_experts
+from kit.tables import Table
 from kit.wrapping import (
     STEPS,
     WRAPPERS,
@@ -284,43 +286,76 @@ def used_trip(table: str, case: str, use: str) -> None:
         check_trip(wrap, before_calls={"forward": through_forward, "evaluation": through_evaluation}[use])
 
 
+LATER = {
+    *(
+        "HYBRID_SHARD (1, 4), flat",
+        "HYBRID_SHARD (1, 4), orig",
+        "HYBRID_SHARD (4, 1), flat",
+        "HYBRID_SHARD (4, 1), orig",
+    ),
+    *("_HYBRID_SHARD_ZERO2 (2, 2), flat", "_HYBRID_SHARD_ZERO2 (2, 2), orig"),
+    *("_HYBRID_SHARD_ZERO2 (1, 4), orig", "_HYBRID_SHARD_ZERO2 (4, 1), flat", "one unit", "SHARD_GRAD_OP, flat"),
+    *(
+        "HSDP 1 x 3",
+        "HSDP of ranks in any order",
+        "mesh of ranks in any order",
+        "x TP 2 x 1",
+        "x TP 3 x 1",
+        "x TP 1 x 4",
+    ),
+    *("Shard(1)", "Shard(1), Shard(0)", "Replicate, Shard(0)", "Shard of the last dimension on 4"),
+}
+"""In `make test-long` only: cuts that test_layouts.py has at many more sizes, or that are the mirror of one that stays."""
+TABLES: dict[str, Mapping[str, tuple[Any, ...]]] = {"FSDP1": FSDP1, "FSDP2": FSDP2, "DTENSORS": DTENSORS}
+ALL = [(row[0], name, case) for name, table in TABLES.items() for case, row in table.items()]
+SOON, REST = (Table(trip, [one for one in ALL if (one[2] in LATER) == later]) for later in (False, True))
+USED = Table(
+    used_trip,
+    [
+        (world_size, table, case, use)
+        for use in ("forward", "evaluation")
+        for table, case, world_size in (
+            ("FSDP1", "FULL_SHARD, flat", 2),
+            ("FSDP1", "FULL_SHARD, orig", 2),
+            ("FSDP1", "SHARD_GRAD_OP, flat", 2),
+            ("FSDP1", "SHARD_GRAD_OP, orig", 2),
+            ("FSDP1", "NO_SHARD, orig", 2),
+            ("FSDP1", "mixed precision", 2),
+            ("FSDP1", "mixed precision, orig", 2),  # CPU offload is missing: torch's forward waits for a GPU stream
+            ("FSDP2", "1-D mesh", 3),
+            ("FSDP2", "reshard_after_forward=True", 2),
+            ("FSDP2", "reshard_after_forward=False", 2),
+            ("FSDP2", "reshard_after_forward=2", 4),
+            ("FSDP2", "mixed precision policy", 2),
+            ("WRAPPERS", "DDP", 2),
+            ("WRAPPERS", "HSDP", 4),
+        )
+        # After a forward and a backward pass nothing is left whole; an evaluation leaves what is not resharded.
+        if use == "evaluation"
+        or case in ("FULL_SHARD, flat", "SHARD_GRAD_OP, orig", "mixed precision", "1-D mesh", "HSDP")
+    ],
+)
+
+
 class StrategiesTest(unittest.TestCase):
-    @parameterized.expand(FSDP1)
-    def test_fsdp1(self, case: str) -> None:
-        run_on_ranks(trip, FSDP1[case][0], "FSDP1", case)
+    def test_what_runs_later_is_there(self) -> None:
+        self.assertEqual(LATER, {case for _, _, case in REST.cases})
+        self.assertEqual(len(SOON.cases) + len(REST.cases), len(FSDP1) + len(FSDP2) + len(DTENSORS))
 
-    @parameterized.expand(FSDP2)
-    def test_fsdp2(self, case: str) -> None:
-        run_on_ranks(trip, FSDP2[case][0], "FSDP2", case)
+    @parameterized.expand(SOON.cases)
+    def test_trip(self, *case: Any) -> None:
+        SOON(*case)
 
-    @parameterized.expand(DTENSORS)
-    def test_dtensor(self, case: str) -> None:
-        run_on_ranks(trip, DTENSORS[case][0], "DTENSORS", case)
+    @parameterized.expand(USED.cases)
+    def test_after_the_model_was_used(self, *case: Any) -> None:
+        USED(*case)
 
-    @parameterized.expand(
-        [
-            (table, case, world_size, use)
-            for use in ("forward", "evaluation")
-            for table, case, world_size in (
-                ("FSDP1", "FULL_SHARD, flat", 2),
-                ("FSDP1", "FULL_SHARD, orig", 2),
-                ("FSDP1", "SHARD_GRAD_OP, flat", 2),
-                ("FSDP1", "SHARD_GRAD_OP, orig", 2),
-                ("FSDP1", "NO_SHARD, orig", 2),
-                ("FSDP1", "mixed precision", 2),
-                ("FSDP1", "mixed precision, orig", 2),  # CPU offload is missing: torch's forward waits for a GPU stream
-                ("FSDP2", "1-D mesh", 3),
-                ("FSDP2", "reshard_after_forward=True", 2),
-                ("FSDP2", "reshard_after_forward=False", 2),
-                ("FSDP2", "reshard_after_forward=2", 4),
-                ("FSDP2", "mixed precision policy", 2),
-                ("WRAPPERS", "DDP", 2),
-                ("WRAPPERS", "HSDP", 4),
-            )
-        ]
-    )
-    def test_after_the_model_was_used(self, table: str, case: str, world_size: int, use: str) -> None:
-        run_on_ranks(used_trip, world_size, table, case, use)
+
+@pytest.mark.slow
+class OtherStrategiesTest(unittest.TestCase):
+    @parameterized.expand(REST.cases)
+    def test_trip(self, *case: Any) -> None:
+        REST(*case)
 
 
 # ------------------------------------------------------------------------------------------- names
@@ -397,7 +432,7 @@ NESTINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def nesting(case: str, num_ranks: int) -> None:
+def nesting(case: str) -> None:
     with cpu():
         wrap = NESTINGS[case]
         check_trip(wrap, process_group=dist.group.WORLD)
@@ -408,14 +443,18 @@ def module_named(case: str) -> None:
         check_trip(WRAPPERS[case], model=HasModule, process_group=dist.group.WORLD)
 
 
-class NamesTest(unittest.TestCase):
-    @parameterized.expand(NESTINGS)
-    def test_names_are_clean_in_any_order_of_wrapping(self, case: str) -> None:
-        run_on_ranks(nesting, 2, case, 2)
+NESTED = Table(nesting, [(2, case) for case in NESTINGS])
+NAMED = Table(module_named, [(2, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"])
 
-    @parameterized.expand([w for w in WRAPPERS if w != "FSDP2 x TP"])
-    def test_a_child_that_is_called_module_keeps_its_name(self, case: str) -> None:
-        run_on_ranks(module_named, 2, case)
+
+class NamesTest(unittest.TestCase):
+    @parameterized.expand(NESTED.cases)
+    def test_names_are_clean_in_any_order_of_wrapping(self, *case: Any) -> None:
+        NESTED(*case)
+
+    @parameterized.expand(NAMED.cases)
+    def test_a_child_that_is_called_module_keeps_its_name(self, *case: Any) -> None:
+        NAMED(*case)
 
 
 # ------------------------------------------------------------------------------------------- tied parameters
@@ -477,10 +516,13 @@ def local(value: Any) -> Any:
     return [local(item) for item in value] if isinstance(value, list) else value
 
 
+TIES = Table(tied, [(1 if wrapper == "DDP" else 3, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"])
+
+
 class TiedTest(unittest.TestCase):
-    @parameterized.expand([(w, 1 if w == "DDP" else 3) for w in WRAPPERS if w != "FSDP2 x TP"])
-    def test_listed_once_and_every_alias_is_accepted(self, wrapper: str, world_size: int) -> None:
-        run_on_ranks(tied, world_size, wrapper)
+    @parameterized.expand(TIES.cases)
+    def test_listed_once_and_every_alias_is_accepted(self, *case: Any) -> None:
+        TIES(*case)
 
 
 # ------------------------------------------------------------------------------------------- mixes

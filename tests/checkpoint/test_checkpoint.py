@@ -22,12 +22,13 @@ import tempfile
 import threading
 import traceback
 import unittest
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy
+import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -161,31 +162,41 @@ def _save_one(root: Path, wrapper: str) -> None:
         check_same("extra, after saving", extra, given)
 
 
-def load_all(root: Path) -> dict[str, dict[str, str]]:
+EACH = list(itertools.product(WRAPPERS, SIZES))
+
+
+def sources_of(target: str, world_size: int) -> list[tuple[str, int]]:
+    """Which checkpoints are loaded into this wrapper at this world size: every fifth of all, from another one on for each target.
+
+    The files of all sources hold the same, which `test_files_hold_the_unwrapped_model_and_optimizer` compares; what differs is
+    where in them it lies. `make test-long` loads all of them.
+    """
+    return EACH[(2 * EACH.index((target, world_size))) % 5 :: 5]
+
+
+def load_all(root: Path, every: bool) -> dict[str, dict[str, str]]:
     """On one rank: by target, by source: what went wrong."""
     found: dict[str, dict[str, str]] = {}
     for target in WRAPPERS:
         with cpu():
-            found[target] = _load_into(root, target)
+            found[target] = _load_into(root, target, EACH if every else sources_of(target, dist.get_world_size()))
     return found
 
 
-def _load_into(root: Path, wrapper: str) -> dict[str, str]:
+def _load_into(root: Path, wrapper: str, sources: Sequence[tuple[str, int]]) -> dict[str, str]:
     world_size, found = dist.get_world_size(), {}
     target, alike = (Trained(wrapper, OfModel(two_groups), steps, model=Whole) for steps in (0, STEPS))
     wanted, live = mine(alike), [id(param) for param in target.model.parameters()]
-    for number, source in enumerate(WRAPPERS):
-        turn = number + list(WRAPPERS).index(wrapper) + SIZES.index(world_size)
-        if turn % 2:  # the other world sizes have these
-            continue
-        path = root / f"{source} {SIZES[turn // 2 % len(SIZES)]}"
-        scramble(target, forget=turn % 4 == 0)
+    again = "again" if len(sources) < len(EACH) else "all again"
+    for turn, (source, size) in enumerate(sources):
+        path = root / f"{source} {size}"
+        scramble(target, forget=turn % 2 == 0)
         found[path.name] = _report(lambda path=path, source=source: _load_one(path, source, target, wanted))
     check_same("live parameters", [id(param) for param in target.model.parameters()], live)
     for one in (target, alike):
         one.step(range(STEPS, FURTHER))
     found["trained on"] = _report(lambda: check_same("trained on", mine(target), mine(alike)))
-    found["saved again"] = _report(lambda: save(root / f"again {wrapper} {world_size}", target) and None)
+    found["saved again"] = _report(lambda: save(root / f"{again} {wrapper} {world_size}", target) and None)
     return found
 
 
@@ -216,16 +227,30 @@ def saved_all(world_size: int) -> dict[str, str]:
 
 
 @functools.cache
-def loaded_all(world_size: int) -> dict[str, dict[str, str]]:
+def loaded_all(world_size: int, every: bool = False) -> dict[str, dict[str, str]]:
     for size in SIZES:
         saved_all(size)
-    by_rank = run_on_ranks(load_all, world_size, matrix_root(), timeout=200.0)
+    by_rank = run_on_ranks(load_all, world_size, matrix_root(), every, timeout=200.0)
     return {
         target: {
             source: next((one[target][source] for one in by_rank if one[target][source]), "") for source in sources
         }
         for target, sources in by_rank[0].items()
     }
+
+
+def check_loaded(wrapper: str, world_size: int, sources: Sequence[tuple[str, int]], found: Mapping[str, str]) -> None:
+    wrong = [f"from {source}:\n{text}" for source, text in found.items() if text]
+    if wrong:
+        raise Differs(f"{len(wrong)} of {len(found)} into {wrapper} on {world_size} ranks\n{wrong[0]}")
+    check_same("loaded", set(found), {f"{source} {size}" for source, size in sources} | {"trained on", "saved again"})
+
+
+@pytest.mark.slow
+class WholeMatrixTest(unittest.TestCase):
+    @parameterized.expand(EACH)
+    def test_every_wrapper_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
+        check_loaded(wrapper, world_size, EACH, loaded_all(world_size, True)[wrapper])
 
 
 class MatrixTest(unittest.TestCase):
@@ -238,11 +263,12 @@ class MatrixTest(unittest.TestCase):
 
     @parameterized.expand(list(itertools.product(WRAPPERS, SIZES)))
     def test_every_wrapper_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
-        found = loaded_all(world_size)[wrapper]
-        self.assertGreaterEqual(len(found), len(WRAPPERS) // 2 + 2)
-        wrong = [f"from {source}:\n{text}" for source, text in found.items() if text]
-        if wrong:
-            raise Differs(f"{len(wrong)} of {len(found)} into {wrapper} on {world_size} ranks\n{wrong[0]}")
+        check_loaded(wrapper, world_size, sources_of(wrapper, world_size), loaded_all(world_size)[wrapper])
+
+    def test_every_source_is_loaded_by_someone(self) -> None:
+        loaded = collections.Counter(source for target in EACH for source in sources_of(*target))
+        self.assertEqual(set(loaded), set(EACH))
+        self.assertGreater(min(loaded.values()), 3)
 
     @parameterized.expand(list(itertools.product(WRAPPERS, SIZES)))
     def test_what_was_restored_and_trained_on_is_saved_again(self, wrapper: str, world_size: int) -> None:

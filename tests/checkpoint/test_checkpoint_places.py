@@ -85,9 +85,9 @@ def save_in_background_by_way_of_host(root: Path) -> None:
 
 
 class DeviceTest(InFolder):
-    @parameterized.expand([(bucket,) for bucket in BUCKETS])
-    def test_save_and_load(self, bucket: int) -> None:
-        run_on_ranks(trip_by_way_of_host, 4, self.root, bucket)
+    @parameterized.expand(list(zip(BUCKETS, (4, 2), strict=True)))
+    def test_save_and_load(self, bucket: int, world_size: int) -> None:
+        run_on_ranks(trip_by_way_of_host, world_size, self.root, bucket)
         for wrapper in WRAPPERS:
             check_files(self.root / f"{wrapper} {bucket}", oracle_after(STEPS))
 

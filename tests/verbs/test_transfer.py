@@ -7,6 +7,7 @@ import traceback
 import unittest
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from kit.wrapping import (
@@ -124,12 +125,17 @@ def _memory(value: torch.Tensor) -> int:
     return local_of(value).untyped_storage().data_ptr() or -id(value)
 
 
-class TransferTest(unittest.TestCase):
-    @parameterized.expand(list(zip(WRAPPERS, itertools.cycle((4, 2)))))
-    def test_to_every_wrapper(self, source: str, world_size: int) -> None:
+def targets_of(source: str) -> tuple[str, ...]:
+    """Every other wrapper, and the same one; the sources beside this one move into the others."""
+    place = list(WRAPPERS).index(source)
+    return tuple(kind for i, kind in enumerate(WRAPPERS) if (i - place) % 2 == 0)
+
+
+class Transfers(unittest.TestCase):
+    def check(self, source: str, world_size: int, targets: tuple[str, ...]) -> None:
         make, values = (adam, 2) if world_size == 2 else (sgd, 1)
-        by_rank = run_on_ranks(move, world_size, source, make, tuple(WRAPPERS))
-        for kind in WRAPPERS:
+        by_rank = run_on_ranks(move, world_size, source, make, targets)
+        for kind in targets:
             for rank, mine in enumerate(by_rank):
                 if mine[kind][0]:
                     raise Differs(f"{source} -> {kind}, rank {rank} of {world_size}:\n{mine[kind][0]}")
@@ -140,6 +146,19 @@ class TransferTest(unittest.TestCase):
                 raise Differs(f"{source} -> {kind} on {world_size}: {sent} bytes sent, {needed} needed")
             if other > REPORTS:
                 raise Differs(f"{source} -> {kind} on {world_size}: {other} bytes in collectives")
+
+
+@pytest.mark.slow
+class OtherTargetsTest(Transfers):
+    @parameterized.expand(list(zip(WRAPPERS, itertools.cycle((2, 4)))))
+    def test_to_every_wrapper(self, source: str, world_size: int) -> None:
+        self.check(source, world_size, tuple(WRAPPERS))
+
+
+class TransferTest(Transfers):
+    @parameterized.expand(list(zip(WRAPPERS, itertools.cycle((4, 2)))))
+    def test_to_every_other_wrapper(self, source: str, world_size: int) -> None:
+        self.check(source, world_size, targets_of(source))
 
     def test_what_has_to_move_is_more_than_what_is_told(self) -> None:
         """Otherwise the test above could not see that a byte is sent twice."""
