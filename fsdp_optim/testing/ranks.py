@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -75,10 +76,11 @@ def _shared_pool(pid: int) -> RankPool:
 class RankPool:
     """A pool of live worker processes, each of which is one rank of a world that lasts for one call of `run`.
 
-    Workers are spawned (not forked) when a call needs more of them than there are, and stay alive, because a
-    process that imports torch takes seconds to start. A script that uses a pool needs the usual `if __name__
-    == "__main__":`. Close a pool by `close()` or by using it as a context; one that is still open at exit is
-    closed then.
+    Workers are started when a call needs more of them than there are, and stay alive. A process that imports
+    torch takes seconds to start, so they are forked from a server process (`multiprocessing`'s "forkserver")
+    that has imported torch, what the caller has imported of its wrappers, and nothing else; where there is no
+    such server they are spawned. A script that uses a pool needs the usual `if __name__ == "__main__":`. Close
+    a pool by `close()` or by using it as a context; one that is still open at exit is closed then.
     """
 
     def __init__(self) -> None:
@@ -187,15 +189,27 @@ _LINGER = 1.0  # seconds between the first failure and closing the failed ranks'
 _POLL = 0.2  # seconds between two looks at whether the processes are alive
 
 
+_ALWAYS = ("fsdp_optim.testing.worker", "torch._dynamo")  # the latter is what the first step of any optimizer imports
+_IF_LOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fairscale.nn")
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    """A server process that workers are forked from; it starts with the first of them, and imports what is loaded here."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_ALWAYS, *(name for name in _IF_LOADED if name in sys.modules)])
+    return context
+
+
 class _Worker:
     """The caller's end of one worker process."""
 
     def __init__(self, store_port: int, sees_gpus: bool) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.connection, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=worker_main, args=(theirs, store_port, sees_gpus), name="fsdp_optim rank"
-        )
+        arguments = (theirs, store_port, sees_gpus, dict(os.environ))
+        self.process: BaseProcess = context.Process(target=worker_main, args=arguments, name="fsdp_optim rank")
         self.process.start()
         theirs.close()  # so that we see the end of the stream when the worker dies
 

@@ -62,8 +62,10 @@ class Outcome:
     text: str = ""
 
 
-def worker_main(connection: Connection, store_port: int, sees_gpus: bool) -> None:
+def worker_main(connection: Connection, store_port: int, sees_gpus: bool, environment: dict[str, str]) -> None:
     """The life of one worker: task in, outcome out, wait for the others, leave the world, again."""
+    os.environ.clear()  # a server process that this one was forked from may be older than the caller's variables
+    os.environ.update(environment)
     # Ctrl-C is the caller's, who then kills the workers of the broken call.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -12,6 +12,7 @@ import time
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -548,19 +549,27 @@ class TestRankPool(unittest.TestCase):
         self.assertEqual(result.returncode, 1)
         self.assertIn("A script that starts ranks needs `if __name__", result.stderr.splitlines()[-1])
 
+    def test_workers_have_the_callers_variables_of_their_start(self) -> None:
+        """What they are forked from has started earlier, with others."""
+        run_on_ranks(os.getpid, 1)
+        with mock.patch.dict(os.environ, {"FSDP_OPTIM_TEST": "new"}), RankPool() as pool:
+            self.assertEqual(pool.run(os.getenv, 2, "FSDP_OPTIM_TEST"), ["new"] * 2)
+        with RankPool() as pool:
+            self.assertEqual(pool.run(os.getenv, 1, "FSDP_OPTIM_TEST"), [None])
+
     def test_workers_do_not_outlive_a_killed_caller(self) -> None:
         result = run_script(
-            "import os, signal, time\n"
+            "import multiprocessing, os, signal, time\n"
             "from fsdp_optim.testing import run_on_ranks\n"
             "def kill_caller():\n"
-            "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
+            "    os.write(1, f'{os.getpid()}\\n{os.getppid()}\\n'.encode())\n"  # and what they were forked from
             "    time.sleep(1)\n"
-            "    os.kill(os.getppid(), signal.SIGKILL)\n"
+            "    os.kill(multiprocessing.parent_process().pid, signal.SIGKILL)\n"
             "    time.sleep(1000)\n"
             "if __name__ == '__main__': run_on_ranks(kill_caller, 2)\n"
         )
         self.assertEqual(result.returncode, -signal.SIGKILL)
-        self.assertEqual(len(result.stdout.split()), 2)
+        self.assertEqual(len(result.stdout.split()), 4)
         end = time.monotonic() + 10
         for pid in result.stdout.split():
             while is_running(int(pid)):
@@ -574,7 +583,7 @@ def run_script(text: str) -> subprocess.CompletedProcess[str]:
         script.write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         return subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment
+            [sys.executable, str(script)], capture_output=True, text=True, timeout=180, env=environment
         )
 
 
