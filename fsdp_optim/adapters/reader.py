@@ -26,7 +26,9 @@ from fsdp_optim.view import Handle, ModelView, ModuleValues
 class ModelReader:
     """Reads a model as this rank sees it. Makes no collective call and changes nothing."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, rank: int | None = None) -> None:
+        """`rank`: which rank this is (None: torch.distributed's)."""
+        self._rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         known = all_adapters()
         self._wrapper_parts = TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in known))
         self._adapters = tuple(adapter for adapter in known if adapter.is_present())
@@ -41,7 +43,7 @@ class ModelReader:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that share the model: all ranks of all its wrappers; this rank alone for a plain module."""
-        return tuple(sorted({_me()}.union(*self._rank_sets)))
+        return tuple(sorted({self._rank}.union(*self._rank_sets)))
 
     @property
     def is_wrapped(self) -> bool:
@@ -79,7 +81,7 @@ class ModelReader:
             handles=tuple(sorted(named, key=lambda n: live.get(id(n.handle.param), len(live)))),
             order=naming.order,
             ranks=everyone,
-            rank=_me(),
+            rank=self._rank,
             aliases=naming.aliases,
             unit_order=tuple(fqn for n in unit_order for fqn in n.fqns) or None,
             mixed=naming.mixed,
@@ -109,7 +111,7 @@ class ModelReader:
                 for adapter in self._adapters:
                     if adapter.has_cut(param):
                         raise WrapperError(
-                            f"{self._tree.fqn(*sites[0])}: {adapter.name} has flattened or cut this parameter (rank {_me()} "
+                            f"{self._tree.fqn(*sites[0])}: {adapter.name} has flattened or cut this parameter (rank {self._rank} "
                             f"holds shape {list(param.shape)}), and the {adapter.name} module around it is not part of the "
                             f"{self.name} that was given: pass the wrapped root instead of a module inside it"
                         )
@@ -139,7 +141,3 @@ class ModelReader:
 
 def _renamed_by(name_of: NameOf | None) -> Rename:
     return lambda fqn, ranks: fqn if name_of is None else name_of(fqn, min(ranks))
-
-
-def _me() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

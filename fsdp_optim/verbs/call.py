@@ -163,7 +163,7 @@ def _read_callers(
     try:
         for model in models:
             check_model(model)
-        readers = [ModelReader(model) for model in models]
+        readers = [ModelReader(model, world.rank) for model in models]
         if options.process_group is not None:
             ranks: Iterable[int] = world.ranks_of(options.process_group)
         elif all_of_plain and not any(reader.is_wrapped for reader in readers):

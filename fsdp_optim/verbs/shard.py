@@ -41,7 +41,7 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     if optim is None:
         local, state = _without_optimizer(model, full, options)
     else:
-        local = read_local(ModelReader(model), optim, options)
+        local = read_local(ModelReader(model, world_here().rank), optim, options)
         state = normalize(full, local.names)
     shapes = local.shapes
     others = _of_other_ranks(local.view, state, options)
@@ -65,7 +65,7 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
 
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
-    view = ModelReader(model).read(name_of=options.name_of)
+    view = ModelReader(model, world_here().rank).read(name_of=options.name_of)
     check_materialized(view.handles, view.rank)
     state = normalize(full, names_of_model(full, view))
     check_shapes(state, {fqn: place.shape for named in view.handles for fqn, place in named.placements.items()})

@@ -1,0 +1,130 @@
+"""Models without a wrapper, whose parameters say themselves where they live: for ranks that are threads, on any device."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_optim.adapters.base import Adapter
+from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Ranks, Whole
+from fsdp_optim.view import Handle, Original
+
+SHAPES = {"scale": (1,), "embed.weight": (7, 5), "layer.weight": (3, 8, 2), "layer.bias": (4,), "empty": (0, 3)}
+STEPS = 2
+
+Cut = Callable[[tuple[int, ...], tuple[int, ...]], Placement]
+"""(shape, ranks) -> where such a parameter lives"""
+
+
+def rows(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Placement:
+    return MeshBoxes(shape, (len(ranks),), ((0, 0),), (ranks,))
+
+
+def columns(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Placement:
+    return MeshBoxes(shape, (len(ranks),), ((0, len(shape) - 1),), (ranks,))
+
+
+def chunks(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Placement:
+    numel = math.prod(shape)
+    return FlatChunks(shape, 0, max(-(-numel // len(ranks)), 1), (ranks,), own_tensor=True)
+
+
+def whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Placement:
+    return Whole(shape, ranks)
+
+
+CUTS: dict[str, Cut] = {"rows": rows, "columns": columns, "chunks": chunks, "whole": whole}
+
+
+def numbers(key: str, shape: Sequence[int]) -> Tensor:
+    """Random numbers that belong to a key, the same on every rank."""
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def part_of(value: Tensor, placement: Placement, rank: int) -> Tensor:
+    """This rank's elements: in the shape of its box where it has one box, else 1-D."""
+    shard = placement.shard_of(rank)
+    blocks = placement.blocks(shard) if shard is not None else ()
+    parts = [
+        value[tuple(slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True))]
+        for block in blocks
+    ]
+    if isinstance(placement, FlatChunks):
+        return torch.cat([torch.empty(0), *(part.reshape(-1) for part in parts)])
+    return parts[0].clone() if parts else torch.empty((0, *value.shape[1:]))
+
+
+class Described(nn.Module):
+    """Parameters of several shapes, each in nested modules, cut over some ranks; seen from one of them."""
+
+    def __init__(self, cut: str, ranks: Sequence[int], rank: int, device: Any = "cpu") -> None:
+        super().__init__()
+        self.ranks, self.rank, self.device = tuple(ranks), rank, device
+        for fqn, shape in SHAPES.items():
+            *path, name = fqn.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            place = CUTS[cut](shape, self.ranks)
+            mine = part_of(numbers(f"{fqn} values", shape), place, rank)
+            param = nn.Parameter(mine.to(device))
+            param.placement = place
+            owner.register_parameter(name, param)
+
+    def set_gradients(self, step: int) -> None:
+        for fqn, param in self.named_parameters():
+            whole_gradient = numbers(f"{fqn} gradient {step}", SHAPES[fqn])
+            param.grad = part_of(whole_gradient, param.placement, self.rank).view(param.shape).to(self.device)
+
+
+class DescribedAdapter(Adapter):
+    """Reads `Described`."""
+
+    name = "described"
+
+    def is_present(self) -> bool:
+        return True
+
+    def rank_sets(self, tree: ModuleTree) -> Iterable[Ranks]:
+        return {param.placement.ranks for param, _ in tree.params() if hasattr(param, "placement")}
+
+    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
+        for param, sites in tree.params():
+            if hasattr(param, "placement"):
+                yield Handle(param, (Original(*sites[0], param.placement),), tuple(param.shape))
+
+
+class Run:
+    """A model and its optimizer after some steps, in the hands of one rank."""
+
+    def __init__(
+        self,
+        cut: str,
+        ranks: Sequence[int],
+        rank: int,
+        make: Callable[[Any], Any],
+        steps: int = STEPS,
+        device: Any = "cpu",
+    ) -> None:
+        self.model = Described(cut, ranks, rank, device)
+        self.optim = make(self.model.parameters())
+        self.step(range(steps))
+
+    def step(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            self.model.set_gradients(step)
+            self.optim.step()
+
+
+def oracle(make: Callable[[Any], Any], steps: int = STEPS) -> Run:
+    """The same training without any cut."""
+    return Run("whole", (0,), 0, make, steps)

@@ -1,0 +1,189 @@
+"""Every verb on ranks that are threads, for models that say themselves where their parameters live: no process groups."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import unittest
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit.described import CUTS, STEPS, DescribedAdapter, Run, oracle
+from kit.wrapping import adam, check_same, error_text, sgd
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.adapters import use_adapters
+from fsdp_optim.errors import RankError
+from fsdp_optim.testing import run_on_threads, thread_rank
+from fsdp_optim.transport.in_process import InProcessTransport
+from fsdp_optim.transport.world import world_here
+
+MAKES: dict[str, Callable[[Any], Any]] = {"Adam": adam, "SGD": sgd}
+CASES = [
+    (cut, size, make) for cut in CUTS for size in (1, 2, 3, 4) for make in (("Adam", "SGD") if size == 3 else ("Adam",))
+]
+NEXT = dict(zip(CUTS, [*list(CUTS)[1:], *list(CUTS)[:1]], strict=True))
+
+
+def state_of(optim: Any) -> Any:
+    return copy.deepcopy(optim.state_dict()["state"])
+
+
+def every_verb(cut: str, make: str, folder: str) -> None:
+    world = world_here()
+    rank, ranks = world.rank, tuple(range(world.size))
+    with use_adapters([DescribedAdapter()]):
+        run = Run(cut, ranks, rank, MAKES[make])
+        wanted = oracle(MAKES[make]).optim.state_dict()["state"]
+        for recipient in (*ranks, None):
+            full = fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, recipient, bucket_nbytes=64)
+            if (full is None) != (recipient not in (rank, None)):
+                raise AssertionError(f"rank {rank} got a {type(full).__name__}, the recipient is {recipient}")
+            if full is not None:
+                check_same(f"gathered to {recipient}", full["state"], wanted)
+        listed = dict(fsdp_optim.iter_full_optim_state(run.model, run.optim, None, bucket_nbytes=64))
+        check_same("iterated", list(listed.values()), list(wanted.values()))
+        other = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0)
+        again = Run(NEXT[cut], ranks, rank, MAKES[make])
+        shards = {
+            "shard": fsdp_optim.get_shard_from_optim_state_dict(other.model, other.optim, full),
+            "scatter": fsdp_optim.scatter_full_optim_state_dict(
+                other.model, other.optim, full if rank == ranks[-1] else None, ranks[-1], bucket_nbytes=64
+            ),
+        }
+        for verb, shard in shards.items():
+            fsdp_optim.load_optim_state_dict(other.optim, shard)
+            check_same(verb, state_of(other.optim), state_of(again.optim))
+        moved = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0)
+        fsdp_optim.transfer_optim_state(run.model, run.optim, moved.model, moved.optim)
+        check_same("transferred", state_of(moved.optim), state_of(again.optim))
+        path = Path(folder)
+        fsdp_optim.save(path / "saved", run.model, run.optim, durable=False, bucket_nbytes=300, extra={"step": 2})
+        fsdp_optim.async_save(path / "later", run.model, run.optim, durable=False).wait()
+        for name in ("saved", "later"):
+            loaded = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0)
+            fsdp_optim.load(path / name, loaded.model, loaded.optim, check="bitwise")
+            check_same(f"loaded what was {name}", state_of(loaded.optim), state_of(again.optim))
+            for mine, theirs in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
+                check_same("weights", mine.detach(), theirs.detach())
+        further = oracle(MAKES[make], STEPS + 1).optim.state_dict()["state"]
+        loaded.step([STEPS])
+        check_same(
+            "trained on", fsdp_optim.gather_full_optim_state_dict(loaded.model, loaded.optim, None)["state"], further
+        )
+
+
+CALLS: dict[str, Callable[[Run, str], Any]] = {
+    "gather": lambda run, path: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=20.0),
+    "transfer": lambda run, path: fsdp_optim.transfer_optim_state(
+        run.model, run.optim, run.model, run.optim, timeout=20.0
+    ),
+    "save": lambda run, path: fsdp_optim.save(path, run.model, run.optim, durable=False, timeout=20.0),
+    "load": lambda run, path: fsdp_optim.load(path, run.model, run.optim, timeout=20.0),
+}
+
+
+def each_rank_fails(verb: str, folder: str) -> list[tuple[str, str]]:
+    """Each rank in turn has an optimizer of another model."""
+    world, found = world_here(), []
+    with use_adapters([DescribedAdapter()]):
+        for failing in range(world.size):
+            run = Run("rows", range(world.size), world.rank, adam)
+            if verb == "load":
+                CALLS["save"](run, f"{folder}/{failing}")
+            if world.rank == failing:
+                run.optim = adam([torch.nn.Parameter(torch.ones(2))])
+            found.append(error_text(lambda: CALLS[verb](run, f"{folder}/{failing}")))  # noqa: B023
+    return found
+
+
+def one_in_another_call() -> list[tuple[str, str]]:
+    world, found = world_here(), []
+    with use_adapters([DescribedAdapter()]):
+        run = Run("rows", range(world.size), world.rank, adam)
+        for odd in range(world.size):
+            verb = "gather" if world.rank == odd else "transfer"
+            found.append(error_text(lambda: CALLS[verb](run, "")))  # noqa: B023
+        CALLS["gather"](run, "")
+    return found
+
+
+def one_does_not_come(absent: int) -> tuple[str, str]:
+    world = world_here()
+    with use_adapters([DescribedAdapter()]):
+        run = Run("rows", range(world.size), world.rank, adam)
+        if world.rank == absent:
+            return "", ""
+        return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=0.5))
+
+
+class Loses(InProcessTransport):
+    """A transport on which nothing that one rank sends arrives."""
+
+    sender = 0
+
+    def _post(self, letters: Any) -> None:
+        super()._post({} if thread_rank() == self.sender else letters)
+
+
+def with_lost_messages(verb: str) -> tuple[str, str]:
+    world = world_here()
+    with use_adapters([DescribedAdapter()]):
+        run, target = (Run(cut, range(world.size), world.rank, adam) for cut in ("rows", "columns"))
+        if verb == "gather":
+            return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=1.0))
+        return error_text(
+            lambda: fsdp_optim.transfer_optim_state(run.model, run.optim, target.model, target.optim, timeout=1.0)
+        )
+
+
+class VerbsOnThreadsTest(unittest.TestCase):
+    @parameterized.expand(CASES)
+    def test_every_verb(self, cut: str, size: int, make: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_threads(every_verb, size, cut, make, folder)
+
+    @parameterized.expand(tuple(CALLS))
+    def test_a_failure_on_each_rank_in_turn(self, verb: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            by_rank = run_on_threads(each_rank_fails, 3, verb, folder)
+        for failing in range(3):
+            errors = {mine[failing] for mine in by_rank}
+            self.assertEqual(len(errors), 1, errors)
+            ((kind, text),) = errors
+            self.assertEqual(kind, "WrapperError", text)
+            self.assertIn(f"rank {failing}", text)
+
+    def test_ranks_in_other_calls(self) -> None:
+        by_rank = run_on_threads(one_in_another_call, 3)
+        for odd in range(3):
+            errors = {mine[odd] for mine in by_rank}
+            self.assertEqual(len(errors), 1, errors)
+            ((kind, text),) = errors
+            self.assertEqual(kind, "RankError")
+            self.assertIn("gather_full_optim_state_dict", text)
+            self.assertIn("transfer_optim_state", text)
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        for absent in range(3):
+            errors = run_on_threads(one_does_not_come, 3, absent)
+            self.assertEqual(errors.pop(absent), ("", ""))
+            self.assertEqual(len(set(errors)), 1, errors)
+            self.assertEqual(errors[0][0], "RankTimeoutError")
+            self.assertIn(f"rank {absent} did not arrive within 0.5 s", errors[0][1])
+
+    def test_lost_messages(self) -> None:
+        for verb, sender in (("gather", 1), ("gather", 2), ("transfer", 0), ("transfer", 2)):
+            losing = type("Losing", (Loses,), {"sender": sender})
+            errors = run_on_threads(with_lost_messages, 3, verb, transport=losing)
+            self.assertEqual(len(set(errors)), 1, errors)
+            self.assertEqual(errors[0][0], RankError.__name__)
+            self.assertIn("lost the connection to rank", errors[0][1])
+            self.assertIn(f"rank {sender}", errors[0][1])  # as the one that lost it, or the one that was lost
+
+
+if __name__ == "__main__":
+    unittest.main()
