@@ -16,7 +16,7 @@ import torch
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flatten, window
-from fsdp_optim.plan import Copy, copies_into, copies_of, part_from, part_into, replica_of
+from fsdp_optim.plan import Copy, copies_into, copies_of, has_from, num_into, part_from, part_into, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -260,7 +260,7 @@ class _Planned:
     """
 
     rank: int
-    copies: tuple[Copy, ...]
+    copies: Sequence[Copy]
     sends: bool
     receives: bool
     num_filled: int
@@ -311,9 +311,9 @@ class _Plans:
         return _Planned(
             rank=rank,
             copies=copies,
-            sends=any(copy.source_rank == rank for copy in copies),
+            sends=has_from(copies, rank),
             receives=target.shard_of(rank) is not None,
-            num_filled=sum(copy.numel for copy in copies if copy.target_rank == rank),
+            num_filled=num_into(copies, rank),
             num_wanted=target.numel_on(rank),
         )
 

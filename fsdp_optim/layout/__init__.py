@@ -4,13 +4,23 @@ A `Placement` says where one parameter lives, by arithmetic: any rank's Pieces c
 one Placement per parameter. All numbers count elements; the rank numbers are global ranks.
 """
 
-from fsdp_optim.layout.boxes import Block, Box, Piece, Run, Shape, bounds_of_box, boxes_of_run, row_major_strides
+from fsdp_optim.layout.boxes import (
+    Block,
+    Box,
+    Piece,
+    Run,
+    RunTable,
+    Shape,
+    bounds_of_box,
+    boxes_of_run,
+    row_major_strides,
+)
 from fsdp_optim.layout.chunks import FlatChunks
 from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
 from fsdp_optim.layout.placement import Placement, Whole
-from fsdp_optim.layout.ranks import Ranks, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, number_array, ranks_in_order
 
 __all__ = [
     "Block",
@@ -23,12 +33,14 @@ __all__ = [
     "Placement",
     "Ranks",
     "Run",
+    "RunTable",
     "Shape",
     "Whole",
     "bounds_of_box",
     "boxes_of_run",
     "cut_named",
     "cut_of",
+    "number_array",
     "ranks_in_order",
     "row_major_strides",
 ]

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+import numpy
+from numpy.typing import NDArray
+
 from fsdp_optim.errors import LayoutError
 
 Shape = tuple[int, ...]
@@ -87,6 +90,24 @@ class Run:
     start: int
     stop: int
     offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class RunTable:
+    """Many Runs, as arrays: `starts`, `stops` and `offsets` of each."""
+
+    starts: NDArray[numpy.int64]
+    stops: NDArray[numpy.int64]
+    offsets: NDArray[numpy.int64]
+
+    @classmethod
+    def of(cls, run: Run, times: int) -> RunTable:
+        """One Run as often as it is needed."""
+        return cls(*(numpy.full(times, number) for number in (run.start, run.stop, run.offset)))
+
+    def rows(self, index: NDArray[numpy.int64]) -> RunTable:
+        """Some of them, in the order of `index`."""
+        return RunTable(self.starts[index], self.stops[index], self.offsets[index])
 
 
 def row_major_strides(sizes: Shape) -> Shape:

@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+import numpy
+from numpy.typing import NDArray
+
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import (
-    Block,
-    Run,
-    Shape,
-    boxes_of_run,
-)
+from fsdp_optim.layout.boxes import Block, Run, RunTable, Shape, boxes_of_run
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 from fsdp_optim.layout.replicas import join_replicas
 
 
@@ -85,6 +83,18 @@ class FlatChunks(Placement):
         start = min(max(chunk_start, 0), self._numel)
         stop = max(min(chunk_start + self.chunk_numel, self._numel), start)
         return Run(start, stop, 0 if self.own_tensor or start == stop else start - chunk_start)
+
+    def runs(self, shards: Sequence[int]) -> RunTable:
+        chunk_starts = number_array(shards) * self.chunk_numel - self.start
+        starts = numpy.clip(chunk_starts, 0, self._numel)
+        stops = numpy.maximum(numpy.minimum(chunk_starts + self.chunk_numel, self._numel), starts)
+        offsets = (
+            numpy.zeros_like(starts) if self.own_tensor else numpy.where(starts == stops, 0, starts - chunk_starts)
+        )
+        return RunTable(starts, stops, offsets)
+
+    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
+        return numpy.stack([number_array(group)[number_array(shards)] for group in self.replicas])
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         run = self.run(shard)

@@ -8,16 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+import numpy
+from numpy.typing import NDArray
+
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import (
-    Block,
-    Box,
-    Run,
-    Shape,
-    bounds_of_box,
-)
+from fsdp_optim.layout.boxes import Block, Box, Run, RunTable, Shape, bounds_of_box
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 from fsdp_optim.layout.replicas import join_replicas
 
 
@@ -104,6 +101,23 @@ class MeshBoxes(Placement):
         start, stop = bounds_of_box(self.shape, box)
         return Run(start, stop, 0) if stop - start == box.numel else None
 
+    def runs(self, shards: Sequence[int]) -> RunTable | None:
+        if len(self.splits) != 1 or self.splits[0][1] != 0:
+            return None
+        # One cut along the first dimension gives every shard whole rows.
+        row = prod(self.shape[1:])
+        rows = -(-self.shape[0] // self._parts[0])
+        edges = numpy.minimum(number_array(shards) * rows, self.shape[0])
+        stops = numpy.minimum(edges + rows, self.shape[0])
+        is_empty = edges == stops
+        return RunTable(
+            numpy.where(is_empty, 0, edges * row), numpy.where(is_empty, 0, stops * row), numpy.zeros_like(edges)
+        )
+
+    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
+        places = _place_table(self.mesh_shape, self._split_dims)[number_array(shards)]
+        return numpy.concatenate([number_array(group)[places].T for group in self.replicas])
+
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
         if start >= stop:
             return range(0)
@@ -147,6 +161,12 @@ def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, .
     for place in range(prod(mesh_shape)):
         places[_shard_at(place, mesh_shape, split_dims)].append(place)
     return tuple(tuple(found) for found in places)
+
+
+@functools.lru_cache(maxsize=64)
+def _place_table(mesh_shape: Shape, split_dims: Shape) -> NDArray[numpy.int64]:
+    """The same as an array, by shard and place."""
+    return numpy.array(_places_by_shard(mesh_shape, split_dims), numpy.int64)
 
 
 def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:

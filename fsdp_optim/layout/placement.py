@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from fsdp_optim.layout.boxes import (
-    Block,
-    Box,
-    Run,
-    Shape,
-)
-from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_in_order
+import numpy
+from numpy.typing import NDArray
+
+from fsdp_optim.layout.boxes import Block, Box, Run, RunTable, Shape
+from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
 
 
 class Placement(ABC):
@@ -45,6 +43,16 @@ class Placement(ABC):
     def run(self, shard: int) -> Run | None:
         """The shard as one Run, where it is one: a shortcut for plans, `blocks` says the same."""
         return None
+
+    def runs(self, shards: Sequence[int]) -> RunTable | None:
+        """Consecutive shards as Runs, where each is one and arithmetic gives them all at once: a shortcut for plans."""
+        return None
+
+    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
+        """`holders` of consecutive shards, all of which have equally many: by replica and shard."""
+        by_shard: NDArray[numpy.int64] = numpy.array([self.holders(shard) for shard in shards], numpy.int64)
+        by_replica: NDArray[numpy.int64] = by_shard.reshape(len(shards), -1).T
+        return by_replica
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
         """Shards that may hold some of the row-major elements [start, stop); never fewer than do."""
@@ -154,6 +162,12 @@ class Whole(Placement):
 
     def run(self, shard: int) -> Run:
         return Run(0, self.numel, self.offset)
+
+    def runs(self, shards: Sequence[int]) -> RunTable:
+        return RunTable.of(self.run(0), len(shards))
+
+    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
+        return number_array(self.on).reshape(-1, 1)[:, : len(shards)]
 
     @property
     def most_numel(self) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy
+from numpy.typing import NDArray
+
 from fsdp_optim.errors import LayoutError
 
 Ranks = Sequence[int]
@@ -31,3 +34,10 @@ def check_distinct(groups: tuple[Ranks, ...]) -> None:
         return
     if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
         raise LayoutError(f"a rank is listed twice in {groups}")
+
+
+def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:
+    """Ranks, or numbers of shards, as an array; at once where they are evenly spaced."""
+    if isinstance(numbers, range):
+        return numpy.arange(numbers.start, numbers.stop, numbers.step)
+    return numpy.array(numbers, numpy.int64)

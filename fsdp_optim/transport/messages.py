@@ -14,7 +14,7 @@ import torch
 
 from fsdp_optim import memory
 from fsdp_optim.memory import copy_all
-from fsdp_optim.plan import Copy
+from fsdp_optim.plan import Copy, Runs
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import Failure
 
@@ -113,13 +113,13 @@ class Streams:
         for way in self._ways(item.copies):
             if way.stream is None:
                 if item.source is not None and item.target is not None:
-                    self._add_here(way.copy, item.source, item.target, failure)
+                    self._add_here(way, item.source, item.target, failure)
                 continue
             flat = item.source if way.is_sent else item.target
             view = None
             if flat is not None:
                 try:
-                    view = flat.narrow(0, way.offset, way.numel) if way.is_run else _block(way, flat)
+                    view = way.source_block(flat) if way.is_sent else way.target_block(flat)
                 except Exception as error:  # the message keeps its place, so that both ends stay in step
                     failure.note(error)
             way.stream.add(way, item.dtype, view)
@@ -128,24 +128,26 @@ class Streams:
         """Values that are cut alike share their copies, so this is found out once for all of them."""
         found = self._ways_of.get(id(copies))
         if found is None:
-            ways = [self._way(copy) for copy in copies if self._rank in (copy.source_rank, copy.target_rank)]
+            rows = copies.rows() if isinstance(copies, Runs) else map(_row_of, copies)
+            ways = [self._way(*row) for row in rows if self._rank in (row[0], row[1])]
             found = self._ways_of[id(copies)] = (copies, ways)  # the copies stay alive, and their id stays theirs
         return found[1]
 
-    def _way(self, copy: Copy) -> _Way:
-        if copy.source_rank == copy.target_rank:
-            return _Way(copy, None, is_sent=False, numel=copy.numel, is_run=copy.is_run, offset=0)
-        is_sent = copy.source_rank == self._rank
-        peer, streams = (copy.target_rank, self._to) if is_sent else (copy.source_rank, self._from)
+    def _way(
+        self, source: int, target: int, numel: int, source_at: int, target_at: int, strided: Copy | None = None
+    ) -> _Way:
+        is_sent = source == self._rank
+        if source == target:
+            return _Way(None, is_sent, numel, source_at, target_at, strided)
+        peer, streams = (target, self._to) if is_sent else (source, self._from)
         stream = streams.get(peer)
         if stream is None:
             stream = streams[peer] = _Stream(self._limit)
-        offset = copy.source_offset if is_sent else copy.target_offset
-        return _Way(copy, stream, is_sent, copy.numel, copy.is_run, offset)
+        return _Way(stream, is_sent, numel, source_at, target_at, strided)
 
-    def _add_here(self, copy: Copy, source: torch.Tensor, target: torch.Tensor, failure: Failure) -> None:
+    def _add_here(self, way: _Way, source: torch.Tensor, target: torch.Tensor, failure: Failure) -> None:
         with failure:
-            pair = memory.target_block(copy, target), memory.source_block(copy, source)
+            pair = way.target_block(target), way.source_block(source)
             if failure.error is None:
                 self._here.append(pair)
                 self._here_nbytes += pair[0].nbytes
@@ -169,19 +171,36 @@ class Streams:
 class _Way(NamedTuple):
     """One copy as this rank sees it: which stream it is a block of (None: it stays on this rank), and where the block lies.
 
-    `offset`: of a run, elements into the local tensor.
+    `source_at`, `target_at`: elements into the local tensors. `strided`: the copy, where it is no run.
     """
 
-    copy: Copy
     stream: _Stream | None
     is_sent: bool
     numel: int
-    is_run: bool
-    offset: int
+    source_at: int
+    target_at: int
+    strided: Copy | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.numel,) if self.strided is None else self.strided.sizes
+
+    def source_block(self, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of a 1-D local tensor that are read."""
+        if self.strided is None:
+            return flat.narrow(0, self.source_at, self.numel)
+        return memory.source_block(self.strided, flat)
+
+    def target_block(self, flat: torch.Tensor) -> torch.Tensor:
+        """The elements of a 1-D local tensor that are written."""
+        if self.strided is None:
+            return flat.narrow(0, self.target_at, self.numel)
+        return memory.target_block(self.strided, flat)
 
 
-def _block(way: _Way, flat: torch.Tensor) -> torch.Tensor:
-    return memory.source_block(way.copy, flat) if way.is_sent else memory.target_block(way.copy, flat)
+def _row_of(copy: Copy) -> tuple[int, int, int, int, int, Copy | None]:
+    strided = None if copy.is_run else copy
+    return copy.source_rank, copy.target_rank, copy.numel, copy.source_offset, copy.target_offset, strided
 
 
 class _Stream:
@@ -198,9 +217,9 @@ class _Stream:
         if nbytes < self._alone_from and message.start(dtype) + nbytes <= self._limit:
             message.add(view, way.numel, dtype)
             return
-        for part, numel in _cut(way.copy.sizes, view, max(self._limit // dtype.itemsize, 1)):
+        for part, numel in _cut(way.sizes, view, max(self._limit // dtype.itemsize, 1)):
             nbytes = numel * dtype.itemsize
-            if way.is_run and nbytes >= self._alone_from:
+            if way.strided is None and nbytes >= self._alone_from:
                 message = Message()
                 self._alone.append(message)
             else:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,19 @@ from kit.examples import examples
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
-from fsdp_optim.plan import Copy, copies_into, copies_of, part_from, part_into, plan, replica_of
+from fsdp_optim.plan import (
+    Copy,
+    Runs,
+    copies_into,
+    copies_of,
+    has_from,
+    num_into,
+    part_from,
+    part_into,
+    plan,
+    planner,
+    replica_of,
+)
 
 most = examples(120)
 some = examples(40)
@@ -102,6 +115,48 @@ def test_every_rank_plans_the_same_copies_in_the_same_order(pair: tuple[Layout, 
             assert its == tuple(replace(copy, fqn="") for copy in plan(*pair, rank=rank) if copy.fqn == fqn)
             received = tuple(replace(copy, fqn="") for copy in copies if (copy.fqn, copy.target_rank) == (fqn, rank))
             assert copies_into(*placements, rank, replica_of(fqn)) == received
+
+
+@most
+@given(oracle.layout_pairs())
+def test_copies_as_arrays_are_those_that_are_made_one_by_one(pair: tuple[Layout, Layout]) -> None:
+    for rank in (*oracle.RANKS, 99):
+        for fqn in pair[1].fqns:
+            placements, replica = (pair[0].placements[fqn], pair[1].placements[fqn]), replica_of(fqn)
+            with mock.patch.object(planner, "BULK_FROM", 10**9):
+                one_by_one = copies_of(*placements, rank=rank, replica=replica)
+                received = copies_into(*placements, rank, replica)
+            with mock.patch.object(planner, "BULK_FROM", 0):
+                assert list(copies_of(*placements, rank=rank, replica=replica)) == list(one_by_one)
+                assert list(copies_into(*placements, rank, replica)) == list(received)
+            assert has_from(one_by_one, rank) == any(copy.source_rank == rank for copy in one_by_one)
+            assert num_into(received, rank) == sum(copy.numel for copy in received)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FlatChunks((1000, 3), 17, 50, (range(64),)),
+        FlatChunks((1000, 3), 0, 50, (range(64),), own_tensor=True),
+        FlatChunks((1000, 3), 17, 50, (range(64), range(64, 128))),
+        FlatChunks((1000, 3), 17, 50, (tuple(reversed(range(64))),)),
+        MeshBoxes((1000, 3), (64,), ((0, 0),), (range(64),)),
+        MeshBoxes((1001, 3), (2, 64), ((1, 0),), (range(128),)),
+    ],
+    ids=["flat", "own tensor", "replicas", "other order", "rows", "rows on a grid"],
+)
+@pytest.mark.parametrize("rank", [0, 1, 63, 64, 127, 200])
+def test_many_copies_are_arrays(source: Placement, rank: int) -> None:
+    """Of a recipient, of a source that scatters, and of a rank that sends to many; others make theirs one by one."""
+    whole, everywhere = Whole(source.shape, (rank,)), Whole(source.shape, range(128))
+    for pair in ((source, whole), (whole, source), (source, everywhere), (everywhere, source)):
+        found = copies_of(*pair, rank=rank, replica=5)
+        with mock.patch.object(planner, "BULK_FROM", 10**9):
+            assert found == copies_of(*pair, rank=rank, replica=5)
+        assert isinstance(found, Runs) or len(found) < 48, (pair, len(found))
+        assert has_from(found, rank) == any(copy.source_rank == rank for copy in found)
+        assert num_into(found, rank) == pair[1].numel_on(rank)
+        assert found[: len(found)] == tuple(found)
 
 
 @some

@@ -4,96 +4,14 @@ from __future__ import annotations
 
 import bisect
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape, bounds_of_box, row_major_strides
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One strided block of elements of `fqn`, from `source_rank`'s local tensor into `target_rank`'s.
-
-    Element `i` (an index into `sizes`) moves from `source_offset + i . source_strides` to
-    `target_offset + i . target_strides`, all in elements of the two local tensors seen flat. Dimensions that are
-    contiguous on both sides are one, so a block that is contiguous on both sides has one size: it is a run.
-    """
-
-    fqn: str
-    source_rank: int
-    target_rank: int
-    sizes: Shape
-    source_offset: int
-    source_strides: Shape
-    target_offset: int
-    target_strides: Shape
-
-    @property
-    def numel(self) -> int:
-        return prod(self.sizes)
-
-    @property
-    def is_run(self) -> bool:
-        return len(self.sizes) == 1 and self.source_strides == (1,) == self.target_strides
-
-
-def part_into(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """What of a copy goes to elements [start, stop) of the target's local tensor, as copies into those alone."""
-    for part in _clipped(copy, start, stop):
-        yield replace(part, target_offset=part.target_offset - start)
-
-
-def part_from(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """What of a copy comes from elements [start, stop) of the source's local tensor, as copies from those alone."""
-    for part in _clipped(_turned(copy), start, stop):
-        yield _turned(replace(part, target_offset=part.target_offset - start))
-
-
-def _turned(copy: Copy) -> Copy:
-    return Copy(
-        copy.fqn,
-        copy.target_rank,
-        copy.source_rank,
-        copy.sizes,
-        copy.target_offset,
-        copy.target_strides,
-        copy.source_offset,
-        copy.source_strides,
-    )
-
-
-def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """The parts of a copy whose target elements are in [start, stop): a first row, whole rows, a last row, at every level."""
-    size, inner = copy.sizes[0], copy.sizes[1:]
-    stride, first = copy.target_strides[0], copy.target_offset
-    span = 1 + sum((n - 1) * step for n, step in zip(inner, copy.target_strides[1:], strict=True))  # of one row
-    low = min(max(-(-(start - first) // stride), 0), size)  # rows [low, high) are inside
-    high = max(min((stop - first - span) // stride + 1, size), low)
-    if low > 0 and first + (low - 1) * stride + span > start:
-        yield from _clipped(_rows(copy, low - 1, low, whole=False), start, stop)
-    if low < high:
-        yield _rows(copy, low, high, whole=True)
-    if low <= high < size and first + high * stride < stop:
-        yield from _clipped(_rows(copy, high, high + 1, whole=False), start, stop)
-
-
-def _rows(copy: Copy, low: int, high: int, *, whole: bool) -> Copy:
-    """Rows [low, high) of a copy; with `whole` False one of them, with a dimension less."""
-    source = copy.source_offset + low * copy.source_strides[0]
-    target = copy.target_offset + low * copy.target_strides[0]
-    if whole:
-        return replace(copy, sizes=(high - low, *copy.sizes[1:]), source_offset=source, target_offset=target)
-    return replace(
-        copy,
-        sizes=copy.sizes[1:],
-        source_offset=source,
-        source_strides=copy.source_strides[1:],
-        target_offset=target,
-        target_strides=copy.target_strides[1:],
-    )
+from fsdp_optim.plan.copies import Copy
+from fsdp_optim.plan.runs import BULK_FROM, Runs, runs_into, runs_out_of
 
 
 def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Copy, ...]:
@@ -110,19 +28,27 @@ def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Co
     return tuple(copy for parameter in _parameters(source, target) for copy in parameter.copies(rank))
 
 
-def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> tuple[Copy, ...]:
+def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> Sequence[Copy]:
     """As `plan`, of one parameter, whose copies have no FQN.
 
     Args:
         replica: ranks that do not hold an element themselves take it from the replica of this number, modulo how many there
             are, or from one of the next.
     """
-    return tuple(_parameter("", source, target, replica).copies(rank)) if source.numel else ()
+    parameter = _parameter("", source, target, replica)
+    if not source.numel:
+        return ()
+    bulk = parameter.in_bulk(rank) if rank is not None else None
+    return tuple(parameter.copies(rank)) if bulk is None else bulk
 
 
-def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> tuple[Copy, ...]:
+def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> Sequence[Copy]:
     """Of `copies_of`, only the copies that this rank receives, from itself or from others."""
-    return tuple(_parameter("", source, target, replica).into(rank)) if source.numel else ()
+    parameter = _parameter("", source, target, replica)
+    if not source.numel:
+        return ()
+    bulk = parameter.in_bulk(rank, sends=False)
+    return tuple(parameter.into(rank)) if bulk is None else bulk
 
 
 def replica_of(name: str) -> int:
@@ -159,6 +85,26 @@ class _Parameter:
     source: Placement
     target: Placement
     replica: int
+
+    def in_bulk(self, rank: int, *, sends: bool = True) -> Runs | None:
+        """The copies of one rank as arrays; None where they are few, or are no runs, so that each is made by itself.
+
+        `sends`: those that it sends to others too.
+        """
+        mine, held = self.target.shard_of(rank), self.source.shard_of(rank) if sends else None
+        if self.source.overlapping or not self._are_many(mine, held):
+            return None
+        into = runs_into(self.source, self.target, mine, rank, self.replica) if mine is not None else Runs.none()
+        out = runs_out_of(self.source, self.target, held, rank, self.replica) if held is not None else Runs.none()
+        return into.joined(out) if into is not None and out is not None else None
+
+    def _are_many(self, mine: int | None, held: int | None) -> bool:
+        """Whether a rank with these shards of the target and the source may take part in many copies."""
+        here = _bounds(self.target, mine) if mine is not None else None
+        there = _bounds(self.source, held) if held is not None else None
+        num_received = len(self.source.shards_over(*here)) if here is not None else 0
+        num_sent = len(self.target.shards_over(*there)) * self.target.num_replicas if there is not None else 0
+        return num_received + num_sent >= BULK_FROM
 
     def copies(self, rank: int | None) -> Iterator[Copy]:
         if rank is None or self.source.overlapping:

@@ -1,0 +1,92 @@
+"""One copy of a plan: a strided block of elements, from one local tensor into another; and the parts of it in a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+from fsdp_optim.layout import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One strided block of elements of `fqn`, from `source_rank`'s local tensor into `target_rank`'s.
+
+    Element `i` (an index into `sizes`) moves from `source_offset + i . source_strides` to
+    `target_offset + i . target_strides`, all in elements of the two local tensors seen flat. Dimensions that are
+    contiguous on both sides are one, so a block that is contiguous on both sides has one size: it is a run.
+    """
+
+    fqn: str
+    source_rank: int
+    target_rank: int
+    sizes: Shape
+    source_offset: int
+    source_strides: Shape
+    target_offset: int
+    target_strides: Shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def is_run(self) -> bool:
+        return len(self.sizes) == 1 and self.source_strides == (1,) == self.target_strides
+
+
+def part_into(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
+    """What of a copy goes to elements [start, stop) of the target's local tensor, as copies into those alone."""
+    for part in _clipped(copy, start, stop):
+        yield replace(part, target_offset=part.target_offset - start)
+
+
+def part_from(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
+    """What of a copy comes from elements [start, stop) of the source's local tensor, as copies from those alone."""
+    for part in _clipped(_turned(copy), start, stop):
+        yield _turned(replace(part, target_offset=part.target_offset - start))
+
+
+def _turned(copy: Copy) -> Copy:
+    return Copy(
+        copy.fqn,
+        copy.target_rank,
+        copy.source_rank,
+        copy.sizes,
+        copy.target_offset,
+        copy.target_strides,
+        copy.source_offset,
+        copy.source_strides,
+    )
+
+
+def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
+    """The parts of a copy whose target elements are in [start, stop): a first row, whole rows, a last row, at every level."""
+    size, inner = copy.sizes[0], copy.sizes[1:]
+    stride, first = copy.target_strides[0], copy.target_offset
+    span = 1 + sum((n - 1) * step for n, step in zip(inner, copy.target_strides[1:], strict=True))  # of one row
+    low = min(max(-(-(start - first) // stride), 0), size)  # rows [low, high) are inside
+    high = max(min((stop - first - span) // stride + 1, size), low)
+    if low > 0 and first + (low - 1) * stride + span > start:
+        yield from _clipped(_rows(copy, low - 1, low, whole=False), start, stop)
+    if low < high:
+        yield _rows(copy, low, high, whole=True)
+    if low <= high < size and first + high * stride < stop:
+        yield from _clipped(_rows(copy, high, high + 1, whole=False), start, stop)
+
+
+def _rows(copy: Copy, low: int, high: int, *, whole: bool) -> Copy:
+    """Rows [low, high) of a copy; with `whole` False one of them, with a dimension less."""
+    source = copy.source_offset + low * copy.source_strides[0]
+    target = copy.target_offset + low * copy.target_strides[0]
+    if whole:
+        return replace(copy, sizes=(high - low, *copy.sizes[1:]), source_offset=source, target_offset=target)
+    return replace(
+        copy,
+        sizes=copy.sizes[1:],
+        source_offset=source,
+        source_strides=copy.source_strides[1:],
+        target_offset=target,
+        target_strides=copy.target_strides[1:],
+    )
