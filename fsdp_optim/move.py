@@ -21,9 +21,6 @@ from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
 
-STORAGE = -1
-"""In a plan, storage is modelled as ranks with negative numbers; this is the highest of them."""
-
 _CPU = torch.device("cpu")
 
 

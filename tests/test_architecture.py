@@ -82,7 +82,7 @@ ARROWS: dict[str, set[str]] = {
     "adapters": {"errors", "options", "layout", "memory", "view"},
     "transport": {"errors", "options", "layout", "plan", "memory"},
     "storage": {"errors"},
-    "formats": {"errors", "memory", "storage"},
+    "formats": {"errors", "layout", "memory", "storage"},
     "move": {"errors", "layout", "plan", "memory", "transport"},
     "verbs": {"errors", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move"},
     "checkpoint": {
@@ -92,7 +92,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"options", "state", "api"},
     "cli": {"errors", "api"},
-    "testing": {"errors", "layout", "plan", "memory", "storage", "transport"},
+    "testing": {"errors", "layout", "plan", "memory", "storage", "formats", "transport"},
     "": {"errors", "api", "drop_in", "testing"},
 }
 JOIN_THE_PARTS = {"verbs", "checkpoint", "api", "drop_in"}

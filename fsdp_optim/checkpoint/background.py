@@ -29,6 +29,8 @@ from fsdp_optim.checkpoint.save import (
 from fsdp_optim.checkpoint.stores import Place
 from fsdp_optim.checkpoint.writing import Writer
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim.formats.base import Format
+from fsdp_optim.formats.ours import OURS
 from fsdp_optim.move import Part, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
@@ -41,14 +43,16 @@ Snapshot = list[Runs]
 """This rank's runs in memory of their own, by file, in parts that are let go of one by one"""
 
 
-def async_save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> SaveHandle:
+def async_save(
+    path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format = OURS
+) -> SaveHandle:
     """Copy the state, start writing, return."""
     with ExitStack() as held:
         with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-            job, live = begin(path, reader, callers, optim, options)
+            job, live = begin(path, reader, callers, optim, options, format)
             with abandoned_on_failure(job):
                 failure = Failure()
-                writer = job.writer()
+                writer = job.hand()
                 snapshot: Snapshot = []
                 completion: Completion | None = None
 

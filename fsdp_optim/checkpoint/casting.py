@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from fsdp_optim.checkpoint.contents import is_buffer
-from fsdp_optim.formats.checkpoint import Stored
+from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.memory import dtype_named, flatten
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.packed import LocalId
@@ -33,7 +33,7 @@ def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def merged(
-    param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, Stored], rank: int
+    param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], rank: int
 ) -> torch.Tensor:
     """This rank's elements of a live parameter whose originals were saved in several dtypes, or in part."""
     held = flatten(param.handle.weights()).clone()
@@ -41,14 +41,14 @@ def merged(
         shard = placement.shard_of(rank)
         if fqn not in stored or shard is None:
             continue
-        flat = flats[stored[fqn].entry.dtype]
+        flat = flats[stored[fqn].dtype]
         for block in placement.blocks(shard):
             held[block.offset : block.offset + block.box.numel] = flat[block.offset : block.offset + block.box.numel]
     return held
 
 
 def state_dtype(
-    optim: LocalOptim, param: LocalParam, name: str, saved: torch.dtype, weights: Mapping[str, Stored]
+    optim: LocalOptim, param: LocalParam, name: str, saved: torch.dtype, weights: Mapping[str, StoredTensor]
 ) -> torch.dtype:
     """The dtype that a sharded state value has after a load with `cast=True`.
 
@@ -56,7 +56,7 @@ def state_dtype(
     torch.optim without state steps in its parameters' dtype only, so a value that was saved in the weights' follows them.
     Everything else stays what it was: other optimizers may keep fp32 state for bf16 weights.
     """
-    before = {dtype_named(weights[fqn].entry.dtype) for fqn in param.named.fqns if fqn in weights}
+    before = {dtype_named(weights[fqn].dtype) for fqn in param.named.fqns if fqn in weights}
     now = param.handle.weights().dtype
     if not saved.is_floating_point or before <= {now}:
         return saved
@@ -68,7 +68,7 @@ def state_dtype(
 
 
 def cast_state(
-    optim: LocalOptim, flats: Mapping[LocalId, Mapping[str, torch.Tensor]], weights: Mapping[str, Stored]
+    optim: LocalOptim, flats: Mapping[LocalId, Mapping[str, torch.Tensor]], weights: Mapping[str, StoredTensor]
 ) -> dict[LocalId, Mapping[str, torch.Tensor]]:
     """Local tensors of the state, by local id and name, in the dtypes that they are to have."""
     by_id = {param.local_id: param for param in optim.params}

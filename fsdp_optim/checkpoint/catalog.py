@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.brief import Brief
-from fsdp_optim.formats.marker import marker_in
-from fsdp_optim.formats.standing import JUDGE, read_brief
-from fsdp_optim.storage.base import Opened, Store
+from fsdp_optim.formats.ours import OURS
+from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.posix.leftovers import LOCK, OLD, UNFINISHED, aside, remove_gone, retire
 from fsdp_optim.storage.posix.looks import is_link, is_nothing, names_in, standing_of
 from fsdp_optim.storage.posix.strangers import strangers_in
@@ -62,7 +62,7 @@ def latest(root: Path) -> Path | None:
     for attempt in range(_ATTEMPTS):
         found, unread = checkpoints_in(root)
         for one in reversed(found):
-            standing = standing_of(one.folder, JUDGE)  # all of the marker, not its beginning alone
+            standing = standing_of(one.folder, OURS.judge)  # all of the manifest, not its beginning alone
             if standing.is_complete:
                 return one.folder
             if standing.has_moved and attempt < _ATTEMPTS - 1:
@@ -78,9 +78,9 @@ def latest(root: Path) -> Path | None:
 
 
 def checkpoints_in(root: Path) -> tuple[list[Found], list[str]]:
-    """The complete checkpoints in a folder by what the beginnings of their markers say, the oldest first.
+    """The complete checkpoints in a folder by what the beginnings of their manifests say, the oldest first.
 
-    Also why others that have a marker could not be read just now. A listing that is made while a folder is renamed may have
+    Also why others that have a manifest could not be read just now. A listing that is made while a folder is renamed may have
     neither name of it: it counts when the next one is the same.
     """
     found: list[Found] = []
@@ -103,35 +103,26 @@ def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
         base = bases.get(folder, folder)
         if folder in unfinished or (base != folder and not is_nothing(base)):
             continue
-        standing = standing_of(folder, JUDGE, whole=False)
+        standing = standing_of(folder, OURS.judge, whole=False)
         if standing.brief is not None:
             found.append(Found(folder, base, standing.brief))
             continue
         if standing.has_moved:
             vanished = True
-        elif standing.has_marker:
-            log.warning("%s has a marker, and is no checkpoint that can be read: %s", folder, standing.reason)
+        elif standing.has_manifest:
+            log.warning("%s has a manifest, and is no checkpoint that can be read: %s", folder, standing.reason)
             if not standing.is_sure:
                 unread.append(standing.reason)
     return found, unread, vanished
 
 
-def next_sequence(store: Store) -> int:
-    """One more than the highest sequence number of all that has a marker beside a place, complete or not."""
+def next_sequence(store: Store, format: Format) -> int:
+    """One more than the highest sequence number of all that has a manifest beside a place, complete or not."""
     highest = 0
     for opened in store.beside():
         with opened:
-            highest = max(highest, _sequence_in(opened))
+            highest = max(highest, format.sequence_in(opened))
     return highest + 1
-
-
-def _sequence_in(opened: Opened) -> int:
-    """The sequence number of a checkpoint; 0 where there is none, or it cannot be known."""
-    for read in (read_brief, lambda opened: marker_in(opened).brief):  # the rest may say it where the brief is damaged
-        with contextlib.suppress(OSError):
-            brief = read(opened)
-            return brief.sequence if brief is not None else 0
-    return 0
 
 
 def outdated(path: Path, series: Series, keep_last: int) -> list[Found]:
@@ -145,18 +136,18 @@ def outdated(path: Path, series: Series, keep_last: int) -> list[Found]:
             continue
         if kept >= keep_last:
             older.append(one)
-        elif standing_of(one.folder, JUDGE).is_complete:
+        elif standing_of(one.folder, OURS.judge).is_complete:
             kept += 1
     return older
 
 
-def keep_newest(path: Path, brief: Brief, keep_last: int) -> None:
-    """Remove the checkpoints that are older than the newest `keep_last` of the series of `path`; never `path`.
+def keep_newest(path: Path, series: Series, keep_last: int) -> None:
+    """Remove the checkpoints of a series, that of `path`, that are older than its newest `keep_last`; never `path`.
 
     What cannot be removed is warned about: the new checkpoint is there.
     """
     try:
-        older = outdated(path, Found(path, path, brief).series, keep_last)
+        older = outdated(path, series, keep_last)
     except OSError as error:
         log.warning("nothing was removed for keep_last=%d: %s", keep_last, error)
         return
@@ -175,5 +166,5 @@ def keep_newest(path: Path, brief: Brief, keep_last: int) -> None:
 
 def _strangers_in(folder: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return strangers_in(folder, LOCK, JUDGE)
+        return strangers_in(folder, LOCK, OURS.judge)
     return []

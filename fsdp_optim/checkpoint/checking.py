@@ -14,7 +14,7 @@ from fsdp_optim.checkpoint.contents import weights_of
 from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
 from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checkpoint import Checkpoint
+from fsdp_optim.formats.base import Reader
 from fsdp_optim.memory import dtype_name, window
 from fsdp_optim.move import End, Key, Part, move
 from fsdp_optim.options import LoadOptions
@@ -33,7 +33,7 @@ def check_bitwise(
     reader: ModelReader,
     optim: Optimizers | None,
     callers: RankGroup,
-    loaded_from: Checkpoint,
+    loaded_from: Reader,
     weights: Weights,
     state: State | None,
     options: LoadOptions,
@@ -60,7 +60,7 @@ def check_bitwise(
         if state is not None and optim is not None:
             loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
             live.update((one.key, _held(loaded, one)) for one in values if one.is_state)
-            read_constants(checkpoint, [one for key, one in checkpoint.optim.items() if not one.entry.shape])
+            read_constants(checkpoint, [one for key, one in checkpoint.optim.items() if not one.shape])
             _check_scalars(state, loaded)
             _check_opaque(state, loaded)
             _check_groups(state, loaded, options.keep)
@@ -111,12 +111,11 @@ class _CompareEnd(End):
                 self.nbytes += part.flat.nbytes
 
     def _tell(self, part: Part, index: int) -> NoReturn:
-        value, entry = part.value, stored_value(part.value).stored.entry
-        there = next(there for there, _, _ in elements_in(part.cut, self.rank, index, 1))
+        value, stored = part.value, stored_value(part.value).stored
+        rank, there, _, _ = next(elements_in(stored.placement, part.cut, self.rank, index, 1))
+        file, start = stored.place_on(rank)
         where = (
-            f"element {there}"
-            if part.value.key in self.cast
-            else f"byte {entry.start + there * entry.itemsize} of its data"
+            f"element {there}" if part.value.key in self.cast else f"byte {start + there * stored.itemsize} of its data"
         )
         cast = (
             f", cast to {dtype_name(held.dtype)}"
@@ -124,7 +123,7 @@ class _CompareEnd(End):
             else ""
         )
         raise CheckpointError(
-            f"{value.fqn}: {value.name} on rank {self.rank} is not what {stored_value(value).stored.file.name} has{cast}: the "
+            f"{value.fqn}: {value.name} on rank {self.rank} is not what {file} has{cast}: the "
             f"first difference is at {where}"
         )
 
@@ -160,7 +159,7 @@ def _is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
     param = _param_of(local, value)
     if param is None or param.handle.weights().dtype == value.dtype:
         return False
-    return castable(param.handle, value.stored.entry.dtype, cast=castable_with)
+    return castable(param.handle, value.stored.dtype, cast=castable_with)
 
 
 def _check_scalars(state: State, loaded: Local) -> None:

@@ -11,6 +11,7 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint import module_values
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.formats.base import Planned
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
@@ -250,6 +251,6 @@ def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
 
 
-def described(tensor: SavedValue) -> tuple[str, str, tuple[int, ...]]:
-    """(name, dtype, shape), as a header says it."""
-    return tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape
+def planned(tensor: SavedValue) -> Planned:
+    """What a format has to know of it to plan its files."""
+    return Planned(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape)

@@ -122,7 +122,7 @@ def _value(
         return constants[what]
     if how in (SCALAR, OPAQUE):
         return what
-    raise ValueError(f"{fqn}: {name} is said to be {how!r}, which is no kind of value")
+    raise ValueError(f"{fqn}: {name} is called {how!r}, which is no kind of value")
 
 
 def _is_read_at_once(how: str) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
-from fsdp_optim.checkpoint.contents import SavedValue, described
-from fsdp_optim.formats.checksums import segment_nbytes
-from fsdp_optim.formats.header import Entry, Header
-from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.move import STORAGE, StateValue
+from fsdp_optim.checkpoint.contents import SavedValue, planned
+from fsdp_optim.formats.base import Half, PlannedFile, Writer
+from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.move import StateValue
 
 _SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
 _MOST_PARTS = 1024
@@ -23,50 +21,25 @@ _LEAST_PART = 64 << 10  # bytes that a replica writes of a tensor, at least
 
 @dataclass(frozen=True)
 class File:
-    """One file to write: its tensors in the order of their bytes."""
+    """One file to write, and its values in the order of their bytes."""
 
-    name: str
-    tensors: tuple[SavedValue, ...]
-    header: Header
-    segment_nbytes: int
-
-    def entry_of(self, index: int) -> Entry:
-        return self.header.entries[index]
-
-    @cached_property
-    def head(self) -> bytes:
-        """Everything before the data section."""
-        return self.header.encoded()
+    plan: PlannedFile
+    values: tuple[SavedValue, ...]
 
     @property
-    def offset(self) -> int:
-        """Where the data section begins."""
-        return len(self.head)
-
-    @property
-    def nbytes(self) -> int:
-        return self.offset + self.header.data_nbytes
+    def name(self) -> str:
+        return self.plan.name
 
 
-def cut_into_files(
-    stem: str, tensors: Sequence[SavedValue], most_nbytes: int, metadata: Mapping[str, str], num_ranks: int
+def planned_files(
+    writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, *, most_nbytes: int, num_ranks: int
 ) -> list[File]:
-    """The tensors in files of at most `most_nbytes` each (or one tensor that is larger), named as Hugging Face names them."""
-    parts: list[list[SavedValue]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if parts[-1] and size + tensor.nbytes > most_nbytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(tensor)
-        size += tensor.nbytes
-    files = []
-    for number, part in enumerate(parts, start=1):
-        name = f"{stem}.safetensors" if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
-        header = Header.of((described(tensor) for tensor in part), metadata if number == 1 else {"format": "pt"})
-        grid = segment_nbytes((tensor.nbytes for tensor in part), num_ranks)
-        files.append(File(name, tuple(part), header, grid))
-    return files
+    """The files that a format plans for the values of one half, each with its values."""
+    by_key = {value.stored_name: value for value in values}
+    plans = writer.files(
+        half, [planned(value) for value in values], shared, most_nbytes=most_nbytes, num_ranks=num_ranks
+    )
+    return [File(plan, tuple(by_key[one.key] for one in plan.tensors)) for plan in plans]
 
 
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:

@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.adapters.module_values import put
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checkpoint import Checkpoint
+from fsdp_optim.formats.base import MODULES, Reader
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import own
@@ -23,7 +23,6 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.view import ModuleValues
 
-FILE = "extra/model.safetensors"
 _MOST_NAMED = 8
 
 log = logging.getLogger("fsdp_optim")
@@ -43,15 +42,15 @@ def collect(callers: RankGroup, local: ModuleValues, picture: Picture) -> dict[s
     if away:
         failure = Failure()
         parcels = [Parcel(sources[fqn], (leader,)) for fqn in away]
-        arrived = send(callers, parcels, lambda index: _said(local, away[index]), failure)
+        arrived = send(callers, parcels, lambda index: _versioned(local, away[index]), failure)
         agree(callers, "module values", failure.error, fatal=failure.fatal)
     if callers.rank != leader:
         return {}
     from_away = dict(zip(away, (arrived.get(index, NOTHING) for index in range(len(away))), strict=True))
-    return {fqn: from_away[fqn] if fqn in from_away else _said(local, fqn) for fqn in sources}
+    return {fqn: from_away[fqn] if fqn in from_away else _versioned(local, fqn) for fqn in sources}
 
 
-def _said(local: ModuleValues, fqn: str) -> list[Any]:
+def _versioned(local: ModuleValues, fqn: str) -> list[Any]:
     one = local.values[fqn]
     value = one.value.detach() if isinstance(one.value, torch.Tensor) else one.value
     return [getattr(one.module, "_version", None), value]
@@ -96,7 +95,7 @@ class StoredValues:
         cls,
         local: ModuleValues,
         picture: Picture,
-        checkpoint: Checkpoint,
+        checkpoint: Reader,
         *,
         verify: bool,
         allow_pickle: bool,
@@ -107,7 +106,7 @@ class StoredValues:
         Raises CheckpointError for one that is pickled, unless that is allowed, or `strict` is not.
         """
         stored = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
-        aliases = checkpoint.marker.said["model"]["aliases"]
+        aliases = checkpoint.aliases
         given: dict[str, tuple[Any, Any]] = {}
         withheld, used = [], set()
         names: dict[str, tuple[str | None, ...]] = {fqn: (fqn, aliases.get(fqn)) for fqn in picture.module_values}
@@ -167,14 +166,14 @@ class StoredValues:
                 raise CheckpointError(f"{fqn}: what the live model has is not what was saved")
 
 
-def _stored(checkpoint: Checkpoint, *, verify: bool, allow_pickle: bool) -> dict[str, Any]:
+def _stored(checkpoint: Reader, *, verify: bool, allow_pickle: bool) -> dict[str, Any]:
     """By FQN, the version and the value, or Withheld."""
-    if FILE not in checkpoint.marker.files:
+    if MODULES not in checkpoint.extras:
         return {}
-    said = checkpoint.extra(FILE, verify=verify).decoded_each(allow_pickle=allow_pickle)
+    saved = checkpoint.extra(MODULES, verify=verify).decoded_each(allow_pickle=allow_pickle)
     found: dict[str, Any] = {}
-    with distrusted(checkpoint.named(FILE)):
-        for fqn, one in said.items():
+    with distrusted(f"{checkpoint.where}: the values of its modules"):
+        for fqn, one in saved.items():
             if isinstance(one, Withheld):
                 found[fqn] = one
                 continue

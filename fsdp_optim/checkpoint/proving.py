@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fsdp_optim.checkpoint.contents import RECORDS, Half, SavedValue
+from fsdp_optim.checkpoint.contents import Half, SavedValue
 from fsdp_optim.checkpoint.described import full_dict
 from fsdp_optim.checkpoint.targets import check_filled
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
-from fsdp_optim.formats.description import decoded
+from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.formats.json_text import check_density, parse_json
-from fsdp_optim.formats.marker import MOST_NBYTES
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.dialects import normalize
@@ -43,27 +39,15 @@ class _Planned:
         ]
 
 
-def prove_loadable(state: Half, encoded: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool) -> None:
-    """Read what will be said of the optimizer, and fit it to the live optimizer. `tensors`: those beside the JSON.
+def prove_loadable(state: Half, description: OptimDescription) -> None:
+    """Fit what a reader will make of the optimizer's description to the live optimizer.
 
     Raises CheckpointError that names what could not be loaded.
     """
-    where = "the optimizer"
-    text = json.dumps(encoded, separators=(",", ":")).encode()
-    if not tensors:
-        check_density(where, text)
-    if not tensors and len(text) > MOST_NBYTES // 2:
-        params = encoded["params"]
-        largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
-        raise CheckpointError(
-            f"{largest}: what is said of its state is the most of {len(text)} bytes, and a reader takes {MOST_NBYTES // 2}: keep "
-            "large values as tensors"
-        )
     try:
-        read = decoded(where, parse_json(where, text), tensors, allow_pickle=allow_pickle, records=RECORDS)
         live = state.local.live_optimizer(state.picture)
-        with distrusted(where):
-            given = full_dict(_Planned({one.stored_name: one for one in state.tensors}), read, live.names, {})
+        with distrusted("the optimizer"):
+            given = full_dict(_Planned({one.stored_name: one for one in state.tensors}), description, live.names, {})
         full, _ = live.fit(normalize(given, live.names), strict=True)
         check_filled(full, summarize(full, live.shapes))
     except FsdpOptimError as error:

@@ -11,11 +11,11 @@ import torch
 from fsdp_optim.checkpoint.files import has_short_rows, in_runs
 from fsdp_optim.checkpoint.runs import LocalMemory, Run, bytes_of, in_host_memory, runs_of
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checkpoint import Checkpoint, Stored
+from fsdp_optim.formats.base import Reader, StoredTensor
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
-from fsdp_optim.move import STORAGE, End, Part, StateValue
+from fsdp_optim.move import End, Part, StateValue
 from fsdp_optim.plan import copies_into, part_into
 
 _CPU = torch.device("cpu")
@@ -27,14 +27,21 @@ _MOST_RUNS = 512  # at once: of short rows there are many
 class StoredValue(StateValue):
     """A value that a checkpoint has. `flat`: this rank's memory for it; None where it needs none."""
 
-    stored: Stored = field(kw_only=True, compare=False)
+    stored: StoredTensor = field(kw_only=True, compare=False)
     flat: torch.Tensor | None = field(default=None, kw_only=True, compare=False)
 
     @classmethod
     def of(
-        cls, fqn: str, name: str, stored: Stored, placement: Placement, flat: torch.Tensor | None, *, is_state: bool
+        cls,
+        fqn: str,
+        name: str,
+        stored: StoredTensor,
+        placement: Placement,
+        flat: torch.Tensor | None,
+        *,
+        is_state: bool,
     ) -> StoredValue:
-        dtype = dtype_named(stored.entry.dtype)
+        dtype = dtype_named(stored.dtype)
         return cls(fqn, name, dtype, placement, is_state, stored=stored, flat=flat)
 
     def nbytes_on(self, rank: int) -> int:
@@ -64,7 +71,7 @@ class CheckpointEnd(End):
         as_needed: every rank reads just the elements that it needs, without a word to the others.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: Reader
     rank: int
     budget: Budget
     progress: Callable[[int], None] = lambda nbytes: None
@@ -79,25 +86,25 @@ class CheckpointEnd(End):
             return other
         stored = stored_value(value).stored
         is_shared = other.num_replicas > 1 or other.overlapping
-        if not is_shared and not has_short_rows(other, value.dtype.itemsize, stored.file.short_nbytes):
+        if not is_shared and not has_short_rows(other, value.dtype.itemsize, stored.short_nbytes):
             return other
         if value.nbytes >= _CUT_FROM:
             return in_runs(other, other.ranks)
         ranks = other.ranks  # neighbours in a file are read together
-        return Whole(other.shape, (ranks[stored.entry.start // _CUT_FROM % len(ranks)],))
+        return Whole(other.shape, (ranks[stored.start // _CUT_FROM % len(ranks)],))
 
     def fill(self, parts: Sequence[Part]) -> None:
         rounds: list[list[Part]] = []  # a tensor that is wanted twice, because it was tied when saved, is read twice
         times: dict[tuple[str, str], int] = {}
         for part in parts:
             stored = stored_value(part.value).stored
-            key = (stored.file.name, stored.entry.key)
+            key = (stored.file, stored.key)
             times[key] = times.get(key, 0) + 1
             if times[key] > len(rounds):
                 rounds.append([])
             rounds[times[key] - 1].append(part)
         for its in rounds:
-            runs = ((stored_value(part.value).stored.file.name, run) for part in its for run in self._runs(part))
+            runs = (run for part in its for run in self._runs(part))
             while few := list(itertools.islice(runs, _MOST_RUNS)):
                 by_file: dict[str, list[Run]] = {}
                 for name, run in few:
@@ -114,30 +121,40 @@ class CheckpointEnd(End):
         self.nbytes += nbytes
         self.progress(self.nbytes)
 
-    def _runs(self, part: Part) -> Iterator[Run]:
-        """Where in its file the elements of a part are, and the memory that they belong to."""
-        entry = stored_value(part.value).stored.entry
+    def _runs(self, part: Part) -> Iterator[tuple[str, Run]]:
+        """In which file, and where in it, the elements of a part are, and the memory that they belong to."""
         if part.cut.local_range(self.rank)[1] <= part.start:
             return
+        stored = stored_value(part.value).stored
         if part.flat is None:
-            raise CheckpointError(f"{entry.key}: rank {self.rank} has no memory for it")
-        memory = LocalMemory(part.flat)
-        for there, here, numel in elements_in(part.cut, self.rank, part.start, part.flat.numel()):
-            yield memory.run(entry.start + there * entry.itemsize, here, numel)
+            raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for it")
+        memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
+        for rank, there, here, numel in elements_in(
+            stored.placement, part.cut, self.rank, part.start, part.flat.numel()
+        ):
+            file, start = stored.place_on(rank)
+            yield file, memory.run(start + there * itemsize, here, numel)
 
 
-def elements_in(placement: Placement, rank: int, first: int, num: int) -> Iterator[tuple[int, int, int]]:
-    """(offset in the whole tensor, offset from `first` on this rank, how many) of `num` of this rank's elements."""
-    for copy in copies_into(Whole(placement.shape, (STORAGE,)), placement, rank):
+def elements_in(
+    stored: Placement, cut: Placement, rank: int, first: int, num: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """(rank of storage, offset in what it has, offset from `first` on this rank, how many) of `num` of this rank's elements."""
+    for copy in copies_into(stored, cut, rank):
         for part in part_into(copy, first, first + num):
-            yield from runs_of(part)
+            for there, here, numel in runs_of(part):
+                yield copy.source_rank, there, here, numel
 
 
-def read_constants(checkpoint: Checkpoint, stored: Sequence[Stored]) -> list[torch.Tensor]:
+def read_constants(checkpoint: Reader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
     """All of some small tensors, on this rank."""
-    values = [torch.empty(one.entry.shape, dtype=dtype_named(one.entry.dtype), device=_CPU) for one in stored]
+    values = [torch.empty(one.shape, dtype=dtype_named(one.dtype), device=_CPU) for one in stored]
     extents: dict[str, list[Extent]] = {}
     for one, value in zip(stored, values, strict=True):
-        extents.setdefault(one.file.name, []).append(Extent(one.entry.start, bytes_of(value.view(-1))))
+        memory, size = bytes_of(value.view(-1)), one.itemsize
+        for rank, there, here, numel in elements_in(one.placement, Whole(one.shape, (0,)), 0, 0, value.numel()):
+            file, start = one.place_on(rank)
+            part = memory[here * size : (here + numel) * size]
+            extents.setdefault(file, []).append(Extent(start + there * size, part))
     checkpoint.read(extents)
     return values

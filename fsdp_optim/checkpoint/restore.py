@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 from torch import nn
 
 from fsdp_optim.checkpoint.checking import check_bitwise
+from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.places import common_store
 from fsdp_optim.checkpoint.progress import Progress
@@ -20,7 +21,7 @@ from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at
 from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
-from fsdp_optim.formats.checkpoint import Checkpoint
+from fsdp_optim.formats.base import Format, Reader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.shard import Shard
@@ -43,14 +44,15 @@ def restore(
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
+    format: Format | None = None,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
     for _ in range(_LOOKS - 1):
         try:
-            return _restore(path, model, optim, options)
+            return _restore(path, model, optim, options, format)
         except ReplacedError as error:  # on all ranks alike; what is at the path by now is as good
             log.info("looking again: %s", error)
-    return _restore(path, model, optim, options)
+    return _restore(path, model, optim, options, format)
 
 
 def _restore(
@@ -58,6 +60,7 @@ def _restore(
     model: nn.Module | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
+    format: Format | None,
 ) -> Restored:
     if model is None:
         if optim is not None:
@@ -65,10 +68,9 @@ def _restore(
         options.validate()
         pending.settle()
         store = store_at(path)
-        with Checkpoint.open(store, verify=options.verify) as checkpoint:
-            restored = read_extras(checkpoint, store, _position(options), options)
-            brief = checkpoint.marker.brief
-            restored.summary = LoadSummary(world_size=brief.world_size, step=brief.step)
+        with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
+            restored = read_extras(checkpoint, store, _position(options), options, format)
+            restored.summary = LoadSummary(world_size=checkpoint.world_size, step=checkpoint.step)
             return restored
     with (
         calling("load", [model], options, options.call, all_of_plain=True) as ((reader,), callers),
@@ -77,10 +79,10 @@ def _restore(
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
         store = common_store(callers, path)
-        checkpoint = stack.enter_context(_open_on_all(callers, store, options))
+        checkpoint = stack.enter_context(closing(_open_on_all(callers, store, options, format)))
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
-        restored = read_extras(checkpoint, store, callers.position, options)
+        restored = read_extras(checkpoint, store, callers.position, options, format)
         wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
         total = sum(one.nbytes_on(callers.rank) for one in wanted)
         failure = Failure()
@@ -119,14 +121,14 @@ def _position(options: LoadOptions) -> int:
     return position
 
 
-def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions) -> Checkpoint:
+def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions, format: Format | None) -> Reader:
     """The same checkpoint on all ranks, open. They look again where it was replaced after some of them had opened it."""
     for _ in range(_LOOKS):
-        checkpoint = Checkpoint.open(store, verify=options.verify)
+        checkpoint = open_checkpoint(store, verify=options.verify, format=format)
         alike = False
         try:
-            said = json.dumps(checkpoint.identity, sort_keys=True).encode()
-            alike = compare(callers, f"opened with {options.said()}", said)
+            identity = json.dumps(checkpoint.identity, sort_keys=True).encode()
+            alike = compare(callers, f"opened with {options.said()}", identity)
         finally:
             if not alike:
                 checkpoint.close()
@@ -177,7 +179,7 @@ def _load_on_all(
 
 def _summarized(
     restored: Restored,
-    checkpoint: Checkpoint,
+    checkpoint: Reader,
     weights: Weights,
     state: State | None,
     nbytes: int,
@@ -192,8 +194,7 @@ def _summarized(
         )
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
-    brief = checkpoint.marker.brief
-    restored.summary = LoadSummary(num_tensors, nbytes, absent, brief.world_size, brief.step)
+    restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
     if callers.rank == callers.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank; without optimizer state: %s",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checkpoint import Checkpoint
+from fsdp_optim.formats.base import COMMON, Format, Reader, of_rank
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.base import Store
@@ -25,17 +27,17 @@ class OfAllRanks:
     identity: Mapping[str, Any]
     verify: bool
     allow_pickle: bool
+    format: Format | None
 
     def read(self) -> tuple[Any, ...]:
-        with Checkpoint.open(self.store, verify=self.verify) as checkpoint:
+        with closing(open_checkpoint(self.store, verify=self.verify, format=self.format)) as checkpoint:
             if checkpoint.identity != self.identity:
                 raise CheckpointError(
                     f"{self.store.where}: was replaced by another checkpoint after it was loaded: read all_ranks before that"
                 )
-            names = [_of_rank(position) for position in range(checkpoint.marker.said["world_size"])]
+            names = [of_rank(position) for position in range(checkpoint.world_size)]
             files = [
-                checkpoint.extra(name, verify=self.verify) if name in checkpoint.marker.files else None
-                for name in names
+                checkpoint.extra(name, verify=self.verify) if name in checkpoint.extras else None for name in names
             ]
         if not any(files):
             return ()
@@ -115,11 +117,9 @@ def _given(value: Any) -> Any:
     return value
 
 
-def _of_rank(position: int) -> str:
-    return f"extra/rank-{position:05}.safetensors"
-
-
-def read_extras(checkpoint: Checkpoint, store: Store, position: int, options: LoadOptions) -> Restored:
+def read_extras(
+    checkpoint: Reader, store: Store, position: int, options: LoadOptions, format: Format | None
+) -> Restored:
     """The trainer's values for the rank at this place among those that load. `store`: where the checkpoint is found again."""
 
     def read(name: str) -> Any:
@@ -129,11 +129,10 @@ def read_extras(checkpoint: Checkpoint, store: Store, position: int, options: Lo
         withheld = isinstance(value, dict) and any(isinstance(item, Withheld) for item in value.values())
         return Guarded(value) if withheld else value
 
-    common, mine, first = "extra/common.safetensors", _of_rank(position), _of_rank(0)
-    names = checkpoint.marker.files
-    extra = read(common) if common in names else None
+    mine, first, names = of_rank(position), of_rank(0), checkpoint.extras
+    extra = read(COMMON) if COMMON in names else None
     restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
-    restored._of_all = OfAllRanks(store, checkpoint.identity, options.verify, options.allow_pickle)
+    restored._of_all = OfAllRanks(store, checkpoint.identity, options.verify, options.allow_pickle, format)
     if mine in names:
         restored._per_rank = guarded(read(mine))
     elif first in names:
@@ -142,7 +141,7 @@ def read_extras(checkpoint: Checkpoint, store: Store, position: int, options: Lo
             "(restored.all_ranks has what every rank saved)",
             position,
             checkpoint.where,
-            checkpoint.marker.said["world_size"],
+            checkpoint.world_size,
         )
         restored._per_rank = guarded(read(first))
     return restored

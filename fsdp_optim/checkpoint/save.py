@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_optim.adapters import ModelReader
@@ -19,8 +17,7 @@ from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.checkpoint.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
 from fsdp_optim.checkpoint.described import describe
-from fsdp_optim.checkpoint.files import File, cut_into_files
-from fsdp_optim.checkpoint.module_values import FILE as MODULE_VALUES
+from fsdp_optim.checkpoint.files import File, planned_files
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
@@ -28,11 +25,11 @@ from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, folder_of, name_of, store_at, store_told
 from fsdp_optim.checkpoint.writing import FilesEnd, Writer
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.brief import content_of
-from fsdp_optim.formats.checksums import Rows, hex_of, join_tables, rows_from, rows_nbytes, sums_of
-from fsdp_optim.formats.description import encoded, written
-from fsdp_optim.formats.extras import encode_extra, info_of
-from fsdp_optim.formats.marker import NAME, FileInfo, Marker, file_info
+from fsdp_optim.formats.base import COMMON, MODULES, Contents, Format, Prepared, Stamp, Written, of_rank
+from fsdp_optim.formats.base import Half as HalfName
+from fsdp_optim.formats.base import Writer as FormatWriter
+from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
+from fsdp_optim.formats.ours import OURS
 from fsdp_optim.move import End, Part, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
@@ -59,11 +56,13 @@ class Job:
     callers: RankGroup
     options: SaveOptions
     store: Store
+    format: Format
     address: str  # of the save that is under way in the store
     files: tuple[File, ...]
     absent: tuple[str, ...]
+    writer: FormatWriter
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
-    said: Mapping[str, Any] = field(default_factory=dict)  # what the marker will say
+    prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that made the folder
     claim: Claim | None = None  # on the same rank
     owners: Mapping[str, int] = field(
@@ -82,7 +81,7 @@ class Job:
         callers = self.callers
         return self.store.completion(self.address, callers.rank, callers.ranks, callers.timeout)
 
-    def writer(self) -> Writer:
+    def hand(self) -> Writer:
         return Writer(
             self.store.join(self.address, durable=self.options.durable, who=f"rank {self.callers.rank}"),
             self.files,
@@ -93,7 +92,7 @@ class Job:
 
     @property
     def values(self) -> tuple[SavedValue, ...]:
-        return tuple(value for file in self.files for value in file.tensors)
+        return tuple(value for file in self.files for value in file.values)
 
     @property
     def own_files(self) -> list[File]:
@@ -106,21 +105,21 @@ class Job:
             value.key: self.owners[file.name]
             for file in self.files
             if file.name in self.owners
-            for value in file.tensors
+            for value in file.values
         }
         return FilesEnd(take, owned)
 
     def saved(self, nbytes_written: int) -> Saved:
-        nbytes = sum(file.header.data_nbytes for file in self.files)
+        nbytes = sum(file.plan.nbytes_of_data for file in self.files)
         return Saved(self.path, len(self.values), nbytes, nbytes_written, self.absent)
 
 
-def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions) -> Saved:
+def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format = OURS) -> Saved:
     """Write one full checkpoint. Called by all ranks of the model."""
     with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-        job, live = begin(path, reader, callers, optim, options)
+        job, live = begin(path, reader, callers, optim, options, format)
         with abandoned_on_failure(job):
-            writer = job.writer()
+            writer = job.hand()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
                 told, failure = _write(job, live, writer, progress), Failure()
                 with failure:
@@ -160,46 +159,50 @@ def begin(
     callers: RankGroup,
     optim: Optimizers | None,
     options: SaveOptions,
+    format: Format,
 ) -> tuple[Job, End]:
     """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet. The end has what is live."""
-    store = store_at(path)
+    store, writer = store_at(path, format), format.writer()
     warn_if_alone(callers, store.where, was_told=options.call.process_group is not None)
     pending.settle()
     about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
     weights = read_weights(reader, callers, options, options.call, about)
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
-    extras = _encode_extras(options, callers)
-    said: Mapping[str, Any] = {}
+    extras = _encode_extras(writer, options, callers)
+    prepared: Prepared | None = None
     staging, claim, content = None, None, b""
     try:
         if callers.rank == callers.ranks[0]:
-            said = _said(options, callers, weights, state, extras)
+            contents = _contents(callers, weights, state)
+            prepared = _prepared(writer, contents, options, weights, state, extras)
             claim = Claim.lay(callers, store.where)
             staging = store.begin(overwrite=options.overwrite, durable=options.durable)
-            strategy, groups = _strategy(staging, options), _plain_groups(state) if state is not None else ""
+            strategy, shared = _strategy(staging, options), prepared.shared
             if strategy == "in_place":
-                make_files(staging, _files(options, weights, state, callers, strategy, groups)[0])
-            durable = options.durable or _removes(store, staging, options, said)
-            content = json.dumps([store.where, staging.address, strategy, groups, durable]).encode()
+                make_files(staging, _files(writer, options, weights, state, callers, strategy, shared)[0])
+            durable = options.durable or _removes(store, staging, options, prepared.content)
+            content = json.dumps([store.where, staging.address, strategy, shared, durable]).encode()
         told = tell(callers, "folder", content, said=store.machine().encode())
-        leaders_place, address, strategy, groups, durable = json.loads(told.by(callers.ranks[0]))
-        store, options = store_told(path, store, leaders_place), replace(options, durable=durable)
+        leaders_place, address, strategy, shared, durable = json.loads(told.by(callers.ranks[0]))
+        store, options = store_told(path, store, leaders_place, format), replace(options, durable=durable)
         if strategy == _BY_MACHINES:
             strategy = "in_place" if told.alike else "per_rank_files"
             if strategy == "in_place":
                 if staging is not None:
-                    make_files(staging, _files(options, weights, state, callers, strategy, groups)[0])
+                    make_files(staging, _files(writer, options, weights, state, callers, strategy, shared)[0])
                 agree(callers, "files are made")
-        files, owners = _files(options, weights, state, callers, strategy, groups)
+        files, owners = _files(writer, options, weights, state, callers, strategy, shared)
         job = Job(
             callers,
             options,
             store,
+            format,
             address,
             tuple(files),
             _absent(state),
+            writer,
             extras,
-            said,
+            prepared,
             staging,
             claim,
             owners,
@@ -218,11 +221,10 @@ def _absent(state: Half | None) -> tuple[str, ...]:
     return tuple(param.fqn for param in params if param.summary is None)
 
 
-def _removes(store: Store, staging: Staging, options: SaveOptions, said: Mapping[str, Any]) -> bool:
+def _removes(store: Store, staging: Staging, options: SaveOptions, content: str) -> bool:
     """Whether an older checkpoint goes for this one, which is brought to the disk first then: the older one may be on it."""
     if staging.replaces or options.keep_last is None:
         return staging.replaces
-    content = content_of(said["model"]["params"], has_optim=said["has_optim"])
     path = folder_of(store, "keep_last=")
     return bool(outdated(path, Series.of(path, content, options.step, options.keep_last), options.keep_last))
 
@@ -237,65 +239,52 @@ def _strategy(staging: Staging, options: SaveOptions) -> str:
 
 
 def _files(
-    options: SaveOptions, weights: Half, state: Half | None, callers: RankGroup, strategy: str, groups: str
+    writer: FormatWriter,
+    options: SaveOptions,
+    weights: Half,
+    state: Half | None,
+    callers: RankGroup,
+    strategy: str,
+    shared: str,
 ) -> tuple[list[File], dict[str, int]]:
     """The files, and by name the rank that makes and writes each alone, where one does."""
     num = len(callers.ranks)
-    halves = [("model", weights.tensors, {"format": "pt"})]
-    if state is not None:
-        halves.append(("optim", state.tensors, {"format": "pt", "param_groups": groups}))
     files = []
-    for stem, tensors, metadata in halves:
+    halves: tuple[tuple[HalfName, Half | None], ...] = (("model", weights), ("optim", state))
+    for half, one in halves:
+        if one is None:
+            continue
         most = options.max_file_size
         if strategy == "per_rank_files":
-            total = sum(tensor.nbytes for tensor in tensors)
+            total = sum(tensor.nbytes for tensor in one.tensors)
             most = min(most, max(-(-total // num), 1))
-        files += cut_into_files(stem, tensors, most, metadata, num)
+        files += planned_files(writer, half, one.tensors, shared, most_nbytes=most, num_ranks=num)
     if strategy != "per_rank_files":
         return files, {}
     load = dict.fromkeys(callers.ranks, 0)
     owners = {}
     for file in files:
         owner = min(load, key=lambda rank: (load[rank], rank))
-        load[owner] += file.nbytes
+        load[owner] += file.plan.nbytes
         owners[file.name] = owner
     return files, owners
 
 
-def _plain_groups(state: Half) -> str:
-    """The param groups for readers without this library: names and numbers; exact ones are in the marker."""
-
-    def plain(value: Any) -> Any:
-        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
-
-    def named(value: Any) -> Any:
-        """With keys that JSON has."""
-        if isinstance(value, Mapping):
-            return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
-        return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    groups = [
-        {**named(hyper), "params": list(state.picture.group_fqns(index))}
-        for index, hyper in enumerate(state.local.optim.groups)
-    ]
-    return json.dumps(groups, default=plain)
-
-
-def _encode_extras(options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
+def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
     """This rank's small files. Refuses what cannot be saved before anything is written; `extra` counts on the lowest rank."""
-    found = {}
+    found = []
     if callers.rank == callers.ranks[0] and options.extra is not None:
-        found["extra/common.safetensors"] = encode_extra("extra", options.extra, allow_pickle=options.allow_pickle)
+        found.append(writer.extra(COMMON, options.extra, allow_pickle=options.allow_pickle))
     if options.per_rank_extra is not None:
-        name = f"extra/rank-{callers.position:05}.safetensors"
-        found[name] = encode_extra("per_rank_extra", options.per_rank_extra, allow_pickle=options.allow_pickle)
-    return found
+        name = of_rank(callers.position)
+        found.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
+    return dict(found)
 
 
 def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
     """Files with their headers, in their full length."""
     for file in files:
-        maker.create(file.name, file.nbytes, file.head)
+        maker.create(file.name, file.plan.nbytes, file.plan.head)
 
 
 def write_extras(job: Job, hand: StoreWriter) -> None:
@@ -305,89 +294,69 @@ def write_extras(job: Job, hand: StoreWriter) -> None:
 
 
 def finish(job: Job, notes: Sequence[bytes]) -> None:
-    """On the leader, when all ranks have written and left a note of it: checksums, index, marker, and the folder's name."""
-    if job.staging is None:
+    """On the leader, when all ranks have written and left a note of it: what is known only now, and the folder's name."""
+    if job.staging is None or job.prepared is None:
         raise CheckpointError("only the rank that made the folder finishes it")
-    infos: dict[str, FileInfo] = {}
-    tables, receipts, durable = [], [], job.options.durable
-    for note in notes:
-        receipt, extras, table = decode_note(job.files, note)
-        receipts.append(receipt)
-        infos.update(extras)
-        tables.append(table)
-    job.staging.seal([file.name for file in job.files], receipts, durable=durable)
-    for file in job.files:
-        joined = join_tables(file.name, [table[file.name] for table in tables], file.header.data_nbytes)
-        sums = None
-        if job.options.checksums:
-            encoded = joined.encoded()
-            job.staging.put(sums_of(file.name), encoded, durable=durable)
-            sums = hex_of(encoded)
-        infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
-    for stem in ("model", "optim"):
-        infos.update(_write_index(job, job.staging, stem))
-    said = {**job.said, "created_ns": time.time_ns(), "token": job.staging.token}
-    step, keep_last = (
-        None if n is None else int(n) for n in (job.options.step, job.options.keep_last)
-    )  # as JSON has them
-    marker = Marker.of(said, infos, sequence=next_sequence(job.store), step=step, keep_last=keep_last)
-    job.staging.commit(NAME, marker.encoded(), durable=durable)
-    if keep_last is not None and durable:  # else there was nothing to remove when it began
-        keep_newest(folder_of(job.store, "keep_last="), marker.brief, keep_last)
+    staging, durable, step, keep_last = job.staging, job.options.durable, job.options.step, job.options.keep_last
+    decoded = [decode_note(job.files, note) for note in notes]
+    staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
+    extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
+    rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
+    stamp = Stamp(
+        token=staging.token,
+        sequence=next_sequence(job.store, job.format),
+        step=None if step is None else int(step),  # as JSON has it
+        keep_last=None if keep_last is None else int(keep_last),
+        checksums=job.options.checksums,
+    )
+    for name, data in job.writer.last(job.prepared, [file.plan for file in job.files], Written(rows, extras), stamp):
+        if name != job.format.judge.manifest:
+            staging.put(name, data, durable=durable)
+        else:
+            staging.commit(name, data, durable=durable)
+    if stamp.keep_last is not None and durable:  # else there was nothing to remove when it began
+        path = folder_of(job.store, "keep_last=")
+        keep_newest(path, Series.of(path, job.prepared.content, stamp.step, stamp.keep_last), stamp.keep_last)
 
 
-def _write_index(job: Job, staging: Staging, stem: str) -> dict[str, FileInfo]:
-    """Which file of a split half has which tensor, as Hugging Face writes it."""
-    files = [file for file in job.files if file.name.startswith(f"{stem}-")]
-    if not files:
-        return {}
-    name = f"{stem}.safetensors.index.json"
-    said = {
-        "metadata": {"total_size": sum(file.header.data_nbytes for file in files)},
-        "weight_map": {tensor.stored_name: file.name for file in files for tensor in file.tensors},
-    }
-    text = json.dumps(said, indent=2).encode() + b"\n"
-    staging.put(name, text, durable=job.options.durable)
-    return {name: FileInfo(len(text), hex_of(text), None)}
+def _contents(callers: RankGroup, weights: Half, state: Half | None) -> Contents:
+    """What the checkpoint is to say."""
+    return Contents(
+        world_size=len(callers.ranks),
+        params={tensor.fqn: tensor.placement.shape for tensor in weights.tensors},
+        aliases={**weights.local.view.aliases, **weights.local.module_values.aliases},
+        optim=describe(state) if state is not None else None,
+    )
 
 
-def _said(
-    options: SaveOptions, callers: RankGroup, weights: Half, state: Half | None, extras: dict[str, bytes]
-) -> dict[str, Any]:
-    """What the marker says. What it cannot hold needs a file of its own, which is added to `extras`."""
-    optim = None
+def _prepared(
+    writer: FormatWriter,
+    contents: Contents,
+    options: SaveOptions,
+    weights: Half,
+    state: Half | None,
+    extras: dict[str, bytes],
+) -> Prepared:
+    """What the lowest rank has to know at the end; adds its small files to `extras`. Refuses what could not be loaded."""
     if weights.module_values:
-        extras[MODULE_VALUES] = encode_extra(
-            "state_dict()", dict(weights.module_values), allow_pickle=options.allow_pickle
-        )
-    if state is not None:
-        description = describe(state)
-        optim, tensors = encoded("optim", description, allow_pickle=options.allow_pickle, records=RECORDS)
-        prove_loadable(state, optim, tensors, allow_pickle=options.allow_pickle)
-        if tensors:
-            name, value = "extra/optim.safetensors", written(description)
-            extras[name] = encode_extra("optim", value, allow_pickle=options.allow_pickle, records=RECORDS)
-            optim = None
-    return {
-        "world_size": len(callers.ranks),
-        "model": {
-            "params": {tensor.fqn: {"shape": list(tensor.placement.shape)} for tensor in weights.tensors},
-            "aliases": {**weights.local.view.aliases, **weights.local.module_values.aliases},
-        },
-        "optim": optim,
-        "has_optim": state is not None,
-    }
+        name, data = writer.extra(MODULES, dict(weights.module_values), allow_pickle=options.allow_pickle)
+        extras[name] = data
+    prepared = writer.prepare(contents, allow_pickle=options.allow_pickle, records=RECORDS)
+    if state is not None and prepared.description is not None:
+        prove_loadable(state, prepared.description)
+    extras.update(prepared.files)
+    return prepared
 
 
 def encode_note(job: Job, writer: Writer) -> bytes:
     """What a rank says when it has written its part: the store's receipt, its extra files, and its segments of each file."""
-    extras = json.dumps({name: info_of(data).said() for name, data in job.extras.items()}).encode()
+    extras = json.dumps({name: job.writer.info_of(data) for name, data in job.extras.items()}).encode()
     parts = [writer.receipt, extras]
     rows = [len(its).to_bytes(_LENGTH, "little") + its.tobytes() for its in writer.rows.values()]
     return b"".join([*(len(part).to_bytes(_LENGTH, "little") + part for part in parts), *rows])
 
 
-def decode_note(files: Sequence[File], note: bytes) -> tuple[bytes, dict[str, FileInfo], dict[str, Rows]]:
+def decode_note(files: Sequence[File], note: bytes) -> tuple[bytes, dict[str, Any], dict[str, Rows]]:
     """The inverse of `encode_note`."""
     left = memoryview(note)
 
@@ -400,7 +369,7 @@ def decode_note(files: Sequence[File], note: bytes) -> tuple[bytes, dict[str, Fi
         return int.from_bytes(take(_LENGTH), "little")
 
     receipt = bytes(take(number()))
-    extras = {name: file_info(said) for name, said in json.loads(bytes(take(number()))).items()}
+    extras = json.loads(bytes(take(number())))
     return receipt, extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
 
 

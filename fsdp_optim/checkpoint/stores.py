@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.formats.base import Format
+from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.posix.store import Folder
 
@@ -15,14 +16,14 @@ Place: TypeAlias = "str | os.PathLike[str] | Store"
 """A user's path, or a store that somebody has made."""
 
 
-def store_at(place: Place) -> Store:
+def store_at(place: Place, format: Format = OURS) -> Store:
     """The store of a place. Raises CheckpointError for a path that no file system takes, and for a URL."""
-    return Folder(place, JUDGE) if _is_path(place) else place  # type: ignore[arg-type, return-value]
+    return Folder(place, format.judge) if _is_path(place) else place  # type: ignore[arg-type, return-value]
 
 
-def store_told(place: Place, mine: Store, where: str) -> Store:
+def store_told(place: Place, mine: Store, where: str, format: Format = OURS) -> Store:
     """The store that the lowest rank calls `where`: a relative path counts from the working directory of that rank."""
-    return store_at(where) if _is_path(place) else mine
+    return store_at(where, format) if _is_path(place) else mine
 
 
 def name_of(place: Place) -> str:

@@ -14,8 +14,8 @@ from fsdp_optim.checkpoint.described import full_dict
 from fsdp_optim.checkpoint.module_values import StoredValues
 from fsdp_optim.checkpoint.reading import StoredValue, read_constants
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
-from fsdp_optim.formats.checkpoint import Checkpoint, Stored
-from fsdp_optim.formats.description import OptimDescription, decoded
+from fsdp_optim.formats.base import Reader, StoredTensor
+from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import Slabs, dtype_name
@@ -41,7 +41,7 @@ class Weights:
 
     local: Local
     picture: Picture
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, StoredTensor]
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -49,16 +49,16 @@ class Weights:
 
     @classmethod
     def meet(
-        cls, reader: ModelReader, callers: RankGroup, checkpoint: Checkpoint, asked: LoadOptions, about: str
+        cls, reader: ModelReader, callers: RankGroup, checkpoint: Reader, asked: LoadOptions, about: str
     ) -> Weights:
         options = asked.call
         local, picture = meet(
             callers, lambda: weights_of(reader, callers.ranks, options), asked, f"the model, {about}", with_state=False
         )
         check_not_empty(picture, reader)
-        aliases = checkpoint.marker.said["model"]["aliases"]
+        aliases = checkpoint.aliases
         stored = _by_name(picture, local, checkpoint.model, aliases)
-        used = {one.entry.key for one in stored.values()}
+        used = {one.key for one in stored.values()}
         missing = [fqn for fqn in picture.params if fqn not in stored]
         unexpected = [key for key in checkpoint.model if key not in used]
         values = StoredValues.find(
@@ -76,7 +76,7 @@ class Weights:
         slabs = Slabs()  # their own: the state's stay with the optimizer, these do not
         for param in local.optim.params:
             flats[param.local_id] = {}
-            for dtype in dict.fromkeys(stored[fqn].entry.dtype for fqn in param.named.fqns if fqn in stored):
+            for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
                 summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
                 flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
                 flats[param.local_id][dtype] = flat
@@ -86,7 +86,7 @@ class Weights:
         for fqn, param in self.picture.params.items():
             if fqn in self.stored:
                 mine = self.local.by_fqn.get(fqn)
-                flat = self.flats[mine.local_id][self.stored[fqn].entry.dtype] if mine is not None else None
+                flat = self.flats[mine.local_id][self.stored[fqn].dtype] if mine is not None else None
                 yield StoredValue.of(fqn, WEIGHT, self.stored[fqn], param.placement, flat, is_state=False)
 
     def install(self) -> None:
@@ -101,8 +101,8 @@ class Weights:
 
 
 def _by_name(
-    picture: Picture, local: Local, stored: Mapping[str, Stored], saved_aliases: Mapping[str, str]
-) -> dict[str, Stored]:
+    picture: Picture, local: Local, stored: Mapping[str, StoredTensor], saved_aliases: Mapping[str, str]
+) -> dict[str, StoredTensor]:
     """What is stored of each parameter, under any of its names."""
     others: dict[str, list[str]] = {}
     for alias, fqn in local.view.aliases.items():
@@ -117,10 +117,10 @@ def _by_name(
 
 
 def _check_model(
-    checkpoint: Checkpoint,
+    checkpoint: Reader,
     local: Local,
     picture: Picture,
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, StoredTensor],
     missing: Sequence[str],
     unexpected: Sequence[str],
     strict: bool,
@@ -136,18 +136,18 @@ def _check_model(
         if differences:
             ways_out.add("strict=False allows those where one side lacks a parameter")
     for fqn, one in stored.items():
-        shape, entry = picture.params[fqn].placement.shape, one.entry
+        shape = picture.params[fqn].placement.shape
         mine = local.by_fqn.get(fqn)
         held = mine.handle.weights() if mine is not None else None
         if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
             differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
-        if shape != entry.shape:
-            differences.append(f"{fqn}: shape {list(entry.shape)} in the checkpoint, {list(shape)} in the model")
-        dtype = dtype_name(held.dtype) if held is not None else entry.dtype
-        if dtype != entry.dtype and not (mine is not None and castable(mine.handle, entry.dtype, cast=cast)):
-            if mine is not None and castable(mine.handle, entry.dtype, cast=True):
+        if shape != one.shape:
+            differences.append(f"{fqn}: shape {list(one.shape)} in the checkpoint, {list(shape)} in the model")
+        dtype = dtype_name(held.dtype) if held is not None else one.dtype
+        if dtype != one.dtype and not (mine is not None and castable(mine.handle, one.dtype, cast=cast)):
+            if mine is not None and castable(mine.handle, one.dtype, cast=True):
                 ways_out.add("cast=True converts floating dtypes")
-            differences.append(f"{fqn}: {entry.dtype} in the checkpoint, {dtype} in the model")
+            differences.append(f"{fqn}: {one.dtype} in the checkpoint, {dtype} in the model")
     if differences:
         shown = "\n".join(differences[:_MOST_NAMED])
         more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
@@ -164,11 +164,11 @@ class State:
     picture: Picture
     full: FullState
     keys: Mapping[tuple[str, str], str]
-    optim: Mapping[str, Stored]
+    optim: Mapping[str, StoredTensor]
     fit: Fit
     plan: Wanted
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
-    weights: Mapping[str, Stored]  # whose dtypes state values may follow; empty where they keep their own
+    weights: Mapping[str, StoredTensor]  # whose dtypes state values may follow; empty where they keep their own
 
     @classmethod
     def meet(
@@ -176,7 +176,7 @@ class State:
         reader: ModelReader,
         optim: Optimizers,
         callers: RankGroup,
-        checkpoint: Checkpoint,
+        checkpoint: Reader,
         options: LoadOptions,
         weights: Weights,
     ) -> State:
@@ -242,33 +242,27 @@ def check_filled(full: FullState, summaries: Summaries) -> None:
                 )
 
 
-def _description(checkpoint: Checkpoint, options: LoadOptions) -> OptimDescription:
-    said = checkpoint.marker.said
-    if not said.get("has_optim"):
+def _description(checkpoint: Reader, options: LoadOptions) -> OptimDescription:
+    if not checkpoint.has_optim:
         raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
-    with_pickle = options.allow_pickle
-    if said["optim"] is not None:
-        where = f"{checkpoint.where}: the optimizer"
-        return decoded(where, said["optim"], (), allow_pickle=with_pickle, records=RECORDS)
-    file = checkpoint.extra("extra/optim.safetensors", verify=options.verify)
-    return decoded(file.path, file.said, file.tensors, allow_pickle=with_pickle, records=RECORDS)
+    return checkpoint.description(allow_pickle=options.allow_pickle, records=RECORDS)
 
 
 @dataclass(frozen=True)
 class _Saved:
     """Those of a checkpoint."""
 
-    checkpoint: Checkpoint
+    checkpoint: Reader
 
     def described(self, key: str) -> tuple[Shape, str]:
-        entry = _stored(self.checkpoint, key).entry
-        return entry.shape, entry.dtype
+        stored = _stored(self.checkpoint, key)
+        return stored.shape, stored.dtype
 
     def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
         return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
 
 
-def _stored(checkpoint: Checkpoint, key: str) -> Stored:
+def _stored(checkpoint: Reader, key: str) -> StoredTensor:
     if key not in checkpoint.optim:
-        raise CheckpointError(f"{checkpoint.where}: the marker names {key}, which is in no file")
+        raise CheckpointError(f"{checkpoint.where}: its description names {key}, which is in no file")
     return checkpoint.optim[key]

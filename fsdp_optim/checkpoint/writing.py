@@ -13,7 +13,6 @@ from fsdp_optim.checkpoint.runs import LocalMemory, Run, Runs, in_host_memory, r
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
-from fsdp_optim.formats.header import Entry
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Key, Part, StateValue
@@ -47,10 +46,10 @@ class Writer:
         self.nbytes = 0
         self.hand, self.receipt = hand, b""
         self._files = {file.name: file for file in files}
-        self._entries: dict[Key, tuple[File, Entry]] = {
-            value.key: (file, entry)
+        self._starts: dict[Key, tuple[str, int]] = {
+            value.key: (file.name, start)
             for file in files
-            for value, entry in zip(file.tensors, file.header.entries, strict=True)
+            for value, start in zip(file.values, file.plan.starts, strict=True)
         }
         self._planned: dict[tuple[Placement, Placement, int], list[tuple[int, Copy]]] = {}
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
@@ -68,27 +67,27 @@ class Writer:
         for part in parts:
             if part.flat is None and part.start:
                 continue  # all of it is in windows before
-            file, entry = self._entries[part.value.key]
+            (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
             memory = LocalMemory(part.flat) if part.flat is not None else None
-            for base, copy in self._copies(part, entry):
+            for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
                     raise CheckpointError(
-                        f"{entry.key}: rank {self._rank} has no elements of it, but {copy.numel} to write"
+                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of it, but {copy.numel} to write"
                     )
-                runs.setdefault(file.name, []).extend(
-                    memory.run(entry.start + (base + target) * entry.itemsize, source, numel)
+                runs.setdefault(name, []).extend(
+                    memory.run(begin + (base + target) * itemsize, source, numel)
                     for piece in part_from(copy, part.start, part.start + part.flat.numel())
                     for source, target, numel in runs_of(piece)
                 )
         return runs
 
-    def _copies(self, part: Part, entry: Entry) -> Sequence[tuple[int, Copy]]:
+    def _copies(self, part: Part, start: int) -> Sequence[tuple[int, Copy]]:
         """What this rank writes of a value, as copies to storage, each with the element at which its part of storage begins.
 
         Where several ranks could write a small value, its place in the file decides: neighbours are written by one of them.
         """
         stored = stored_on(part.cut, part.value.nbytes)
-        replica = entry.start // WRITTEN_TOGETHER % part.cut.num_replicas
+        replica = start // WRITTEN_TOGETHER % part.cut.num_replicas
         key = (part.cut, stored, replica)
         if key not in self._planned:
             copies = copies_of(part.cut, stored, rank=self._rank, replica=replica)
@@ -99,8 +98,8 @@ class Writer:
     def write(self, runs: Runs) -> None:
         """Write runs to their place."""
         for name, its in runs.items():
-            file = self._files[name]
-            section = DataSection(name, partial(self.hand.write, name), file.offset, file.header.tensors_in)
+            file = self._files[name].plan
+            section = DataSection(name, partial(self.hand.write, name), file.offset, file.tensors_in)
             for batch in in_host_memory(its, self._budget):
                 batch.bring()
                 grid = file.segment_nbytes if self._checksums else 0

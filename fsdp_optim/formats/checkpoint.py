@@ -1,28 +1,38 @@
-"""A finished checkpoint, opened: its marker, and where in which file every tensor is. Nothing in it is trusted."""
+"""A finished checkpoint, opened: its manifest, and where in which file every tensor is. Nothing in it is trusted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, ReplacedError
+import msgspec
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import StoredTensor, replaced
 from fsdp_optim.formats.bools import BOOL, check_bools
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
+from fsdp_optim.formats.description import OptimDescription, decoded
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import Extra, read_extra
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.formats.marker import NAME, FileInfo, Marker, marker_in
-from fsdp_optim.storage.base import Opened, Store, check_name
+from fsdp_optim.formats.manifest import NAME, FileInfo, Manifest, manifest_in
+from fsdp_optim.storage.base import Opened, check_name
 
 MOST_INDEX_NBYTES = 1 << 28
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
-_LOOKS = 5  # times: for a place that is given to another checkpoint while this one is opened
+_EXTRA, _SUFFIX = "extra/", ".safetensors"
+DESCRIPTION_FILE = "extra/optim.safetensors"
+"""The file of the optimizer's description, where there are tensors in that."""
+
+
+def file_of_extra(name: str) -> str:
+    """The file of one of the extras."""
+    return f"{_EXTRA}{name}{_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -64,74 +74,73 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor, in its file."""
-
-    file: StoredFile
-    entry: Entry
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """All tensors by key: those of the model, and those of the optimizer's state. To be closed after use.
+    """The `Reader` of this library's own format. To be closed after use.
 
     `opened`: its files, from which everything is read, whatever takes their place meanwhile.
     """
 
     opened: Opened
-    marker: Marker
-    model: Mapping[str, Stored]
-    optim: Mapping[str, Stored]
-    _marker_version: tuple[object, ...] | None = None
+    manifest: Manifest
+    files: Mapping[str, StoredFile]
+    model: Mapping[str, StoredTensor]
+    optim: Mapping[str, StoredTensor]
+    verifies: bool = True
+    _manifest_version: tuple[object, ...] | None = None
     _last_table: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def open(cls, store: Store, *, verify: bool) -> Checkpoint:
-        """Read the marker and all headers of the checkpoint in a store, looking again where another save replaces it meanwhile.
-
-        Raises CheckpointError that names the file that is not as it was saved.
-        """
-        for attempt in range(1, _LOOKS + 1):
-            opened = store.open()
-            try:
-                return cls.opened_in(opened, verify=verify)
-            except BaseException as error:
-                replaced = isinstance(error, CheckpointError) and opened.was_replaced()
-                opened.close()
-                if not replaced:
-                    raise
-                if attempt == _LOOKS:
-                    raise _replaced(opened.where) from error
-        raise CheckpointError(f"{store.where}: unreachable")
-
-    @classmethod
     def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
-        """As `open`, of what is open already."""
+        """Read the manifest and all headers. Raises CheckpointError that names the file that is not as it was saved."""
         version = opened.version_of(NAME)
-        marker = marker_in(opened)
-        found: dict[str, dict[str, Stored]] = {"model": {}, "optim": {}}
-        for name, info in marker.files.items():
+        manifest = manifest_in(opened)
+        files: dict[str, StoredFile] = {}
+        found: dict[str, dict[str, StoredTensor]] = {"model": {}, "optim": {}}
+        for name, info in manifest.files.items():
             if name.startswith("extra/") or name.endswith(".json"):
                 continue
             stem = name.split("-")[0].split(".")[0]
             if stem not in found:
                 raise CheckpointError(
-                    f"{opened.where}: the marker names {name}, which is neither the model's nor the optimizer's"
+                    f"{opened.where}: the manifest names {name}, which is neither the model's nor the optimizer's"
                 )
-            file = _open_file(opened, name, info, verify=verify)
+            file = files[name] = _open_file(opened, name, info, verify=verify)
+            short, tensors = file.short_nbytes, found[stem]
             for entry in file.header.entries:
-                if entry.key in found[stem]:
+                if entry.key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
-                found[stem][entry.key] = Stored(file, entry)
+                tensors[entry.key] = StoredTensor(entry.key, entry.dtype, entry.shape, name, entry.start, short)
         for stem, tensors in found.items():
-            _check_index(opened, stem, marker, tensors, verify=verify)
-        return cls(opened, marker, found["model"], found["optim"], version)
+            _check_index(opened, stem, manifest, tensors, verify=verify)
+        return cls(opened, manifest, files, found["model"], found["optim"], verify, version)
 
-    def __enter__(self) -> Checkpoint:
-        return self
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self.manifest.model.aliases
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    @property
+    def extras(self) -> Collection[str]:
+        names = (name for name in self.manifest.files if name.startswith(_EXTRA) and name != DESCRIPTION_FILE)
+        return {name.removeprefix(_EXTRA).removesuffix(_SUFFIX) for name in names}
+
+    @property
+    def has_optim(self) -> bool:
+        return self.manifest.has_optim
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    @property
+    def step(self) -> int | None:
+        return self.manifest.short.step
+
+    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
+        where, values = f"{self.where}: the optimizer", self.manifest.optim
+        if values is not None:
+            return decoded(where, values, (), allow_pickle=allow_pickle, records=records)
+        file = self._extra(DESCRIPTION_FILE, verify=self.verifies)
+        return decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -149,30 +158,32 @@ class Checkpoint:
     @property
     def identity(self) -> Mapping[str, Any]:
         """What differs between two checkpoints; and, because it decides how tensors are read, the segments of their files."""
-        nums = {name: file.num_segments for name, file in self._files.items()}
-        return {"token": self.marker.said.get("token"), "checksum": self.marker.checksum, "segments": nums}
+        nums = {name: file.num_segments for name, file in self.files.items()}
+        return {"token": self.manifest.token, "checksum": self.manifest.checksum, "segments": nums}
 
     def check_unchanged(self) -> None:
-        """Raise ReplacedError where another marker was written into this folder since it was opened.
+        """Raise ReplacedError where another manifest was written into this folder since it was opened.
 
         A folder that lost its path or its files while they were open is as good as before.
         """
         version = self.opened.version_of(NAME)
-        if version is not None and version != self._marker_version:
-            raise _replaced(self.where)
+        if version is not None and version != self._manifest_version:
+            raise replaced(self.where)
 
     def extra(self, name: str, *, verify: bool) -> Extra:
-        """One of the extra files."""
-        if name not in self.marker.files:
-            raise CheckpointError(f"{self.where}: the marker does not name {name}")
-        with self._replacement_told():
-            return read_extra(self.opened, name, self.marker.files[name], verify=verify)
+        return self._extra(file_of_extra(name), verify=verify)
 
-    def extra_bytes(self, name: str) -> bytes:
-        """One of the extra files as it is, verified."""
-        self.extra(name, verify=True)
+    def _extra(self, name: str, *, verify: bool) -> Extra:
+        if name not in self.manifest.files:
+            raise CheckpointError(f"{self.where}: the manifest does not name {name}")
         with self._replacement_told():
-            return self.opened.read_whole(name, self.marker.files[name].nbytes)
+            return read_extra(self.opened, name, self.manifest.files[name], verify=verify)
+
+    def small_file(self, name: str) -> bytes:
+        """The file of an extra, or of the description, as it is, verified."""
+        self._extra(name, verify=True)
+        with self._replacement_told():
+            return self.opened.read_whole(name, self.manifest.files[name].nbytes)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
@@ -180,7 +191,7 @@ class Checkpoint:
         """Fill memory from ranges of files' data sections, by file name; `did_read` hears of the bytes as they come."""
         with self._replacement_told():
             for name, its in extents.items():
-                file = self._files[name]
+                file = self.files[name]
                 sums = self._table(file)
                 fill = partial(self.opened.read_into, name)
                 section = DataSection(self.named(name), fill, file.offset, file.header.tensors_in)
@@ -199,7 +210,7 @@ class Checkpoint:
             yield
         except CheckpointError as error:
             if self.opened.was_replaced():
-                raise _replaced(self.where) from error
+                raise replaced(self.where) from error
             raise
 
     def _table(self, file: StoredFile) -> Sums | None:
@@ -208,16 +219,6 @@ class Checkpoint:
             self._last_table.clear()
             self._last_table[file.name] = file.table(self.opened)
         return self._last_table[file.name]
-
-    @cached_property
-    def _files(self) -> Mapping[str, StoredFile]:
-        return {stored.file.name: stored.file for stored in (*self.model.values(), *self.optim.values())}
-
-
-def _replaced(where: str) -> ReplacedError:
-    return ReplacedError(
-        f"{where}: was replaced by another checkpoint again and again while it was loaded: load it when nobody saves to it"
-    )
 
 
 def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
@@ -236,21 +237,30 @@ def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> St
     return StoredFile(name, header, offset, info.sums, number)
 
 
-def _check_index(opened: Opened, stem: str, marker: Marker, tensors: Mapping[str, Stored], *, verify: bool) -> None:
+class _Index(msgspec.Struct, frozen=True):
+    """What an index says, as Hugging Face writes it."""
+
+    weight_map: dict[str, str]
+
+
+def _check_index(
+    opened: Opened, stem: str, manifest: Manifest, tensors: Mapping[str, StoredTensor], *, verify: bool
+) -> None:
     """Where a half is split, other tools read its index: it has to say what the files say."""
-    if not any(name.startswith(f"{stem}-") for name in marker.files):
+    if not any(name.startswith(f"{stem}-") for name in manifest.files):
         return
     name = f"{stem}.safetensors.index.json"
     path = opened.named(name)
     text = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
-    info = marker.files.get(name)
+    info = manifest.files.get(name)
     if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
         raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
     with distrusted(path):
-        weight_map = parse_json(path, text)["weight_map"]
-        said = {key: check_name(path, file) for key, file in weight_map.items()}
-    for key in {**said, **tensors}:
+        weight_map = msgspec.convert(parse_json(path, text), _Index).weight_map
+        for file in weight_map.values():
+            check_name(path, file)
+    for key in {**weight_map, **tensors}:
         stored = tensors.get(key)
-        if stored is None or said.get(key) != stored.file.name:
-            where = stored.file.name if stored is not None else "in no file"
-            raise CheckpointError(f"{path}: says that {key} is in {said.get(key)}, it is {where}")
+        if stored is None or weight_map.get(key) != stored.file:
+            where = stored.file if stored is not None else "in no file"
+            raise CheckpointError(f"{path}: says that {key} is in {weight_map.get(key)}, it is {where}")

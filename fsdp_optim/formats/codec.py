@@ -190,53 +190,53 @@ class Decoder:
         self._where, self._tensors = where, dict(enumerate(tensors))
         self._allow_pickle, self._records = allow_pickle, records or {}
 
-    def decode(self, said: Any) -> Any:
+    def decode(self, encoded: Any) -> Any:
         """The value. Raises CheckpointError for JSON that no Encoder writes, and for a pickle that is not allowed."""
         with distrusted(self._where):
-            found = self._or_withheld("", said)
+            found = self._or_withheld("", encoded)
         if isinstance(found, Withheld):
             raise CheckpointError(found.why)
         return found
 
-    def decode_each(self, said: Any) -> Any:
+    def decode_each(self, encoded: Any) -> Any:
         """As `decode`, but a pickle that is not allowed makes Withheld of the item of a dict that it is in, or of all."""
         with distrusted(self._where):
-            if not isinstance(said, dict):
-                return self._or_withheld("", said)
-            tag = next((key for key in said if key.startswith("$")), None)
+            if not isinstance(encoded, dict):
+                return self._or_withheld("", encoded)
+            tag = next((key for key in encoded if key.startswith("$")), None)
             if tag is None:
-                return {key: self._or_withheld(repr(key), item) for key, item in said.items()}
-            if tag not in ("$dict", "$ordered") or len(said) > 1:
-                return self._or_withheld("", said)
+                return {key: self._or_withheld(repr(key), item) for key, item in encoded.items()}
+            if tag not in ("$dict", "$ordered") or len(encoded) > 1:
+                return self._or_withheld("", encoded)
             try:
-                pairs = [(self._decode(key), item) for key, item in _pairs(said[tag])]
+                pairs = [(self._decode(key), item) for key, item in _pairs(encoded[tag])]
             except _PickleError as error:
                 return Withheld(str(error))
             return _DICTS[tag]((key, self._or_withheld(repr(key), item)) for key, item in pairs)
 
-    def _or_withheld(self, what: str, said: Any) -> Any:
+    def _or_withheld(self, what: str, encoded: Any) -> Any:
         try:
-            return self._decode(said)
+            return self._decode(encoded)
         except _PickleError as error:
             return Withheld(f"{what}: {error}" if what else str(error))
 
-    def _decode(self, said: Any) -> Any:
-        if isinstance(said, list):
-            return [self._decode(item) for item in said]
-        if not isinstance(said, dict):
-            return said
-        if not any(key.startswith("$") for key in said):
-            return {key: self._decode(item) for key, item in said.items()}
-        (tag,) = said
-        return self._tagged(tag, said[tag])
+    def _decode(self, encoded: Any) -> Any:
+        if isinstance(encoded, list):
+            return [self._decode(item) for item in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        if not any(key.startswith("$") for key in encoded):
+            return {key: self._decode(item) for key, item in encoded.items()}
+        (tag,) = encoded
+        return self._tagged(tag, encoded[tag])
 
-    def _items(self, said: Any) -> list[Any]:
+    def _items(self, encoded: Any) -> list[Any]:
         """The values of a list that is written out: what is short in a file must not be long in memory."""
-        if not isinstance(said, list):
-            raise TypeError(f"{str(said)[:80]} is not a list")
-        return [self._decode(item) for item in said]
+        if not isinstance(encoded, list):
+            raise TypeError(f"{str(encoded)[:80]} is not a list")
+        return [self._decode(item) for item in encoded]
 
-    def _tagged(self, tag: str, said: Any) -> Any:
+    def _tagged(self, tag: str, encoded: Any) -> Any:
         makers: Mapping[str, Callable[[Any], Any]] = {
             "$float": float,
             "$tuple": lambda items: tuple(self._items(items)),
@@ -247,7 +247,7 @@ class Decoder:
             "$ndarray": lambda index: self._tensor(index).numpy(),
             "$numpy": lambda index: self._tensor(index).numpy()[()],
             "$bytes": self._binary,
-            "$bytearray": lambda said: bytearray(self._binary(said)),
+            "$bytearray": lambda encoded: bytearray(self._binary(encoded)),
             "$complex": lambda parts: complex(*self._items(parts)),
             "$range": lambda numbers: range(*self._items(numbers)),
             "$dtype": dtype_named,
@@ -257,9 +257,9 @@ class Decoder:
             "$pickle": self._pickle,
         }
         if tag in _DICTS:
-            pairs = [(self._decode(key), self._decode(value)) for key, value in _pairs(said)]
+            pairs = [(self._decode(key), self._decode(value)) for key, value in _pairs(encoded)]
             return _DICTS[tag](dict(pairs) if tag == "$counter" else pairs)
-        return makers[tag](said)
+        return makers[tag](encoded)
 
     def _tensor(self, index: Any) -> torch.Tensor:
         """One of the tensors. Each may be used once, so that a small file cannot stand for a large value."""
@@ -269,15 +269,15 @@ class Decoder:
             raise IndexError(f"tensor {index} is not there, or in two places")
         return self._tensors.pop(index)
 
-    def _record(self, said: Any) -> Any:
-        name, fields = said
+    def _record(self, encoded: Any) -> Any:
+        name, fields = encoded
         values = {key: self._decode(value) for key, value in fields.items()}
         _check_ranges(values)
         return self._records[name](**values)
 
-    def _subclass(self, said: Any) -> Any:
+    def _subclass(self, encoded: Any) -> Any:
         """A tensor of a class of its own, from its parts. Nothing is imported: the optimizer that it is for has the class."""
-        module, name, parts, context, sizes, strides = said
+        module, name, parts, context, sizes, strides = encoded
         cls = getattr(sys.modules.get(module), name, None)
         if cls is None:
             raise CheckpointError(
@@ -290,27 +290,27 @@ class Decoder:
             raise ValueError(f"a {name} that is made of something else than tensors")
         return cls.__tensor_unflatten__(made, self._decode(context), torch.Size(sizes), tuple(strides))
 
-    def _pickle(self, said: Any) -> Any:
+    def _pickle(self, encoded: Any) -> Any:
         if not self._allow_pickle:
             raise _PickleError(
                 f"{self._where}: has a pickled value, which can run any code when it is read: say allow_pickle=True if you "
                 "trust who wrote it"
             )
-        return pickle.loads(self._binary(said))
+        return pickle.loads(self._binary(encoded))
 
-    def _binary(self, said: Any) -> bytes:
-        if type(said) is not int:
-            return base64.b64decode(said, validate=True)
-        tensor = self._tensor(said)
+    def _binary(self, encoded: Any) -> bytes:
+        if type(encoded) is not int:
+            return base64.b64decode(encoded, validate=True)
+        tensor = self._tensor(encoded)
         if tensor.dtype != torch.uint8:
-            raise TypeError(f"tensor {said} has no bytes, but {tensor.dtype}")
+            raise TypeError(f"tensor {encoded} has no bytes, but {tensor.dtype}")
         return tensor.numpy().tobytes()
 
 
-def _pairs(said: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(said, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in said):
-        raise TypeError(f"{str(said)[:80]} is not a list of pairs")
-    return [(key, value) for key, value in said]
+def _pairs(encoded: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(encoded, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in encoded):
+        raise TypeError(f"{str(encoded)[:80]} is not a list of pairs")
+    return [(key, value) for key, value in encoded]
 
 
 def _check_ranges(value: Any) -> None:

@@ -16,7 +16,7 @@ from fsdp_optim.formats.codec import Decoder, Encoder
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.formats.marker import FileInfo
+from fsdp_optim.formats.manifest import FileInfo
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Opened
 
@@ -35,7 +35,7 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
 
 
 def info_of(encoded: bytes) -> FileInfo:
-    """What the marker says of such a file."""
+    """What the manifest says of such a file."""
     start = 8 + length_of_header("extra", encoded, len(encoded))
     return FileInfo(len(encoded), hex_of(encoded[:start]), None)
 
@@ -45,16 +45,16 @@ class Extra:
     """What such a file has, read and verified, and not decoded yet."""
 
     path: str
-    said: Any
+    values: Any
     tensors: tuple[torch.Tensor, ...]
 
     def decoded(self, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
         """The value. Raises CheckpointError for a pickle, unless it is allowed."""
-        return Decoder(self.path, self.tensors, allow_pickle=allow_pickle, records=records).decode(self.said)
+        return Decoder(self.path, self.tensors, allow_pickle=allow_pickle, records=records).decode(self.values)
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
         """The same, with Withheld in the place of each item of a dict that needs a pickle which is not allowed."""
-        return Decoder(self.path, self.tensors, allow_pickle=allow_pickle).decode_each(self.said)
+        return Decoder(self.path, self.tensors, allow_pickle=allow_pickle).decode_each(self.values)
 
 
 def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Extra:
@@ -83,5 +83,5 @@ def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Ex
             tensors[entry.key] = body[: entry.stop - entry.start].view(dtype).reshape(entry.shape)
     if set(tensors) != {str(index) for index in range(len(tensors))}:
         raise CheckpointError(f"{path}: its tensors are not numbered from 0")
-    said = parse_json(f"{path}: its values", encoded)
-    return Extra(path, said, tuple(tensors[str(index)] for index in range(len(tensors))))
+    values = parse_json(f"{path}: its values", encoded)
+    return Extra(path, values, tuple(tensors[str(index)] for index in range(len(tensors))))

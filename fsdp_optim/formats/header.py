@@ -11,9 +11,13 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.json_text import check_density, parse_json
 
 _LENGTH = struct.Struct("<Q")
@@ -112,14 +116,14 @@ class Header:
 
     def encoded(self) -> bytes:
         """The beginning of the file, up to the data section."""
-        said: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
+        values: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
         for entry in self.entries:
-            said[entry.key] = {
+            values[entry.key] = {
                 "dtype": entry.code,
                 "shape": list(entry.shape),
                 "data_offsets": [entry.start, entry.stop],
             }
-        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+        text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         return _LENGTH.pack(len(text)) + text
 
@@ -137,13 +141,12 @@ def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
 def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
     """Read a header. Raises CheckpointError for anything but tensors that fill the data section without holes."""
     check_density(f"{name}: its header", text)
-    said = parse_json(f"{name}: its header", text)
-    if not isinstance(said, dict):
-        raise CheckpointError(f"{name}: its header is a {type(said).__name__}, not an object")
-    metadata = said.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{name}: the metadata in its header is not words by name")
-    entries = sorted((_entry(name, key, value) for key, value in said.items()), key=lambda e: (e.start, e.stop))
+    values = parse_json(f"{name}: its header", text)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{name}: its header is a {type(values).__name__}, not an object")
+    with distrusted(f"{name}: the metadata in its header"):
+        metadata = msgspec.convert(values.pop(_METADATA, {}), dict[str, str])
+    entries = sorted((_entry(name, key, value) for key, value in values.items()), key=lambda e: (e.start, e.stop))
     at = 0
     for entry in entries:
         if entry.start != at:
@@ -155,26 +158,28 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
     return Header(tuple(entries), metadata)
 
 
-def _entry(name: str, key: str, said: Any) -> Entry:
-    if not isinstance(said, dict) or set(said) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{name}: {key} has to have dtype, shape and data_offsets")
-    code, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
+_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=_MOST_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _entry(name: str, key: str, value: Any) -> Entry:
+    try:
+        tensor = msgspec.convert(value, _Tensor)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{name}: {key} is not described as a tensor is: {error}: {str(value)[:200]}") from error
+    code, shape, (start, stop) = tensor.dtype, tensor.shape, tensor.data_offsets
+    if code not in DTYPES:
         raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which is not known here")
-    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{name}: {key} has a shape or data_offsets that are not sizes: {str(said)[:200]}")
-    start, stop = offsets
     if stop - start != prod(shape) * DTYPES[code][1]:
         raise CheckpointError(
-            f"{name}: {key} is {code} of shape {shape}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "
+            f"{name}: {key} is {code} of shape {list(shape)}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "
             f"[{start}, {stop}), {stop - start}"
         )
-    return Entry(key, code, tuple(shape), start, stop)
-
-
-def _is_sizes(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MOST_DIMENSIONS
-        and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-    )
+    return Entry(key, code, shape, start, stop)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from fsdp_optim.formats.brief import MOST_NBYTES, Brief, brief_in
 from fsdp_optim.formats.checksums import sums_of
-from fsdp_optim.formats.marker import NAME, VERSION, marker_in
+from fsdp_optim.formats.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.storage.base import Opened, Standing, is_sure_that_not
 
-_FIRST_NBYTES = 4096  # of a marker are read for its brief
+_FIRST_NBYTES = 4096  # of a manifest are read for its brief
 _TIMES = 16  # as many are read where it does not end there
 _OWN = re.compile(
     r"(model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
@@ -24,9 +24,9 @@ class CheckpointJudge:
     manifest = NAME
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
-        """Look whether all files that the marker names are there in their sizes."""
+        """Look whether all files that the manifest names are there in their sizes."""
         try:
-            brief = (None if whole else read_brief(opened)) or marker_in(opened).brief
+            brief = (None if whole else read_brief(opened)) or manifest_in(opened).short
             if brief.version > VERSION:
                 reason = f"{opened.named(NAME)} has the schema version {brief.version}"
                 return Standing(is_sure=False, reason=reason)
@@ -47,7 +47,7 @@ class CheckpointJudge:
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         """Whether a save has written a file of some name.
 
-        Where the marker cannot be read, what has a name that a save gives is the save's.
+        Where the manifest cannot be read, what has a name that a save gives is the save's.
         """
         listed: set[str] | None = None
         if opened is not None:
@@ -65,7 +65,7 @@ JUDGE = CheckpointJudge()
 
 
 def read_brief(opened: Opened) -> Brief | None:
-    """The brief of a marker; None where it has none. Raises CheckpointError where it is damaged, or is not read."""
+    """The brief of a manifest; None where it has none. Raises CheckpointError where it is damaged, or is not read."""
     nbytes, size = _FIRST_NBYTES, opened.size_of(NAME)
     while True:
         brief = brief_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
@@ -75,5 +75,5 @@ def read_brief(opened: Opened) -> Brief | None:
 
 
 def any_brief(opened: Opened) -> Brief:
-    """The brief of a marker, which is made of the rest where it has none."""
-    return read_brief(opened) or marker_in(opened).brief
+    """The brief of a manifest, which is made of the rest where it has none."""
+    return read_brief(opened) or manifest_in(opened).short

@@ -20,9 +20,10 @@ from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
 from fsdp_optim.layout.placement import Placement, Whole
-from fsdp_optim.layout.ranks import Ranks, number_array, ranks_in_order
+from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order
 
 __all__ = [
+    "STORAGE",
     "Block",
     "Box",
     "Boxes",

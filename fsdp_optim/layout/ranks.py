@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from fsdp_optim.errors import LayoutError
 
+STORAGE = -1
+"""In a plan, storage is modelled as ranks with negative numbers; this is the highest of them."""
+
 Ranks = Sequence[int]
 """Global ranks in the order of their group: a range wherever they are evenly spaced, so that thousands cost nothing."""
 

@@ -271,14 +271,14 @@ class Standing(Generic[RecordT]):
 
     Attributes:
         brief: of a complete checkpoint; None where it is not one, or cannot be told.
-        has_marker: whether it has a manifest, or could not be asked; False also where this user may not look into it.
+        has_manifest: whether it has a manifest, or could not be asked; False also where this user may not look into it.
         is_sure: False where it could not be read just now, or not by this version, and may be a complete checkpoint.
         has_moved: it went away, or another one has its name, while it was looked at.
         reason: why it is not complete, or cannot be told.
     """
 
     brief: RecordT | None = None
-    has_marker: bool = True
+    has_manifest: bool = True
     is_sure: bool = True
     has_moved: bool = False
     reason: str = ""

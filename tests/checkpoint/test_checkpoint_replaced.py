@@ -379,23 +379,23 @@ class ReplacedTest(unittest.TestCase):
 
 def open_one_after_the_other(root: Path, late: int) -> list[float]:
     """One rank opens the path when another checkpoint is there already."""
-    from fsdp_optim.formats.checkpoint import Checkpoint
+    from fsdp_optim.checkpoint import restore
 
     meeting, place = Meeting(), Place(root)
-    real_open, opens = Checkpoint.open.__func__, itertools.count()  # type: ignore[attr-defined]
+    real_open, opens = restore.open_checkpoint, itertools.count()
 
-    def open_checkpoint(cls: Any, store: Any, *, verify: bool) -> Any:
+    def open_checkpoint(store: Any, **options: Any) -> Any:
         if next(opens):
-            return real_open(cls, store, verify=verify)
-        found = None if dist.get_rank() == late else real_open(cls, store, verify=verify)
+            return real_open(store, **options)
+        found = None if dist.get_rank() == late else real_open(store, **options)
         meeting.tell(0)
         if dist.get_rank() == late:
             place.replace()
-            found = real_open(cls, store, verify=verify)
+            found = real_open(store, **options)
         meeting.tell(0)
         return found
 
-    with cpu(), mock.patch.object(Checkpoint, "open", classmethod(open_checkpoint)):
+    with cpu(), mock.patch.object(restore, "open_checkpoint", open_checkpoint):
         if dist.get_rank() == 0:
             place.reset()
         meeting.tell(0)

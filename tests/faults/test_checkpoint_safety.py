@@ -599,7 +599,7 @@ class OutsideTest(DamageTest):
         for what, name in names.items():
             folder = self.copy(name=what)
             seal(folder, renamed(read_marker(folder), was, name))
-            cases[what] = (folder, [f"{MARKER}|the marker"])
+            cases[what] = (folder, [f"{MARKER}|the manifest"])
         self.check_all_refused(cases)
 
     def test_an_index(self) -> None:

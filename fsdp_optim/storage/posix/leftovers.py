@@ -79,7 +79,7 @@ def retire(folder: Path) -> Path:
 def remove_gone(folders: Sequence[Path]) -> None:
     """Remove folders that are called as `new_gone` says, when that name is on the disk.
 
-    After a power cut one would else be there under its old name again, with a marker and without some of its files.
+    After a power cut one would else be there under its old name again, with a manifest and without some of its files.
     """
     if not folders:
         return
@@ -120,7 +120,7 @@ def _is_replaced(folder: Path, base: Path, judge: Judge[RecordT]) -> bool:
     has been removed already. What cannot be told just now is no reason to remove the only copy.
     """
     standing = standing_of(folder, judge)
-    if standing.is_sure and not standing.has_marker:
+    if standing.is_sure and not standing.has_manifest:
         return True
     if not standing_of(base, judge).is_complete:
         return False

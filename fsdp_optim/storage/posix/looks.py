@@ -22,14 +22,14 @@ def standing_of(folder: Path, judge: Judge[RecordT], *, whole: bool = True) -> S
     Args:
         whole: read and verify all of the manifest, instead of its beginning where that is enough.
     """
-    marker = folder / judge.manifest
+    manifest = folder / judge.manifest
     try:
-        if not stat.S_ISREG(os.lstat(marker).st_mode):
-            return Standing(reason=f"{marker} is not a regular file")
+        if not stat.S_ISREG(os.lstat(manifest).st_mode):
+            return Standing(reason=f"{manifest} is not a regular file")
     except OSError as error:
-        has_marker, is_sure = error.errno not in NOT_THERE + _IS_CLOSED, error.errno in NOT_THERE
+        has_manifest, is_sure = error.errno not in NOT_THERE + _IS_CLOSED, error.errno in NOT_THERE
         moved = is_sure and not may_be_there(folder)
-        return Standing(None, has_marker, is_sure, moved, f"{marker}: {error.strerror or error}")
+        return Standing(None, has_manifest, is_sure, moved, f"{manifest}: {error.strerror or error}")
     try:
         with OpenFolder(folder) as opened:
             standing = judge.standing_in(opened, whole=whole)

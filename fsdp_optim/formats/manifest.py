@@ -1,0 +1,164 @@
+"""The manifest, `fsdp_optim.json`: written last, it makes a folder a checkpoint, and says what is in the files.
+
+The classes here are what its JSON has: msgspec writes and reads them by their types, and nothing else is believed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.brief import Brief, content_of
+from fsdp_optim.formats.checksums import hex_of
+from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.json_text import check_density, parse_json
+from fsdp_optim.storage.base import Opened, Undecided, check_name
+
+NAME = "fsdp_optim.json"
+MOST_NBYTES = 1 << 28  # of a manifest: some hundred for each parameter
+FORMAT, VERSION = "fsdp_optim", 2
+RANK_EXTRA = "extra/rank-"
+"""How the names of the files begin that have the values of one rank; five digits follow."""
+
+
+class NewerVersion(Undecided):
+    """The cause of a CheckpointError: the checkpoint may be whole, but this version of the library cannot tell."""
+
+
+class FileInfo(Struct, frozen=True):
+    """One safetensors file: its bytes, and the hashes of its header and of its table of checksums (None: it has none)."""
+
+    nbytes: Annotated[int, Meta(ge=0)] = msgspec.field(name="size")
+    header: str = msgspec.field(name="header_xxh3_64")
+    sums: str | None = msgspec.field(name="sums_xxh3_64")
+
+
+class ParamInfo(Struct, frozen=True):
+    """One parameter or buffer of the model."""
+
+    shape: tuple[int, ...]
+
+
+class ModelInfo(Struct, frozen=True):
+    """The model: its parameters and buffers, and their other names."""
+
+    params: dict[str, ParamInfo]
+    aliases: dict[str, str]
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself.
+
+    Attributes:
+        optim: the description of the optimizer, as `formats.description` writes it; None where a file of its own has that.
+        brief: the beginning of the manifest; None where an older version of the library wrote it.
+        checksum: the hash of all, where it was read.
+    """
+
+    files: dict[str, FileInfo]
+    world_size: Annotated[int, Meta(ge=1)]
+    model: ModelInfo
+    has_optim: bool
+    optim: Any
+    created_ns: int
+    token: str = ""
+    format: str = FORMAT
+    version: int = VERSION
+    brief: Brief | None = None
+    checksum: str = ""
+
+    @property
+    def short(self) -> Brief:
+        """The brief, or what one would say without sequence and step."""
+        return self.brief if self.brief is not None else self.made_brief(0)
+
+    def made_brief(self, sequence: int, step: int | None = None, keep_last: int | None = None) -> Brief:
+        """The brief that agrees with the rest."""
+        return Brief(
+            version=self.version,
+            sequence=sequence,
+            step=step,
+            keep_last=keep_last,
+            created_ns=self.created_ns,
+            token=self.token,
+            content=content_of(self.model.params, has_optim=self.has_optim),
+            world_size=self.world_size,
+            files={name: info.nbytes for name, info in self.files.items()},
+        )
+
+    def encoded(self) -> bytes:
+        """The bytes of the file."""
+        values = msgspec.to_builtins(self)
+        del values["checksum"]
+        values["brief"] = self.short.written()
+        body = _canonical(values)
+        check_density(NAME, body)  # what would not be read is not written
+        return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
+
+
+class _Head(Struct, frozen=True):
+    """What every version has."""
+
+    format: str
+    version: int
+
+
+class _Document(Struct, frozen=True):
+    checksum: str
+    checkpoint: dict[str, Any]
+
+
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def manifest_in(opened: Opened) -> Manifest:
+    """The manifest of a complete checkpoint. Raises CheckpointError for everything else."""
+    if not opened.has(NAME):
+        raise CheckpointError(
+            f"{opened.where}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
+        )
+    path = opened.named(NAME)
+    text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)
+    check_density(path, text)
+    values = parse_json(path, text)
+    with distrusted(path):
+        document = msgspec.convert(values, _Document)
+        head = msgspec.convert(document.checkpoint, _Head)
+        if head.format != FORMAT:
+            raise CheckpointError(f"{path}: has the format {head.format!r}, not {FORMAT!r}")
+        if not 1 <= head.version <= VERSION:
+            raise CheckpointError(
+                f"{path}: has the schema version {head.version!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
+            ) from NewerVersion()
+        checksum = document.checksum
+        if not _is_as_written(text, checksum) and hex_of(_canonical(document.checkpoint)) != checksum:
+            raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
+        brief = document.checkpoint.get("brief")
+        found = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
+        for name in found.files:
+            check_name(path, name)
+            if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= found.world_size:
+                raise ValueError(f"{name} is of a rank beyond the {found.world_size} that saved it")
+        if brief is not None:
+            _check_brief(path, found, Brief.read(path, brief))
+        return found
+
+
+def _check_brief(path: str, manifest: Manifest, brief: Brief) -> None:
+    """The brief has to agree with the rest: those who read it alone see the same checkpoint."""
+    if manifest.made_brief(brief.sequence, brief.step, brief.keep_last) != brief:
+        raise CheckpointError(f"{path}: its brief and the rest of it say different things; load another checkpoint")
+
+
+def _is_as_written(text: bytes, checksum: str) -> bool:
+    """Whether it is this library's own text, unchanged: then its values need not be written again to be compared."""
+    prefix, suffix = b'{"checksum":"%s","checkpoint":' % checksum.encode(errors="replace"), b"}\n"
+    if not text.startswith(prefix) or not text.endswith(suffix):
+        return False
+    return hex_of(memoryview(text)[len(prefix) : -len(suffix)]) == checksum

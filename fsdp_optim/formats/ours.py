@@ -1,0 +1,227 @@
+"""This library's own format, as docs/format.md describes it: recognised, read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import (
+    Contents,
+    Format,
+    Half,
+    Planned,
+    PlannedFile,
+    Prepared,
+    Reader,
+    Stamp,
+    Writer,
+    Written,
+)
+from fsdp_optim.formats.brief import content_of
+from fsdp_optim.formats.checkpoint import DESCRIPTION_FILE, Checkpoint, file_of_extra
+from fsdp_optim.formats.checksums import hex_of, join_tables, segment_nbytes, sums_of
+from fsdp_optim.formats.description import OptimDescription, decoded, encoded, written
+from fsdp_optim.formats.extras import encode_extra, info_of
+from fsdp_optim.formats.header import Header
+from fsdp_optim.formats.json_text import check_density, parse_json
+from fsdp_optim.formats.manifest import (
+    MOST_NBYTES,
+    NAME,
+    VERSION,
+    FileInfo,
+    Manifest,
+    ModelInfo,
+    ParamInfo,
+    manifest_in,
+)
+from fsdp_optim.formats.standing import JUDGE, read_brief
+from fsdp_optim.storage.base import Opened
+
+_WHERE = "the optimizer"
+_PLAIN = {"format": "pt"}  # the metadata of every safetensors file: its tensors are torch's
+
+
+class Ours(Format):
+    """safetensors files with one full copy, checksums beside them, and a manifest."""
+
+    name = "fsdp_optim"
+    judge = JUDGE
+
+    def recognises(self, opened: Opened) -> bool:
+        return opened.has(NAME)
+
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
+        return Checkpoint.opened_in(opened, verify=verify)
+
+    def writer(self) -> Writer:
+        return OurWriter()
+
+    def sequence_in(self, opened: Opened) -> int:
+        for read in (
+            read_brief,
+            lambda opened: manifest_in(opened).short,
+        ):  # the rest may have it where the brief is damaged
+            with contextlib.suppress(OSError):
+                brief = read(opened)
+                return brief.sequence if brief is not None else 0
+        return 0
+
+
+OURS = Ours()
+
+
+class OurWriter(Writer):
+    """Plans the files of a save, and makes the small ones."""
+
+    def prepare(self, contents: Contents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        files: dict[str, bytes] = {}
+        optim, read_back, shared = None, None, ""
+        if contents.optim is not None:
+            optim, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
+            read_back = _read_back(optim, tensors, allow_pickle=allow_pickle, records=records)
+            shared = _plain_groups(contents.optim)
+            if tensors:  # the manifest cannot hold them
+                value, optim = written(contents.optim), None
+                files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
+        manifest = Manifest(
+            files={},
+            world_size=contents.world_size,
+            model=ModelInfo({key: ParamInfo(shape) for key, shape in contents.params.items()}, dict(contents.aliases)),
+            has_optim=contents.optim is not None,
+            optim=optim,
+            created_ns=0,
+        )
+        return Prepared(_content_of(manifest), shared, files, read_back, manifest)
+
+    def copied(self, reader: Reader) -> Prepared | None:
+        if not isinstance(reader, Checkpoint):
+            return None
+        first = min((name for name in reader.files if name.startswith("optim")), default=None)
+        metadata = reader.files[first].header.metadata if first is not None else {}
+        files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
+        manifest = replace(reader.manifest, version=VERSION, brief=None)
+        return Prepared(_content_of(manifest), metadata.get("param_groups", ""), files, None, manifest)
+
+    def files(
+        self, half: Half, tensors: Sequence[Planned], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Named as Hugging Face names them."""
+        metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
+        header = Header.of(((one.key, one.dtype, one.shape) for one in tensors), metadata)
+        parts: list[list[Planned]] = [[]]
+        size = 0
+        for one, entry in zip(tensors, header.entries, strict=True):
+            nbytes = entry.stop - entry.start
+            if parts[-1] and size + nbytes > most_nbytes:
+                parts.append([])
+                size = 0
+            parts[-1].append(one)
+            size += nbytes
+        planned = []
+        for number, part in enumerate(parts, start=1):
+            name = f"{half}.safetensors" if len(parts) == 1 else f"{half}-{number:05}-of-{len(parts):05}.safetensors"
+            if len(parts) > 1:
+                header = Header.of(
+                    ((one.key, one.dtype, one.shape) for one in part), metadata if number == 1 else _PLAIN
+                )
+            planned.append(_planned(name, half, part, header, num_ranks))
+        return planned
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        where = {"common": "extra", "model": "state_dict()"}.get(name, "per_rank_extra")
+        return file_of_extra(name), encode_extra(where, value, allow_pickle=allow_pickle)
+
+    def info_of(self, data: bytes) -> Any:
+        return msgspec.to_builtins(info_of(data))
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: Written, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        infos = msgspec.convert(written.extras, dict[str, FileInfo])
+        for file in files:
+            table, sums = join_tables(file.name, written.rows[file.name], file.nbytes_of_data), None
+            if stamp.checksums:
+                data = table.encoded()
+                yield sums_of(file.name), data
+                sums = hex_of(data)
+            infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
+        for half in ("model", "optim"):
+            split = [file for file in files if file.name.startswith(f"{half}-")]
+            if split:
+                name, data = f"{half}.safetensors.index.json", _index_of(split)
+                yield name, data
+                infos[name] = FileInfo(len(data), hex_of(data), None)
+        manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
+        brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last)
+        yield NAME, replace(manifest, brief=brief).encoded()
+
+
+def _content_of(manifest: Manifest) -> str:
+    return content_of(manifest.model.params, has_optim=manifest.has_optim)
+
+
+def _planned(name: str, half: Half, tensors: Sequence[Planned], header: Header, num_ranks: int) -> PlannedFile:
+    entries = header.entries
+    return PlannedFile(
+        name=name,
+        half=half,
+        head=header.encoded(),
+        tensors=tuple(tensors),
+        starts=tuple(entry.start for entry in entries),
+        nbytes_of_data=header.data_nbytes,
+        segment_nbytes=segment_nbytes((entry.stop - entry.start for entry in entries), num_ranks),
+        tensors_in=header.tensors_in,
+    )
+
+
+def _read_back(
+    optim: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
+) -> OptimDescription:
+    """What a reader makes of it. Raises CheckpointError for what none takes."""
+    text = json.dumps(optim, separators=(",", ":")).encode()
+    if not tensors:
+        check_density(_WHERE, text)
+        if len(text) > MOST_NBYTES // 2:
+            params = optim["params"]
+            largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
+            raise CheckpointError(
+                f"{largest}: the description of its state is the most of {len(text)} bytes, and a reader takes "
+                f"{MOST_NBYTES // 2}: keep large values as tensors"
+            )
+    try:
+        return decoded(_WHERE, parse_json(_WHERE, text), tensors, allow_pickle=allow_pickle, records=records)
+    except CheckpointError as error:
+        raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
+
+
+def _plain_groups(description: OptimDescription) -> str:
+    """The param groups for readers without this library: names and numbers; exact ones are in the manifest."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
+
+    def named(value: Any) -> Any:
+        """With keys that JSON has."""
+        if isinstance(value, Mapping):
+            return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
+        return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    groups = [{**named(dict(one.hyperparameters)), "params": list(one.params)} for one in description.groups]
+    return json.dumps(groups, default=plain)
+
+
+def _index_of(files: Sequence[PlannedFile]) -> bytes:
+    """Which file of a split half has which tensor, as Hugging Face writes it."""
+    index = {
+        "metadata": {"total_size": sum(file.nbytes_of_data for file in files)},
+        "weight_map": {one.key: file.name for file in files for one in file.tensors},
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"
