@@ -16,6 +16,7 @@ from __future__ import annotations
 from fsdp_optim.testing.conformance import StoreConformance
 from fsdp_optim.testing.control_conformance import ControlConformance
 from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_groups
+from fsdp_optim.testing.formats import FormatConformance
 from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_ranks
 from fsdp_optim.testing.threads import run_on_threads, thread_rank
 from fsdp_optim.testing.transport_conformance import TransportConformance
@@ -23,6 +24,7 @@ from fsdp_optim.testing.worker import RemoteError
 
 __all__ = [
     "ControlConformance",
+    "FormatConformance",
     "RankPool",
     "RanksFailed",
     "RemoteError",

@@ -1,0 +1,369 @@
+"""What every checkpoint format has to do, as one test class; `fsdp_optim.formats.base` has the protocols.
+
+    class TestMyFormat(FormatConformance, unittest.TestCase):
+        def make_format(self):
+            return MyFormat()
+
+        def make_store(self, format):
+            return Folder(self.new_path(), format.judge)       # at a new, empty place, each time that it is called
+
+Everything runs in one process: how ranks share the work is the library's, and the same for all formats.
+"""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+import unittest
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import (
+    COMMON,
+    Contents,
+    Format,
+    Half,
+    Planned,
+    Reader,
+    Stamp,
+    StoredTensor,
+    Written,
+    of_rank,
+)
+from fsdp_optim.formats.description import (
+    OPAQUE,
+    SCALAR,
+    SCALAR_TENSOR,
+    TENSOR,
+    GroupDescription,
+    OptimDescription,
+    ParamDescription,
+)
+from fsdp_optim.formats.extents import DataSection, Extent, write_extents
+from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.storage.base import Store
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+_DTYPES = (
+    *(torch.float64, torch.int64, torch.complex64, torch.float32, torch.int32, torch.bfloat16, torch.float16),
+    *(torch.int16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+)
+_FOREIGN = "nobody-knows.json"
+_BIG_NBYTES = 24 << 20
+_RANKS = 2  # that are said to have saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in a store. `files`: the bytes of each, by name; `manifest`: which was put last."""
+
+    store: Store
+    files: Mapping[str, bytes]
+    manifest: str
+
+
+class FormatConformance:
+    """A mix-in for a `unittest.TestCase`: what a format promises, one promise a test."""
+
+    def make_format(self) -> Format:
+        """The format."""
+        raise NotImplementedError
+
+    def make_store(self, format: Format) -> Store:
+        """A store at a new, empty place, with the format's judge. What is read from it has to go straight into memory."""
+        raise NotImplementedError
+
+    @property
+    def _case(self) -> unittest.TestCase:
+        if not isinstance(self, unittest.TestCase):
+            raise TypeError("FormatConformance is a mix-in: inherit from unittest.TestCase too")
+        return self
+
+    # ------------------------------------------------------------------------------------------- what is saved
+
+    def _tensors(self) -> dict[Half, Tensors]:
+        """Every dtype, nothing, one element without dimensions, odd sizes, and a name that is not ASCII."""
+        rng, model = random.Random(1), dict[str, torch.Tensor]()
+        for dtype in _DTYPES:
+            shape = (5, 3) if dtype.itemsize > 1 else (7,)
+            data = bytes(rng.randrange(2 if dtype is torch.bool else 256) for _ in range(dtype.itemsize * 15))
+            flat = torch.frombuffer(bytearray(data), dtype=dtype)
+            model[f"größe.{dtype_name(dtype)}"] = flat[: shape[0] * (shape[1] if len(shape) > 1 else 1)].reshape(shape)
+        model["none"] = torch.empty(0, 4)
+        model["scalar"] = torch.tensor(-0.0)
+        model["large"] = torch.arange(300_000, dtype=torch.float32).reshape(300, 1000)
+        state = {"state.large.exp_avg": torch.ones(300, 1000), "state.large.step": torch.tensor(3.0)}
+        return {"model": model, "optim": state}
+
+    def _description(self) -> OptimDescription:
+        values = (
+            ("exp_avg", TENSOR, "state.large.exp_avg"),
+            ("step", SCALAR_TENSOR, "state.large.step"),
+            (("a", 1), SCALAR, 2**70),
+            ("history", OPAQUE, {"x": torch.tensor([1.5, 2.5]), 3: None}),
+        )
+        return OptimDescription(
+            groups=(GroupDescription((("lr", 1e-3), ("betas", (0.9, 0.999)), ("eps", 1e-8)), ("large",)),),
+            extra={"loss_scale": 2.0},
+            params={"large": ParamDescription((300, 1000), values, has_state=True)},
+            optimizer_class="Adam",
+        )
+
+    def _save(
+        self, halves: Mapping[Half, Tensors], description: OptimDescription | None, *, most_nbytes: int = 1 << 40
+    ) -> Saved:
+        """Write a checkpoint as one rank does, in the order of calls that the protocol has."""
+        format = self.make_format()
+        store, writer = self.make_store(format), format.writer()
+        params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
+        contents = Contents(_RANKS, params, {"other": "large"}, description)
+        prepared = writer.prepare(contents, allow_pickle=False, records={})
+        small = dict(prepared.files)
+        for name, value in ((COMMON, {"step": 7, "t": torch.ones(2)}), (of_rank(0), [0]), (of_rank(1), [1])):
+            small.update([writer.extra(name, value, allow_pickle=False)])
+        files = [
+            file
+            for half, tensors in halves.items()
+            if half == "model" or description is not None
+            for file in writer.files(
+                half, _planned(tensors), prepared.shared, most_nbytes=most_nbytes, num_ranks=_RANKS
+            )
+        ]
+        staging = store.begin(overwrite=False, durable=False)
+        hand = store.join(staging.address, durable=False, who="rank 0")
+        rows = {}
+        for file in files:
+            hand.create(file.name, file.nbytes, file.head)
+            section = DataSection(file.name, partial(hand.write, file.name), file.offset, file.tensors_in)
+            extents = [
+                Extent(start, _bytes_of(halves[file.half][one.key]))
+                for one, start in zip(file.tensors, file.starts, strict=True)
+            ]
+            rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
+        for name, data in small.items():
+            hand.put(name, data)
+        staging.seal([file.name for file in files], [hand.finish()], durable=False)
+        written = Written(rows, {name: writer.info_of(data) for name, data in small.items()})
+        names = [*small, *(file.name for file in files)]
+        last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
+        for name, data in last[:-1]:
+            staging.put(name, data, durable=False)
+            names.append(name)
+        manifest, data = last[-1]
+        self._case.assertEqual(manifest, format.judge.manifest, "the last file is the manifest")
+        staging.commit(manifest, data, durable=False)
+        with store.open() as opened:
+            content = {name: opened.read(name, 0, opened.size_of(name)) for name in names}
+        return Saved(store, content | {manifest: data}, manifest)
+
+    def _put(self, files: Mapping[str, bytes], manifest: str) -> Store:
+        """The same files at a new place."""
+        store = self.make_store(self.make_format())
+        staging = store.begin(overwrite=False, durable=False)
+        hand = store.join(staging.address, durable=False, who="rank 0")
+        for name, data in files.items():
+            if name != manifest:
+                hand.put(name, data)
+        staging.seal([], [hand.finish()], durable=False)
+        staging.commit(manifest, files[manifest], durable=False)
+        return store
+
+    def _everything(self, store: Store) -> dict[str, Any]:
+        """All that a reader gives, elements too."""
+        with store.open() as opened:
+            reader = self.make_format().open(opened, verify=True)
+            found: dict[str, Any] = {"description": None}
+            for half, tensors in (("model", reader.model), ("optim", reader.optim)):
+                for key, stored in tensors.items():
+                    found[f"{half}: {key}"] = _elements_of(reader, stored)
+            if reader.has_optim:
+                found["description"] = reader.description(allow_pickle=False, records={})
+            for name in sorted(reader.extras):
+                found[f"extra: {name}"] = reader.extra(name, verify=True).decoded(allow_pickle=False)
+            found["rest"] = (dict(reader.aliases), reader.world_size, reader.step)
+            reader.check_unchanged()
+            return found
+
+    # ------------------------------------------------------------------------------------------- promises
+
+    def test_what_was_saved_is_read(self) -> None:
+        """Every dtype to the bit, the description, extras, and the rest; in one file, and in several."""
+        halves, description = self._tensors(), self._description()
+        for most_nbytes in (1 << 40, 1000):
+            found = self._everything(self._save(halves, description, most_nbytes=most_nbytes).store)
+            wanted: dict[str, Any] = {f"{half}: {key}": t for half, its in halves.items() for key, t in its.items()}
+            wanted |= {"extra: common": {"step": 7, "t": torch.ones(2)}, "description": description}
+            wanted |= {f"extra: {of_rank(0)}": [0], f"extra: {of_rank(1)}": [1]}
+            wanted["rest"] = ({"other": "large"}, _RANKS, 70)
+            self._case.assertEqual(sorted(found), sorted(wanted))
+            for name, value in wanted.items():
+                self._case.assertTrue(_same(found[name], value), f"{name}: {found[name]!r:.200}, not {value!r:.200}")
+
+    def test_weights_alone(self) -> None:
+        """Without an optimizer there is no description."""
+        store = self._save({"model": self._tensors()["model"]}, None).store
+        with store.open() as opened:
+            reader = self.make_format().open(opened, verify=True)
+            self._case.assertFalse(reader.has_optim)
+            self._case.assertEqual(dict(reader.optim), {})
+
+    def test_extents_have_every_element_once(self) -> None:
+        """No two tensors share bytes, and the ranks of storage have all of a tensor together."""
+        saved = self._save(self._tensors(), self._description(), most_nbytes=1000)
+        taken: dict[str, list[tuple[int, int]]] = {}
+        with saved.store.open() as opened:
+            reader = self.make_format().open(opened, verify=True)
+            for stored in (*reader.model.values(), *reader.optim.values()):
+                placement = stored.placement
+                self._case.assertIsNone(placement.gap(), stored.key)
+                numels = [placement.numel_on(rank) for rank in placement.ranks]
+                self._case.assertEqual(sum(numels), placement.numel, stored.key)
+                for rank, numel in zip(placement.ranks, numels, strict=True):
+                    self._case.assertLess(rank, 0, f"{stored.key}: a rank of storage is below 0")
+                    file, start = stored.place_on(rank)
+                    taken.setdefault(file, []).append((start, start + numel * stored.itemsize))
+        for file, ranges in taken.items():
+            at = 0
+            for start, stop in sorted(ranges):
+                self._case.assertGreaterEqual(start, at, f"{file}: two tensors share bytes")
+                at = stop
+
+    def test_part_of_a_tensor(self) -> None:
+        """A range that begins and ends anywhere, without a byte beside it."""
+        halves = self._tensors()
+        store = self._save(halves, self._description()).store
+        with store.open() as opened:
+            reader = self.make_format().open(opened, verify=True)
+            file, start = reader.model["large"].place_on(-1)
+            wanted = bytes(_bytes_of(halves["model"]["large"]))
+            for first, stop in ((0, 1), (1, 2), (4095, 70_001), (len(wanted) - 1, len(wanted))):
+                memory = bytearray(b"\xaa" * (stop - first + 2))
+                reader.read({file: [Extent(start + first, memoryview(memory)[1:-1])]})
+                self._case.assertEqual(bytes(memory), b"\xaa" + wanted[first:stop] + b"\xaa")
+
+    def test_every_damage_is_refused(self) -> None:
+        """A byte that differs, one more, one less, a file that is missing: a CheckpointError that names the file or the place."""
+        small = {"model": {"w": torch.arange(70.0), "flag": torch.tensor([True, False])}, "optim": {}}
+        for key in ("state.large.exp_avg", "state.large.step"):
+            small["optim"][key] = torch.ones(2) if key.endswith("avg") else torch.tensor(1.0)
+        saved = self._save(small, self._description(), most_nbytes=100)  # type: ignore[arg-type]
+        self._everything(self._put(saved.files, saved.manifest))
+        for name, data in saved.files.items():
+            cut = 9 if name == saved.manifest else 1  # the last bytes of a text may say nothing
+            damaged = {"longer": data + b"\0", "shorter": data[:-cut], "missing": None}
+            for at in {0, len(data) // 2, max(len(data) - 2, 0)} if data else ():
+                damaged[f"byte {at}"] = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            for what, other in damaged.items():
+                with self._case.subTest(file=name, damage=what):
+                    if (what == "shorter" and not data) or (what == "missing" and name == saved.manifest):
+                        continue
+                    files = {key: its for key, its in saved.files.items() if key != name}
+                    store = self._put(files if other is None else files | {name: other}, saved.manifest)
+                    with self._case.assertRaises(CheckpointError) as caught:
+                        self._everything(store)
+                    self._case.assertIn(store.where, str(caught.exception))
+
+    def test_bools_are_0_or_1(self) -> None:
+        """Other bytes, which some programs take for true, are not read, whatever the checksums say."""
+        flags = torch.tensor([1, 2, 0], dtype=torch.uint8).view(torch.bool)
+        saved = self._save({"model": {"flags": flags}}, None)
+        with self._case.assertRaisesRegex(CheckpointError, "flags"):
+            self._everything(saved.store)
+
+    def test_what_is_unknown_is_not_recognised(self) -> None:
+        """Another program's files are not taken for this format's; opening them is an error, and no crash."""
+        format = self.make_format()
+        store = self._put({_FOREIGN: b"{}", "model.bin": b"1234"}, _FOREIGN)
+        with store.open() as opened:
+            self._case.assertFalse(format.recognises(opened))
+            self._case.assertEqual(format.sequence_in(opened), 0)
+            with self._case.assertRaises(CheckpointError):
+                format.open(opened, verify=True)
+
+    def test_its_own_is_recognised(self) -> None:
+        """Also where its manifest is damaged: the reader says so then, instead of another format."""
+        saved = self._save({"model": {"w": torch.ones(2)}}, None)
+        damaged = {**saved.files, saved.manifest: saved.files[saved.manifest][:-9]}
+        for store, sequence in ((saved.store, 5), (self._put(damaged, saved.manifest), None)):
+            with store.open() as opened:
+                self._case.assertTrue(self.make_format().recognises(opened))
+                if sequence is not None:
+                    self._case.assertEqual(self.make_format().sequence_in(opened), sequence)
+
+    def test_two_saves_have_two_identities(self) -> None:
+        """Ranks that have opened different checkpoints hear of it."""
+        found = []
+        for _ in range(2):
+            with self._save({"model": {"w": torch.ones(2)}}, None).store.open() as opened:
+                found.append([self.make_format().open(opened, verify=True).identity for _ in range(2)])
+        self._case.assertEqual(found[0][0], found[0][1])
+        self._case.assertNotEqual(found[0][0], found[1][0])
+
+    def test_memory_while_reading(self) -> None:
+        """A reader needs little beside the memory that it fills, and no more than that for a part of a large tensor."""
+        big = torch.arange(_BIG_NBYTES // 4, dtype=torch.int32)
+        store = self._save({"model": {"big": big}}, None).store
+        for numel in (16_000, big.numel()):
+            target = torch.empty(numel, dtype=torch.int32)
+            memory = _bytes_of(target)
+            tracemalloc.start()
+            try:
+                with store.open() as opened:
+                    reader = self.make_format().open(opened, verify=True)
+                    file, start = reader.model["big"].place_on(-1)
+                    reader.read({file: [Extent(start, memory)]})
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            self._case.assertTrue(torch.equal(target, big[:numel]))
+            self._case.assertLess(peak, _BIG_NBYTES // 2, "bytes at the peak")
+
+
+def _planned(tensors: Tensors) -> list[Planned]:
+    """Wide elements first, as the library gives them."""
+    ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
+    return [Planned(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape)) for key in ordered]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return flat.numpy().data if flat.numel() else memoryview(bytearray())
+
+
+def _elements_of(reader: Reader, stored: StoredTensor) -> torch.Tensor:
+    """All of a tensor, put together from what the ranks of storage have of it."""
+    whole = torch.empty(stored.placement.numel, dtype=dtype_named(stored.dtype))
+    for rank in stored.placement.ranks:
+        part = torch.empty(stored.placement.numel_on(rank), dtype=whole.dtype)
+        file, start = stored.place_on(rank)
+        reader.read({file: [Extent(start, _bytes_of(part))]})
+        shard = stored.placement.shard_of(rank)
+        for block in stored.placement.blocks(shard) if shard is not None else ():
+            index = tuple(slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True))
+            mine = part[block.offset : block.offset + block.box.numel].view(block.box.sizes)
+            whole.view(stored.shape)[index] = mine
+    return whole.view(stored.shape)
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Whether two values are the same to the bit, tensors in them too."""
+    if isinstance(wanted, torch.Tensor):
+        return (
+            isinstance(found, torch.Tensor)
+            and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+            and bytes(_bytes_of(found.contiguous())) == bytes(_bytes_of(wanted.contiguous()))
+        )
+    if isinstance(wanted, Mapping):
+        return found.keys() == wanted.keys() and all(_same(found[key], its) for key, its in wanted.items())
+    if isinstance(wanted, (GroupDescription, OptimDescription, ParamDescription)):
+        return type(found) is type(wanted) and _same(vars(found), vars(wanted))
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    return type(found) is type(wanted) and bool(found == wanted)

@@ -1,0 +1,259 @@
+"""A second format, as small as one can be: a raw file for each tensor, and an index in JSON. It proves the seam of formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy
+from xxhash import xxh3_64_hexdigest
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import (
+    Chunks,
+    Contents,
+    Format,
+    Planned,
+    PlannedFile,
+    Prepared,
+    Reader,
+    Stamp,
+    StoredTensor,
+    Writer,
+    Written,
+    replaced,
+)
+from fsdp_optim.formats.bools import check_bytes
+from fsdp_optim.formats.checksums import Sums, join_tables
+from fsdp_optim.formats.description import OptimDescription, decoded, written
+from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.extras import Extra, encode_extra, info_of, read_extra
+from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.manifest import FileInfo
+from fsdp_optim.layout import FlatChunks
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.storage.base import Judge, Opened, Standing, check_name
+
+INDEX = "index.json"
+DESCRIPTION = "extra/description.safetensors"
+_SEGMENT_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Record:
+    order: tuple[int, int, int, str]
+
+
+class RawJudge(Judge[Record]):
+    manifest = INDEX
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Record]:
+        try:
+            index = index_in(opened)
+            return Standing(Record((index["sequence"], 0, 0, index["token"])))
+        except OSError as error:
+            return Standing(reason=str(error))
+
+    def token_in(self, opened: Opened) -> str | None:
+        found: str | None = getattr(self.standing_in(opened, whole=True).brief, "order", (None,))[-1]
+        return found
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return lambda name: name == INDEX or name.endswith((".raw", ".safetensors"))
+
+
+def index_in(opened: Opened) -> Any:
+    path = opened.named(INDEX)
+    text = opened.read_whole(INDEX, most_nbytes=1 << 28)
+    with distrusted(path):
+        outer = parse_json(path, text)
+        if _hash_of(outer["index"]) != outer["hash"]:
+            raise CheckpointError(f"{path}: is not what was saved")
+        return outer["index"]
+
+
+def encoded_index(index: Any) -> bytes:
+    return json.dumps({"hash": _hash_of(index), "index": index}).encode()
+
+
+def _hash_of(index: Any) -> str:
+    return xxh3_64_hexdigest(json.dumps(index, sort_keys=True).encode())
+
+
+class Raw(Format):
+    """`index`: the other files by name with sizes and hashes, and the tensors by half and key: dtype, shape and files."""
+
+    name = "raw"
+    judge = RawJudge()
+
+    def recognises(self, opened: Opened) -> bool:
+        return opened.has(INDEX)
+
+    def open(self, opened: Opened, *, verify: bool) -> Reader:
+        return RawReader(opened)
+
+    def writer(self) -> Writer:
+        return RawWriter()
+
+    def sequence_in(self, opened: Opened) -> int:
+        standing = self.judge.standing_in(opened, whole=True)
+        return standing.brief.order[0] if standing.brief is not None else 0
+
+
+RAW = Raw()
+
+
+class RawWriter(Writer):
+    def prepare(self, contents: Contents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        files: dict[str, bytes] = {}
+        read_back = None
+        if contents.optim is not None:
+            plain = written(contents.optim)
+            files[DESCRIPTION] = encode_extra("optim", plain, allow_pickle=allow_pickle, records=records)
+            read_back = contents.optim
+        document = {"world_size": contents.world_size, "aliases": dict(contents.aliases)}
+        return Prepared(str(sorted(contents.params)), "", files, read_back, document)
+
+    def copied(self, reader: Reader) -> Prepared | None:
+        return None
+
+    def files(
+        self, half: Any, tensors: Sequence[Planned], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        return [
+            PlannedFile(
+                name=f"{half}-{number:05}.raw",
+                half=half,
+                head=b"",
+                tensors=(one,),
+                starts=(0,),
+                nbytes_of_data=int(numpy.prod(one.shape, dtype=object)) * dtype_named(one.dtype).itemsize,
+                segment_nbytes=_SEGMENT_NBYTES,
+                tensors_in=lambda start, stop, key=one.key: key,  # type: ignore[misc]
+            )
+            for number, one in enumerate(tensors)
+        ]
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        return f"extra/{name}.safetensors", encode_extra(name, value, allow_pickle=allow_pickle)
+
+    def info_of(self, data: bytes) -> Any:
+        return [len(data), info_of(data).header]
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: Written, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        tensors: dict[str, Any] = {"model": {}, "optim": {}}
+        for file in files:
+            sums = join_tables(file.name, written.rows[file.name], file.nbytes_of_data)
+            (one,) = file.tensors
+            chunk = {"file": file.name, "ends": sums.ends.tolist(), "hashes": sums.hashes.tolist()}
+            tensors[file.half][one.key] = {"dtype": one.dtype, "shape": list(one.shape), "chunks": [chunk]}
+        index = {**prepared.document, "tensors": tensors, "extras": dict(written.extras)}
+        yield INDEX, encoded_index({**index, "token": stamp.token, "sequence": stamp.sequence, "step": stamp.step})
+
+
+class RawReader:
+    """Several chunks of a tensor are equal runs of its elements, in the order of its files."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened, self.version = opened, opened.version_of(INDEX)
+        self.index = index_in(opened)
+        self.sums: dict[str, tuple[Sums, str, str]] = {}
+        with distrusted(opened.named(INDEX)):
+            self.model, self.optim = ({k: self.tensor(k, v) for k, v in its.items()} for its in self.halves())
+            for name, (nbytes, _) in self.index["extras"].items():
+                self._check_size(name, nbytes)
+
+    def halves(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.index["tensors"]["model"], self.index["tensors"]["optim"]
+
+    def tensor(self, key: str, described: Any) -> StoredTensor:
+        dtype, shape, names = (
+            described["dtype"],
+            tuple(described["shape"]),
+            [chunk["file"] for chunk in described["chunks"]],
+        )
+        for chunk in described["chunks"]:
+            ends, hashes = (numpy.array(chunk[what], dtype="<u8") for what in ("ends", "hashes"))
+            self._check_size(chunk["file"], int(ends[-1]) if len(ends) else 0)
+            self.sums[chunk["file"]] = (Sums(ends, hashes), key, dtype)
+        if len(names) == 1:
+            return StoredTensor(key, dtype, shape, names[0], 0)
+        length = -(-int(numpy.prod(shape)) // len(names))
+        placement = FlatChunks(shape, 0, length, (range(-len(names), 0),))
+        at = {rank: (name, 0) for rank, name in zip(range(-len(names), 0), names, strict=True)}
+        return StoredTensor(key, dtype, shape, names[0], 0, chunks=Chunks(placement, at))
+
+    def _check_size(self, name: str, nbytes: int) -> None:
+        if self.opened.size_of(check_name(self.where, name)) != nbytes:
+            raise CheckpointError(f"{self.named(name)}: does not have the {nbytes} bytes that were saved")
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        found: Mapping[str, str] = self.index["aliases"]
+        return found
+
+    @property
+    def extras(self) -> Collection[str]:
+        names = (name for name in self.index["extras"] if name != DESCRIPTION)
+        return [name.removeprefix("extra/").removesuffix(".safetensors") for name in names]
+
+    @property
+    def has_optim(self) -> bool:
+        return DESCRIPTION in self.index["extras"]
+
+    @property
+    def world_size(self) -> int:
+        return int(self.index["world_size"])
+
+    @property
+    def step(self) -> int | None:
+        found: int | None = self.index["step"]
+        return found
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {"token": self.index["token"]}
+
+    @property
+    def where(self) -> str:
+        return self.opened.where
+
+    def named(self, name: str) -> str:
+        return self.opened.named(name)
+
+    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
+        file = self._extra(DESCRIPTION)
+        return decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
+
+    def extra(self, name: str, *, verify: bool) -> Extra:
+        return self._extra(f"extra/{name}.safetensors")
+
+    def _extra(self, name: str) -> Extra:
+        nbytes, header = self.index["extras"][name]
+        return read_extra(self.opened, name, FileInfo(nbytes, header, None), verify=True)
+
+    def read(
+        self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        for name, its in extents.items():
+            sums, key, dtype = self.sums[name]
+            section = DataSection(self.named(name), partial(self.opened.read_into, name), 0, lambda *_: key)  # noqa: B023
+            read_extents(section, its, sums, did_read)
+            for one in its if dtype == "bool" else ():
+                check_bytes(section.name, key, one.memory)
+
+    def verified(self) -> Reader:
+        return self
+
+    def check_unchanged(self) -> None:
+        if self.opened.version_of(INDEX) != self.version:
+            raise replaced(self.where)
+
+    def close(self) -> None:
+        self.opened.close()

@@ -1,0 +1,36 @@
+"""Every format keeps the promises of `FormatConformance`: this library's own, and the second one of the tests' kit."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+
+from kit.raw_format import RAW
+
+from fsdp_optim.formats.base import Format
+from fsdp_optim.formats.ours import OURS
+from fsdp_optim.storage.base import Store
+from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.testing import FormatConformance
+
+
+class InFolders(FormatConformance):
+    def make_store(self, format: Format) -> Store:
+        folder = tempfile.TemporaryDirectory()
+        self._case.addCleanup(folder.cleanup)
+        return Folder(Path(folder.name) / "step", format.judge)
+
+
+class OursTest(InFolders, unittest.TestCase):
+    def make_format(self) -> Format:
+        return OURS
+
+
+class RawTest(InFolders, unittest.TestCase):
+    def make_format(self) -> Format:
+        return RAW
+
+
+if __name__ == "__main__":
+    unittest.main()
