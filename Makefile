@@ -26,7 +26,7 @@ test: venv  ## run the test suite, but for what takes minutes
 
 test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
 	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --random-order-bucket=class
 
 check: venv  ## formatting, linting, types, and the examples in the docs
 	$(BIN)/ruff format --check .

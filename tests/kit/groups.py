@@ -10,7 +10,7 @@ import copy
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_optim import FullyShardedDataParallel as FSDP
+from kit import compare
 
 STEPS = 3
 
@@ -174,44 +175,14 @@ class Meeting:
 # ---------------------------------------------------------------------------------------------- comparing
 
 
-def differences(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """What differs between two values of any kind: types, shapes, dtypes, keys, and every bit of a number."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            yield f"{path}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
-        elif raw(a) != raw(b):
-            yield f"{path}: {a.flatten()[:6].tolist()}... and {b.flatten()[:6].tolist()}..."
-    elif isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in {**a, **b}:
-            if key not in a or key not in b:
-                yield f"{path}[{key!r}]: only in the {'first' if key in a else 'second'}"
-            else:
-                yield from differences(a[key], b[key], f"{path}[{key!r}]")
-    elif type(a) is not type(b):
-        yield f"{path}: {type(a).__name__} {a!r} and {type(b).__name__} {b!r}"
-    elif isinstance(a, (list, tuple)):
-        if len(a) != len(b):
-            yield f"{path}: {len(a)} and {len(b)} items"
-        for index, (one, other) in enumerate(zip(a, b, strict=False)):
-            yield from differences(one, other, f"{path}[{index}]")
-    elif isinstance(a, float):
-        if a.hex() != b.hex():
-            yield f"{path}: {a!r} and {b!r}"
-    elif a != b:
-        yield f"{path}: {a!r} and {b!r}"
-
-
 def raw(tensor: Tensor) -> bytes:
     """All bytes of a tensor's elements."""
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def check_same(got: Any, wanted: Any, what: str) -> None:
-    """Raise, and say where, unless two values are the same to the bit."""
-    found = list(differences(got, wanted))
-    if found:
-        shown = "\n  ".join(found[:10])
-        raise AssertionError(f"{what}: {len(found)} differences (got, wanted):\n  {shown}")
+    """As that of `kit.compare`; keys may come in any order."""
+    compare.check_same(what, got, wanted, in_order=False)
 
 
 def check_full(full: Any, optim: Optim, names: Sequence[str], what: str = "the full dict") -> None:

@@ -1,438 +1,91 @@
-"""One small awkward model in each of nine wrappers, trained without a forward pass on one common sequence of gradients.
-
-How a wrapper has cut the model is read from the model itself, not from a formula: every element of the unwrapped model is
-given a number of its own as its value, so that after wrapping the values of a live parameter say which elements it has.
-Elementwise optimizers then train every wrapping, and the unwrapped model, to the same state, bit for bit.
-"""
+"""Every verb on one wrapping, compared with the oracle; what tests need for it is re-exported here."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_optim
-from fsdp_optim import FullyShardedDataParallel as FairscaleFSDP
 from fsdp_optim.testing import fairscale_on_cpu
-
-Optim = torch.optim.Optimizer
-Make = Callable[[Any], Optim]
-
-WORLD_SIZES = (1, 2, 3, 4)
-STEPS = 3
-
-
-class Net(nn.Module):
-    """Nested, with parameters of the root beside and before its units, and hardly a dimension that ranks divide."""
-
-    units = ("stem", "block.0", "block", "")
-    tensor_parallel = {"stem": ColwiseParallel(), "block.0": RowwiseParallel()}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(1))
-        self.mix = nn.Parameter(torch.empty(3, 2, 5))
-        self.stem = nn.Linear(5, 7)
-        self.block = nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.stem(x))) * self.scale + self.mix.sum()
-
-
-def adam(params: Any) -> Optim:
-    return torch.optim.Adam(params, lr=0.01)
-
-
-def sgd(params: Any) -> Optim:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-
-def adamw_tensor_lr(params: Any) -> Optim:
-    return torch.optim.AdamW(params, lr=torch.tensor(0.01), weight_decay=0.1)
-
-
-# ------------------------------------------------------------------------------------------ wrapping
-
-
-def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], Any], paths: Sequence[str] | None = None) -> Any:
-    """Wrap the modules at these paths, inner ones first as they are listed; "" is the model itself."""
-    for path in getattr(model, "units", ("",)) if paths is None else paths:
-        if not path:
-            return wrap(model)
-        parent, _, name = path.rpartition(".")
-        owner = model.get_submodule(parent)
-        setattr(owner, name, wrap(model.get_submodule(path)))
-    return model
-
-
-def in_fairscale(model: nn.Module, **kwargs: Any) -> Any:
-    return wrap_units(model, lambda module: FairscaleFSDP(module, **kwargs))
-
-
-def in_fsdp1(model: nn.Module, **kwargs: Any) -> Any:
-    options = {"device_id": torch.device("cpu"), "use_orig_params": False, **kwargs}
-    return wrap_units(model, lambda module: TorchFSDP(module, **options))
-
-
-def in_fsdp2(model: nn.Module, mesh: DeviceMesh | None = None, **kwargs: Any) -> Any:
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    return wrap_units(model, lambda module: fully_shard(module, mesh=mesh, **kwargs))
-
-
-def in_hsdp(model: nn.Module, shape: tuple[int, int], **kwargs: Any) -> Any:
-    return in_fsdp2(model, mesh_2d(shape), **kwargs)
-
-
-def in_fsdp2_over_tp(model: nn.Module, shape: tuple[int, int], **kwargs: Any) -> Any:
-    mesh = mesh_2d(shape, ("dp", "tp"))
-    parallelize_module(model, mesh["tp"], dict(model.tensor_parallel))
-    return in_fsdp2(model, mesh["dp"], **kwargs)
-
-
-def in_ddp(model: nn.Module, **kwargs: Any) -> Any:
-    return nn.parallel.DistributedDataParallel(model, **kwargs)
-
-
-def mesh_2d(shape: tuple[int, int], names: tuple[str, str] = ("replicate", "shard")) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def fsdp1_hybrid(shape: tuple[int, int], strategy: ShardingStrategy, orig: bool) -> Callable[[nn.Module], Any]:
-    return lambda model: in_fsdp1(model, device_mesh=mesh_2d(shape), sharding_strategy=strategy, use_orig_params=orig)
-
-
-def fsdp1_hybrid_groups(model: nn.Module) -> Any:
-    """HYBRID_SHARD over two process groups; the shards of a replica are not neighbours: ranks 0, 2 and 1, 3."""
-    rank = dist.get_rank()
-    within = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    return in_fsdp1(model, process_group=(within, across), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-_HSDP_SHAPES = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
-_TP_SHAPES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2)}
-
-WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
-    "fairscale flat": in_fairscale,
-    "fairscale non-flat": lambda model: in_fairscale(model, flatten_parameters=False),
-    "FSDP1 flat": in_fsdp1,
-    "FSDP1 orig": lambda model: in_fsdp1(model, use_orig_params=True),
-    "FSDP2": in_fsdp2,
-    "HSDP": lambda model: in_hsdp(model, _HSDP_SHAPES[dist.get_world_size()]),
-    "FSDP2 x TP": lambda model: in_fsdp2_over_tp(model, _TP_SHAPES[dist.get_world_size()]),
-    "DDP": in_ddp,
-    "plain": lambda model: model,
-}
-
-
-# ------------------------------------------------------------------------------------------ numbers
-
-_FIRST = 64  # smaller values are what wrappers fill padding with
-
-
-class Numbers:
-    """A number for every element of an unwrapped model, and gradients by these numbers."""
-
-    least = _FIRST
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)  # as it was, for the oracle
-        self.start: dict[str, int] = {}
-        self._total = _FIRST
-        for name, param in model.named_parameters():
-            self.start[name] = self._total
-            self._total += param.numel()
-
-    def give(self, model: nn.Module) -> None:
-        """Give every element its number as its value."""
-        for name, param in model.named_parameters():
-            numbers = torch.arange(self.start[name], self.start[name] + param.numel())
-            param.data = numbers.reshape(param.shape).to(param.dtype)
-
-    def gradients(self, step: int) -> Tensor:
-        """By number. Padding has a gradient of zero."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        table = torch.randn(self._total, generator=generator)
-        table[:_FIRST] = 0.0
-        return table
-
-    def read(self, values: Tensor) -> Tensor:
-        """The numbers that the values are."""
-        found = values.detach().reshape(-1).to(torch.float64)
-        if not torch.equal(found, found.round()) or (found.numel() and not 0 <= float(found.max()) < self._total):
-            raise AssertionError(f"{found.tolist()}: not numbers of elements: the wrapper has changed them")
-        return found.long()
-
-    def names_of(self, numbers: Tensor) -> set[str]:
-        """The parameters that these elements are of."""
-        stop = {name: self.start[name] + param.numel() for name, param in self.model.named_parameters()}
-        return {name for name, start in self.start.items() if bool(((numbers >= start) & (numbers < stop[name])).any())}
-
-
-def local_of(param: Tensor) -> Tensor:
-    """This rank's part of a live parameter or a state value."""
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def like(local: Tensor, param: Tensor) -> Tensor:
-    """A local tensor as the live parameter's gradient, or its state value."""
-    if isinstance(param, DTensor):
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-    return local
-
-
-def steps_local_parts(optim: Any) -> bool:
-    """Whether `step_local_parts` can take the place of `optim.step()`, and there is a DTensor that makes it worth while."""
-    options = ("foreach", "fused", "capturable", "differentiable")
-    return (
-        type(optim) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-        and all(not group.get(option) for group in optim.param_groups for option in options)
-        and any(isinstance(param, DTensor) for group in optim.param_groups for param in group["params"])
-    )
-
-
-def step_local_parts(optim: torch.optim.Optimizer) -> None:
-    """What `optim.step()` does to DTensors where every element is stepped by itself, without torch's dispatch of DTensors.
-
-    That dispatch takes more time than everything else that most tests do. `StepTest` in test_torch_optimizers.py compares both.
-    """
-    twin = object.__new__(type(optim))
-    twin.__dict__.update(optim.__dict__)
-    twin.state, local_of_param = collections.defaultdict(dict), {}
-    for group in optim.param_groups:
-        for param in group["params"]:
-            local = local_of_param[param] = local_of(param).detach()
-            local.grad = None if param.grad is None else local_of(param.grad)
-            if param in optim.state:
-                twin.state[local] = {name: local_of(value) for name, value in optim.state[param].items()}
-    twin.param_groups = [
-        {**group, "params": [local_of_param[param] for param in group["params"]]} for group in optim.param_groups
-    ]
-    twin.step()
-    for param, local in local_of_param.items():
-        if local in twin.state:
-            optim.state[param] = {
-                name: like(value, param) if name != "step" and isinstance(value, Tensor) else value
-                for name, value in twin.state[local].items()
-            }
-
-
-_FSDP1_PART = "_fsdp_wrapped_module."
-
-
-class Trained:
-    """A wrapped model and an optimizer that this module has stepped. Never enters `forward`.
-
-    `wrap` gets the unwrapped model and returns the wrapped one; `prepare` (frozen parameters, dtypes) comes before it, and
-    also before the oracle's training. `by_torch`: DTensors are stepped by torch itself, not by `step_local_parts`.
-    """
-
-    def __init__(
-        self,
-        wrap: str | Callable[[nn.Module], Any],
-        make: Any = adam,
-        steps: int = STEPS,
-        model: Callable[[], nn.Module] = Net,
-        prepare: Callable[[nn.Module], Any] | None = None,
-        unused: Collection[str] = (),
-        by_torch: bool = False,
-    ) -> None:
-        unwrapped = model()
-        if prepare is not None:
-            prepare(unwrapped)
-        self.by_torch = by_torch
-        self.numbers = Numbers(unwrapped)
-        self.numbers.give(unwrapped)
-        wrapper = WRAPPERS[wrap] if isinstance(wrap, str) else wrap
-        self.adopt(wrapper(unwrapped), make)
-        self.process_group = dist.group.WORLD if wrap == "plain" and dist.is_initialized() else None
-        self.step(range(steps), unused)
-
-    by_torch = False
-
-    def adopt(self, model: Any, make: Any) -> None:
-        """Take a wrapped model whose values are still `self.numbers`."""
-        self.model: Any = model
-        self.params: list[nn.Parameter] = list(model.parameters())
-        self.index = [self.numbers.read(local_of(param)) for param in self.params]
-        empty = {name for name, param in self.numbers.model.named_parameters() if not param.numel()}
-        # Torch FSDP1 gives a rank no gradient for an original parameter whose elements other ranks hold.
-        self.gets_gradient = [
-            bool(param.numel()) or _FSDP1_PART not in name or name.replace(_FSDP1_PART, "") in empty
-            for name, param in model.named_parameters()
-        ]
-        self._make = make
-        self.optim: Any = _make(make, model)
-        self.process_group: dist.ProcessGroup | None = None
-
-    def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
-        """`unused`: names of parameters; live parameters with elements of them, on any rank, get no gradient."""
-        without = self._positions_of(unused) if unused else set()
-        for number in steps:
-            table = self.numbers.gradients(number)
-            for position, (param, index) in enumerate(zip(self.params, self.index, strict=True)):
-                if param.requires_grad and position not in without and self.gets_gradient[position]:
-                    param.grad = like(table[index].reshape(local_of(param).shape).to(param.dtype), param)
-                else:
-                    param.grad = None
-            for optim in _each(self.optim):
-                if self.by_torch or not steps_local_parts(optim):
-                    optim.step()
-                else:
-                    step_local_parts(optim)
-
-    def _positions_of(self, names: Collection[str]) -> set[int]:
-        """Of the live parameters that have elements of these parameters on some rank."""
-        mine = {i for i, index in enumerate(self.index) if self.numbers.names_of(index) & set(names)}
-        everyones: list[set[int]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyones, mine)
-        return set().union(*everyones)
-
-    def forget_gradients(self) -> None:
-        for param in self.params:
-            param.grad = None
-
-    def gather(self, recipient_rank: int | None = 0, key_by: Any = "id", **kwargs: Any) -> Any:
-        kwargs.setdefault("process_group", self.process_group)
-        return fsdp_optim.gather_full_optim_state_dict(self.model, self.optim, recipient_rank, key_by, **kwargs)
-
-    def shard(self, full: Any, **kwargs: Any) -> Any:
-        return fsdp_optim.get_shard_from_optim_state_dict(self.model, self.optim, full, **kwargs)
-
-    def scatter(self, full: Any, source_rank: int = 0, **kwargs: Any) -> Any:
-        kwargs.setdefault("process_group", self.process_group)
-        given = full if dist.get_rank() == source_rank else None
-        return fsdp_optim.scatter_full_optim_state_dict(self.model, self.optim, given, source_rank, **kwargs)
-
-    def load(self, full: Any) -> None:
-        fsdp_optim.load_optim_state_dict(self.optim, self.shard(full))
-
-    def fresh_optimizer(self) -> None:
-        """Forget all state: a new optimizer, as after a restart."""
-        self.forget_gradients()
-        self.optim = _make(self._make, self.model)
-
-
-class OfModel:
-    """Makes an optimizer, or a list of them, of the whole model instead of its parameters()."""
-
-    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        self.of_model = make
-
-
-def _make(make: Any, model: nn.Module) -> Any:
-    return make.of_model(model) if hasattr(make, "of_model") else make(model.parameters())
-
-
-def _each(optim: Any) -> list[Optim]:
-    return list(optim) if isinstance(optim, (list, tuple)) else [optim]
-
-
-class Oracle:
-    """The same training of the unwrapped model."""
-
-    def __init__(
-        self,
-        make: Any = adam,
-        steps: int = STEPS,
-        model: Callable[[], nn.Module] = Net,
-        prepare: Callable[[nn.Module], Any] | None = None,
-        unused: Collection[str] = (),
-    ) -> None:
-        self.model = model()
-        if prepare is not None:
-            prepare(self.model)
-        self.numbers = Numbers(self.model)
-        self.numbers.give(self.model)
-        self.optim: Any = _make(make, self.model)
-        self.step(range(steps), unused)
-
-    def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
-        for number in steps:
-            table = self.numbers.gradients(number)
-            for name, param in self.model.named_parameters():
-                numbers = table[self.numbers.start[name] :][: param.numel()].reshape(param.shape)
-                param.grad = numbers.to(param.dtype) if param.requires_grad and name not in unused else None
-            for optim in _each(self.optim):
-                optim.step()
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.model.named_parameters()]
-
-    def full(self) -> dict[str, Any]:
-        """What a gather by id has to give: the optimizer's own dict, and names."""
-        own = copy.deepcopy(self.optim.state_dict())
-        name_of = {id(param): name for name, param in self.model.named_parameters()}
-        for packed, group in zip(own["param_groups"], self.optim.param_groups, strict=True):
-            packed["param_names"] = [name_of[id(param)] for param in group["params"]]
-        return own
-
-    def by_name(self) -> dict[str, dict[str, Any]]:
-        """{name: state} of the parameters that have state."""
-        states = {id(p): s for optim in _each(self.optim) for p, s in optim.state.items()}
-        return {name: dict(states[id(p)]) for name, p in self.model.named_parameters() if states.get(id(p))}
-
-
-# ------------------------------------------------------------------------------------------ comparing
-
-
-class Differs(AssertionError):
-    """Two things that should be the same are not."""
-
-
-def differences(got: Any, wanted: Any, where: str = "") -> Iterator[str]:
-    """Every difference of types, shapes, dtypes, keys, order of keys, and bits."""
-    if isinstance(got, Tensor) and isinstance(wanted, Tensor):
-        if (got.dtype, got.shape) != (wanted.dtype, wanted.shape) or isinstance(got, DTensor):
-            kind = type(got).__name__
-            yield f"{where}: {kind} {got.dtype} {list(got.shape)}, not {wanted.dtype} {list(wanted.shape)}"
-        elif not torch.equal(_bytes(got), _bytes(wanted)):
-            wrong = (_bytes(got) != _bytes(wanted)).reshape(-1, got.element_size()).any(1).nonzero().flatten()
-            a, b = got.reshape(-1)[wrong[:4]].tolist(), wanted.reshape(-1)[wrong[:4]].tolist()
-            yield f"{where}: {len(wrong)} of {got.numel()} elements, at {wrong[:4].tolist()}: {a}, not {b}"
-    elif isinstance(got, Mapping) and isinstance(wanted, Mapping):
-        if list(got) != list(wanted):
-            yield f"{where}: keys {list(got)}, not {list(wanted)}"
-        for key in wanted:
-            if key in got:
-                yield from differences(got[key], wanted[key], f"{where}[{key!r}]")
-    elif type(got) is not type(wanted):
-        yield f"{where}: {got!r} ({type(got).__name__}), not {wanted!r} ({type(wanted).__name__})"
-    elif dataclasses.is_dataclass(wanted):
-        yield from differences(vars(got), vars(wanted), where)
-    elif isinstance(wanted, (list, tuple)) and len(got) == len(wanted):
-        for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
-            yield from differences(one, other, f"{where}[{place}]")
-    elif got != wanted:
-        yield f"{where}: {got!r}, not {wanted!r}"
-
-
-def _bytes(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def check_same(what: str, got: Any, wanted: Any) -> None:
-    """Raise, and say where, unless two values are the same to the bit."""
-    found = list(differences(got, wanted))
-    if found:
-        shown = "\n  ".join(found[:10])
-        raise Differs(f"{what}: {len(found)} differences:\n  {shown}")
+from kit.compare import Differs, check_refused, check_same, differences, error_text
+from kit.trained import (
+    STEPS,
+    Numbers,
+    OfModel,
+    Oracle,
+    Trained,
+    each_of,
+    like,
+    local_of,
+    step_local_parts,
+    steps_local_parts,
+)
+from kit.wraps import (
+    WORLD_SIZES,
+    WRAPPERS,
+    Make,
+    Net,
+    Optim,
+    adam,
+    adamw_tensor_lr,
+    fsdp1_hybrid,
+    fsdp1_hybrid_groups,
+    in_ddp,
+    in_fairscale,
+    in_fsdp1,
+    in_fsdp2,
+    in_fsdp2_over_tp,
+    in_hsdp,
+    mesh_2d,
+    sgd,
+    wrap_units,
+)
+
+__all__ = [
+    "STEPS",
+    "WORLD_SIZES",
+    "WRAPPERS",
+    "Differs",
+    "Make",
+    "Net",
+    "Numbers",
+    "OfModel",
+    "Optim",
+    "Oracle",
+    "Trained",
+    "adam",
+    "adamw_tensor_lr",
+    "check_full",
+    "check_named",
+    "check_refused",
+    "check_same",
+    "check_trip",
+    "cpu",
+    "differences",
+    "error_text",
+    "fsdp1_hybrid",
+    "fsdp1_hybrid_groups",
+    "in_ddp",
+    "in_fairscale",
+    "in_fsdp1",
+    "in_fsdp2",
+    "in_fsdp2_over_tp",
+    "in_hsdp",
+    "like",
+    "local_of",
+    "mesh_2d",
+    "sgd",
+    "snapshot",
+    "step_local_parts",
+    "steps_local_parts",
+    "wrap_units",
+]
 
 
 def check_full(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
@@ -461,14 +114,14 @@ def check_named(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
 def snapshot(trained: Trained) -> dict[str, Any]:
     """Everything that a call must not change: state and groups with identities, parameters and gradients."""
     return {
-        "optim": [_detached(optim.state_dict()) for optim in _each(trained.optim)],
+        "optim": [_detached(optim.state_dict()) for optim in each_of(trained.optim)],
         "identities": [
             (id(param), name, id(value))
-            for optim in _each(trained.optim)
+            for optim in each_of(trained.optim)
             for param, values in optim.state.items()
             for name, value in values.items()
         ],
-        "groups": [id(group) for optim in _each(trained.optim) for group in optim.param_groups],
+        "groups": [id(group) for optim in each_of(trained.optim) for group in optim.param_groups],
         "values": [local_of(param).detach().clone() for param in trained.params],
         "gradients": [None if p.grad is None else local_of(p.grad).clone() for p in trained.params],
         "gradient identities": [id(param.grad) for param in trained.params],
@@ -563,24 +216,3 @@ def cpu() -> Iterator[None]:
     """fairscale runs without a GPU inside."""
     with fairscale_on_cpu():
         yield
-
-
-def error_text(call: Callable[[], Any]) -> tuple[str, str]:
-    """(class, message) of what a call raises; ("", "") if it raises nothing."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def check_refused(what: str, errors: Sequence[tuple[str, str]], kind: str, *words: str) -> None:
-    """Raise unless all ranks had one and the same error, of one class, with all these words."""
-    told = "\n".join(f"  rank {rank}: {name or 'no error'}: {text}" for rank, (name, text) in enumerate(errors))
-    if {name for name, _ in errors} != {kind}:
-        raise Differs(f"{what}: not {kind} on all ranks:\n{told}")
-    if len({text for _, text in errors}) != 1:
-        raise Differs(f"{what}: not the same words on all ranks:\n{told}")
-    lacking = [word for word in words if word not in errors[0][1]]
-    if lacking:
-        raise Differs(f"{what}: {lacking} not in {errors[0][1]!r}")

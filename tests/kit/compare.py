@@ -1,0 +1,91 @@
+"""The comparer: two values of any kind are the same to the bit, or an error says where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Differs(AssertionError):
+    """Two things that should be the same are not."""
+
+
+def differences(
+    got: Any, wanted: Any, where: str = "", *, in_order: bool = True, same_mappings: bool = False
+) -> Iterator[str]:
+    """Every difference of types, shapes, dtypes, keys, and bits.
+
+    `in_order`: keys have to come in the same order. `same_mappings`: mappings have to be of one class.
+    """
+    options = {"in_order": in_order, "same_mappings": same_mappings}
+    if isinstance(got, Tensor) and isinstance(wanted, Tensor):
+        yield from _of_tensors(got, wanted, where)
+    elif isinstance(got, Mapping) and isinstance(wanted, Mapping):
+        if same_mappings and type(got) is not type(wanted):
+            yield f"{where}: a {type(got).__name__}, not a {type(wanted).__name__}"
+        if (list(got) != list(wanted)) if in_order else (set(got) != set(wanted)):
+            yield f"{where}: keys {list(got)}, not {list(wanted)}"
+        for key in wanted:
+            if key in got:
+                yield from differences(got[key], wanted[key], f"{where}[{key!r}]", **options)
+    elif type(got) is not type(wanted):
+        yield f"{where}: {got!r} ({type(got).__name__}), not {wanted!r} ({type(wanted).__name__})"
+    elif dataclasses.is_dataclass(wanted) and not isinstance(wanted, type):
+        yield from differences(_fields_of(got), _fields_of(wanted), where, **options)
+    elif isinstance(wanted, (list, tuple)) and len(got) == len(wanted):
+        for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            yield from differences(one, other, f"{where}[{place}]", **options)
+    elif got.hex() != wanted.hex() if isinstance(wanted, float) else got != wanted:
+        yield f"{where}: {got!r}, not {wanted!r}"
+
+
+def _of_tensors(got: Tensor, wanted: Tensor, where: str) -> Iterator[str]:
+    if (got.dtype, got.shape) != (wanted.dtype, wanted.shape) or isinstance(got, DTensor):
+        kind = type(got).__name__
+        yield f"{where}: {kind} {got.dtype} {list(got.shape)}, not {wanted.dtype} {list(wanted.shape)}"
+    elif not torch.equal(_bytes(got), _bytes(wanted)):
+        wrong = (_bytes(got) != _bytes(wanted)).reshape(-1, got.element_size()).any(1).nonzero().flatten()
+        a, b = got.reshape(-1)[wrong[:4]].tolist(), wanted.reshape(-1)[wrong[:4]].tolist()
+        yield f"{where}: {len(wrong)} of {got.numel()} elements, at {wrong[:4].tolist()}: {a}, not {b}"
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def check_same(what: str, got: Any, wanted: Any, **options: bool) -> None:
+    """Raise, and say where, unless two values are the same to the bit. `options` are those of `differences`."""
+    found = list(differences(got, wanted, **options))
+    if found:
+        shown = "\n  ".join(found[:10])
+        raise Differs(f"{what}: {len(found)} differences:\n  {shown}")
+
+
+def error_text(call: Callable[[], Any]) -> tuple[str, str]:
+    """(class, message) of what a call raises; ("", "") if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def check_refused(what: str, errors: Sequence[tuple[str, str]], kind: str, *words: str) -> None:
+    """Raise unless all ranks had one and the same error, of one class, with all these words."""
+    told = "\n".join(f"  rank {rank}: {name or 'no error'}: {text}" for rank, (name, text) in enumerate(errors))
+    if {name for name, _ in errors} != {kind}:
+        raise Differs(f"{what}: not {kind} on all ranks:\n{told}")
+    if len({text for _, text in errors}) != 1:
+        raise Differs(f"{what}: not the same words on all ranks:\n{told}")
+    lacking = [word for word in words if word not in errors[0][1]]
+    if lacking:
+        raise Differs(f"{what}: {lacking} not in {errors[0][1]!r}")

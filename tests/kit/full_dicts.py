@@ -1,0 +1,96 @@
+"""Full dicts and shards of a `Wrapped` model, compared with the `Plain` one's optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kit import models
+from kit.compare import Differs
+from kit.optimizers import ONE_PER_PARAMETER
+from kit.setups import Plain, Wrapped
+from kit.values import Full, check_own_memory, check_value
+
+
+def check_full(full: Full | None, wrapped: Wrapped, plain: Plain) -> None:
+    """The full dict, by id, is the unwrapped optimizer's, and says where it came from."""
+    if full is None:
+        raise Differs(f"rank {wrapped.rank} is a recipient and got None")
+    want = plain.optim.state_dict()
+    by_fqn = {fqn: full["state"][i] for fqn, i in plain.ids.items() if i in full["state"]}
+    check_value("state", by_fqn, plain.state())  # first by name, because that says more
+    check_value("state by id", full["state"], want["state"])
+    names = [group.get("param_names") for group in full["param_groups"]]
+    check_value("param_names", names, plain.fqns)
+    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in full["param_groups"]]
+    check_value("param_groups", groups, want["param_groups"])
+    home = {fqn: local_id for live, local_id in wrapped.ids.items() for fqn in live.fqns}
+    id_map = {i: home[fqn] if i in want["state"] else None for fqn, i in plain.ids.items()}
+    check_value("param_id_map", full["param_id_map"], id_map)
+    check_value("num_padded", full["num_padded"], num_padded(wrapped))
+    check_value("uncollected_local_ids", full["uncollected_local_ids"], [])
+    check_own_memory(full, wrapped.optim.state_dict(), list(wrapped.params.values()))
+
+
+def num_padded(wrapped: Wrapped) -> list[list[int]]:
+    """Per live parameter in the order of local ids, the padding of every rank."""
+    numels = {live: sum(wrapped.originals[fqn].numel() for fqn in live.fqns) for live in wrapped.ids}
+    return [models.padding(live, numel, wrapped.world_size) for live, numel in numels.items()]
+
+
+def local_state(wrapped: Wrapped, plain: Plain) -> dict[int, dict[str, Any]]:
+    """What this rank's optimizer has to hold after loading, cut out of the unwrapped optimizer's state."""
+    whole = plain.state()
+    state: dict[int, dict[str, Any]] = {}
+    for live, local_id in wrapped.ids.items():
+        values = [whole.get(fqn) for fqn in live.fqns]
+        if values[0] is None:
+            continue
+        state[local_id] = {}
+        for name, value in values[0].items():
+            if name in ONE_PER_PARAMETER:
+                state[local_id][name] = value
+            else:
+                state[local_id][name] = wrapped.cut(live, {f: whole[f][name] for f in live.fqns})
+    return state
+
+
+def check_shard(
+    where: str,
+    shard: Mapping[str, Any],
+    wrapped: Wrapped,
+    plain: Plain,
+    with_padding: bool = True,
+    with_names: bool = True,
+) -> None:
+    """The optimizer's own dict on this rank: exactly this rank's cut of the unwrapped state; zeros in the padding.
+
+    `with_padding=False` after training: some optimizers write into it. `with_names=False` for a shard that was made
+    without the optimizer: it cannot have the optimizer's own `param_names`.
+    """
+    got, want = shard["state"], local_state(wrapped, plain)
+    if not with_padding:
+        got, want = without_padding(got, wrapped), without_padding(want, wrapped)
+    check_value(f"{where}: state", got, want)
+    named = with_names and wrapped.setup.named
+    groups = [
+        {**group, "params": ids, **({"param_names": live["param_names"]} if named else {})}
+        for group, ids, live in zip(
+            plain.optim.state_dict()["param_groups"], wrapped.group_ids, wrapped.optim.param_groups, strict=True
+        )
+    ]
+    check_value(f"{where}: param_groups", shard["param_groups"], groups)
+
+
+def without_padding(state: Mapping[int, Mapping[str, Any]], wrapped: Wrapped) -> dict[int, dict[str, Any]]:
+    result = {}
+    for local_id, padding in enumerate(num_padded(wrapped)):
+        mine = padding[wrapped.rank] if padding else 0
+        if local_id in state:
+            result[local_id] = {
+                name: value[: len(value) - mine] if isinstance(value, Tensor) and value.dim() and mine else value
+                for name, value in state[local_id].items()
+            }
+    return result

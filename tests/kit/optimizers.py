@@ -1,0 +1,57 @@
+"""Optimizers of torch, and one whose state has values of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Peculiar(torch.optim.Optimizer):
+    """An optimizer whose state has scalars of every type, and elements of other dtypes than the parameter's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, steps = self.state[p], self.state[p].get("step", 0) + 1
+                state["step"] = steps
+                # Names of moments of torch.optim: of others, one element says nothing of what they are.
+                state["square_avg"] = state.get("square_avg", 0) + p.grad.double()
+                state["grad_avg"] = p.grad.to(torch.bfloat16)
+                state["prev"] = p.grad.mul(10).to(torch.int8)
+                state["step_size"] = p.grad > 0
+                state["decay"] = 0.9**steps
+                state["warm"] = steps > 1
+                state["phase"] = "warm" if steps > 1 else "cold"
+                state["nothing"] = None
+                state["seen"] = torch.tensor(steps, dtype=torch.int64)
+                state["mu"] = torch.tensor(0.5**steps, dtype=torch.float64)
+                p.sub_(state["square_avg"].to(p.dtype), alpha=group["lr"])
+
+
+# Weight decay makes the state depend on the parameters too.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd_momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01}),
+    "adamw_amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5, "weight_decay": 0.01}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.25, "weight_decay": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True, "weight_decay": 0.01}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "weight_decay": 0.01}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.01}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01, "weight_decay": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 1.0, "lambd": 0.5}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "peculiar": (Peculiar, {"lr": 0.1}),
+}
+
+# State values that are one for the whole parameter; all others have an element for each of the parameter's.
+ONE_PER_PARAMETER = {"step", "mu_product", "eta", "mu", "decay", "warm", "phase", "nothing", "seen"}
