@@ -157,7 +157,7 @@ CASES = [case for case in CASES if case[1] != "no dimensions" or case[0] not in 
 
 @functools.cache
 def problems() -> dict[Case, str]:
-    return run_on_ranks(check_all, 1, CASES)[0]
+    return run_on_ranks(check_all, 1, CASES, timeout=600.0)[0]
 
 
 class LayoutsTest(unittest.TestCase):
