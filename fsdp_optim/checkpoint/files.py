@@ -47,14 +47,13 @@ def written_cut(value: StateValue, placement: Placement, owner: int | None) -> P
     if owner is not None:
         return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
     if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
-        ranks = tuple(placement.holders(shard)[0] for shard in range(placement.num_shards))
-        return in_runs(placement, tuple(sorted(set(ranks))))
+        return in_runs(placement, placement.first_holders)
     return placement
 
 
 def in_runs(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
     """The parameter cut into one run for each of some ranks."""
-    return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (tuple(ranks),))
+    return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (ranks,))
 
 
 def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:

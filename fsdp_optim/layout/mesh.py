@@ -75,6 +75,10 @@ class MeshBoxes(Placement):
         return tuple(mesh_dim for mesh_dim, _ in self.splits)
 
     @property
+    def first_holders(self) -> Ranks:
+        return _first_holders(self.mesh_shape, self._split_dims, self.replicas[0])
+
+    @property
     def rank_groups(self) -> tuple[Ranks, ...]:
         return self.replicas
 
@@ -121,11 +125,14 @@ class MeshBoxes(Placement):
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
         if start >= stop:
             return range(0)
-        if len(self.splits) != 1 or self.splits[0][1] != 0:
-            return range(self.num_shards)
-        rows = -(-self.shape[0] // self._parts[0])  # of one shard
+        if not self.splits:
+            return range(1)
         row = prod(self.shape[1:])
-        return range(start // row // rows, min((stop - 1) // row // rows + 1, self.num_shards))
+        first, last = start // row, (stop - 1) // row
+        if len(self.splits) == 1 and self.splits[0][1] == 0:
+            rows = -(-self.shape[0] // self._parts[0])  # of one shard
+            return range(first // rows, min(last // rows + 1, self.num_shards))
+        return _shards_over_rows(self.shape[0], self._split_parts, first, last)
 
     def join(self, other: Placement) -> Placement | None:
         if not isinstance(other, MeshBoxes) or self._cut != other._cut:
@@ -169,6 +176,12 @@ def _place_table(mesh_shape: Shape, split_dims: Shape) -> NDArray[numpy.int64]:
     return numpy.array(_places_by_shard(mesh_shape, split_dims), numpy.int64)
 
 
+@functools.lru_cache(maxsize=64)
+def _first_holders(mesh_shape: Shape, split_dims: Shape, ranks: Ranks) -> Ranks:
+    """The rank at the first place of each shard, sorted. Cached: parameters share their mesh."""
+    return ranks_in_order(sorted({ranks[places[0]] for places in _places_by_shard(mesh_shape, split_dims)}))
+
+
 def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:
     coordinates = _coordinates(place, mesh_shape)
     shard = 0
@@ -187,6 +200,26 @@ def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int)
         offsets[dim] += start
         sizes[dim] = min(chunk, sizes[dim] - start)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def _shards_over_rows(num_rows: int, splits: tuple[tuple[int, int], ...], first: int, last: int) -> list[int]:
+    """The shards that may hold some of the rows [first, last], when `splits`, (dimension, parts), cut one after the other."""
+    found = [(0, 0, num_rows)]  # (number, its first row, its rows) of each part that is left by the splits so far
+    for dim, parts in splits:
+        if dim != 0:
+            found = [(number * parts + index, at, size) for number, at, size in found for index in range(parts)]
+            continue
+        cut = []
+        for number, at, size in found:
+            chunk = -(-size // parts)
+            low = max(first - at, 0) // chunk
+            high = (min(last, at + size - 1) - at) // chunk
+            cut += [
+                (number * parts + index, at + index * chunk, min(chunk, size - index * chunk))
+                for index in range(low, high + 1)
+            ]
+        found = cut
+    return [number for number, _, _ in found]
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:

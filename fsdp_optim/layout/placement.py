@@ -95,6 +95,11 @@ class Placement(ABC):
         return tuple(sorted({rank for shard in range(self.num_shards) for rank in self.holders(shard)}))
 
     @property
+    def first_holders(self) -> Ranks:
+        """One rank for each shard, the first that holds it; sorted, each once."""
+        return ranks_in_order(sorted({self.holders(shard)[0] for shard in range(self.num_shards)}))
+
+    @property
     def rank_groups(self) -> tuple[Ranks, ...]:
         """The ranks that hold it, in groups as they come: quick to compare, however many ranks there are."""
         return (self.ranks,)

@@ -163,6 +163,24 @@ def check_placement(placement: Placement) -> None:
 
 
 @many
+@given(oracle.shapes.flatmap(oracle.placements))
+def test_its_ranks_in_groups_and_one_for_each_shard(placement: Placement) -> None:
+    firsts = {placement.holders(shard)[0] for shard in range(placement.num_shards)}
+    assert list(placement.first_holders) == sorted(firsts)
+    assert tuple(sorted({rank for group in placement.rank_groups for rank in group})) == placement.ranks
+    for shard in range(placement.num_shards):
+        one = range(shard, shard + 1)
+        if all(len(placement.holders(other)) == len(placement.holders(0)) for other in range(placement.num_shards)):
+            assert tuple(placement.holders_of(one)[:, 0].tolist()) == placement.holders(shard)
+        table, run = placement.runs(one), placement.run(shard)
+        if table is not None:
+            assert run is not None
+            start, stop, offset = (int(column[0]) for column in (table.starts, table.stops, table.offsets))
+            assert stop - start == run.stop - run.start
+            assert stop == start or (start, offset) == (run.start, run.offset)
+
+
+@many
 @given(oracle.shapes.flatmap(oracle.placements), st.data())
 def test_shards_over_misses_no_shard(placement: Placement, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, placement.numel))

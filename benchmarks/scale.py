@@ -1,0 +1,164 @@
+"""Plan gather, save and load for thousands of simulated ranks, in one process: what one rank computes, and what it holds.
+
+    python benchmarks/scale.py [--worlds 8 64 512 4096 16384] [--params 100 2000 10000] [--layouts flat rows grid]
+
+Adam state of parameters whose shapes all differ, so that no two share a plan: `flat`, units of four parameters in one flat
+parameter, cut into equal chunks (fairscale, FSDP1); `rows`, DTensors cut by rows (FSDP2); `grid`, by columns over 8 ranks and
+by rows over the others (FSDP2 with tensor parallel). Nothing is moved. A recipient whose copies would take gigabytes, or
+minutes, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import table
+
+from fsdp_optim.checkpoint.files import stored_on, written_cut
+from fsdp_optim.checkpoint.reading import elements_in
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.move import StateValue
+from fsdp_optim.plan import copies_of
+
+COLUMNS = 8
+MOST_COPIES = {"flat": 25_000_000, "rows": 25_000_000, "grid": 200_000}  # these are made one by one
+NAMES = ("exp_avg", "exp_avg_sq")
+
+
+def shapes(num_params: int) -> Iterator[tuple[int, int]]:
+    """Weights of 1 M elements and more, each of another shape."""
+    return ((1024 + index, 1024) for index in range(num_params))
+
+
+def flat(num_params: int, world_size: int) -> Iterator[Placement]:
+    """Four parameters in one flat parameter."""
+    unit: list[tuple[int, int]] = []
+    for shape in shapes(num_params):
+        unit.append(shape)
+        if len(unit) == 4:
+            yield from chunks_of(unit, world_size)
+            unit = []
+    yield from chunks_of(unit, world_size)
+
+
+def chunks_of(unit: Sequence[tuple[int, int]], world_size: int) -> Iterator[Placement]:
+    """The parameters of one flat parameter."""
+    total = sum(rows * columns for rows, columns in unit)
+    start = 0
+    for rows, columns in unit:
+        yield FlatChunks((rows, columns), start, -(-total // world_size), (range(world_size),))
+        start += rows * columns
+
+
+def rows(num_params: int, world_size: int) -> Iterator[Placement]:
+    """DTensors with Shard(0)."""
+    return (MeshBoxes(shape, (world_size,), ((0, 0),), (range(world_size),)) for shape in shapes(num_params))
+
+
+def grid(num_params: int, world_size: int) -> Iterator[Placement]:
+    """DTensors with Shard(1) over eight ranks, then Shard(0) over the others."""
+    mesh = (world_size // COLUMNS, COLUMNS)
+    return (MeshBoxes(shape, mesh, ((1, 1), (0, 0)), (range(world_size),)) for shape in shapes(num_params))
+
+
+LAYOUTS: dict[str, Callable[[int, int], Iterator[Placement]]] = {"flat": flat, "rows": rows, "grid": grid}
+
+
+def gather(placements: Sequence[Placement], rank: int) -> list[object]:
+    """One rank's copies in a gather to rank 0: the values of a parameter share them."""
+    return [copies_of(placement, Whole(placement.shape, (0,)), rank=rank) for placement in placements]
+
+
+def save(placements: Sequence[Placement], rank: int) -> list[object]:
+    """One rank's copies in a save: to the cut in which the ranks write, and from there to the file."""
+    planned: list[object] = []
+    for number, placement in enumerate(placements):
+        value = StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement)
+        cut = written_cut(value, placement, None)
+        if cut != placement:
+            planned.append(copies_of(placement, cut, rank=rank))
+        planned.append(copies_of(cut, stored_on(cut, value.nbytes), rank=rank))
+    return planned
+
+
+def load(placements: Sequence[Placement], rank: int) -> list[object]:
+    """The runs of a file that one rank reads."""
+    found: list[object] = []
+    for number, placement in enumerate(placements):
+        cut = written_cut(StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement), placement, None)
+        if cut != placement:
+            found.append(copies_of(cut, placement, rank=rank))
+        found.append(list(elements_in(cut, rank, *local_part(cut, rank))))
+    return found
+
+
+def local_part(placement: Placement, rank: int) -> tuple[int, int]:
+    """Where in a rank's local tensor its elements begin, and how many they are."""
+    start, stop = placement.local_range(rank)
+    return start, stop - start
+
+
+def measured(plan: Callable[[], list[object]]) -> tuple[float, float]:
+    """Seconds, and the MiB by which the process has grown while what was planned is held."""
+    gc.collect()
+    before = resident_mib()
+    began = time.perf_counter()
+    planned = plan()
+    seconds = time.perf_counter() - began
+    grown = resident_mib() - before
+    del planned
+    return seconds, max(grown, 0.0)
+
+
+def resident_mib() -> float:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def num_copies(layout: str, num_params: int, world_size: int) -> int:
+    """About how many copies the recipient has."""
+    return num_params * (min(world_size, 1024) * (COLUMNS if layout == "grid" else 1)) // (4 if layout == "flat" else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096, 16384])
+    parser.add_argument("--params", type=int, nargs="+", default=[100, 2000, 10_000])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    options = parser.parse_args()
+    lines = []
+    for layout in options.layouts:
+        for world_size in options.worlds:
+            for num_params in options.params:
+                placements = list(LAYOUTS[layout](num_params, world_size))
+                middle = world_size // 2
+                cells: list[str] = []
+                for plan in (
+                    lambda: gather(placements, 0),  # noqa: B023
+                    lambda: gather(placements, middle),  # noqa: B023
+                    lambda: save(placements, middle),  # noqa: B023
+                    lambda: load(placements, middle),  # noqa: B023
+                ):
+                    if not cells and num_copies(layout, num_params, world_size) > MOST_COPIES[layout]:
+                        cells += ["-", "-"]
+                        continue
+                    seconds, mib = measured(plan)
+                    cells += [f"{seconds:.3f}", f"{mib:.0f}"]
+                lines.append((layout, f"{world_size:,}", f"{num_params:,}", *cells))
+    headers = ["layout", "ranks", "parameters"]
+    headers += [f"{what}, {unit}" for what in ("recipient", "gather", "save", "load") for unit in ("s", "MiB")]
+    print(table(headers, lines))
+
+
+if __name__ == "__main__":
+    main()
