@@ -100,7 +100,8 @@ class DescribedAdapter(Adapter):
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
         for param, sites in tree.params():
             if hasattr(param, "placement"):
-                yield Handle(param, (Original(*sites[0], param.placement),), tuple(param.shape))
+                is_cut = param.placement.num_shards > 1  # nobody promises that copies are equal, so they are compared
+                yield Handle(param, (Original(*sites[0], param.placement),), tuple(param.shape), synchronized=is_cut)
 
 
 class Run:

@@ -1,0 +1,104 @@
+"""A stand-in for a GPU: tensors that say they are on another device, and refuse to be read as memory of the host.
+
+Their elements are in ordinary memory, which torch's functions may use; `numpy()`, `data_ptr()`, `tolist()`, pickling and the
+like, and functions of tensors on both sides, raise as they do where the memory is another one. So a `.cpu()` or a
+`.to(device)` that was forgotten fails on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+DEVICE = torch.device("privateuseone", 0)
+CPU = torch.device("cpu")
+
+_Tensor = torch.Tensor
+_READS = {_Tensor.numpy, _Tensor.data_ptr, _Tensor.tolist, _Tensor.__array__, _Tensor.__reduce_ex__, _Tensor.__dlpack__}
+_READS |= {_Tensor.untyped_storage, _Tensor.storage, _Tensor.share_memory_, _Tensor.pin_memory}
+_CROSSES = {_Tensor.copy_, _Tensor.__setitem__, torch._foreach_copy_, _Tensor.type_as}
+_DEVICE, _IS_CPU, _IS_CUDA = _Tensor.device.__get__, _Tensor.is_cpu.__get__, _Tensor.is_cuda.__get__
+_CASTS = {_Tensor.to, _Tensor.cpu, _Tensor.cuda}
+
+
+class OnHost(RuntimeError):
+    """Memory of the device was read as that of the host, or met it in one function."""
+
+
+class Device(TorchFunctionMode):
+    """Inside, on this thread, `DEVICE` is a device. Use one for all threads that share its tensors.
+
+    `num_copied`: how many tensors came from it to the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mine: dict[int, StorageWeakRef] = {}
+        self.num_copied = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = list(_tensors((args, kwargs)))
+        mine = [tensor for tensor in tensors if self.has(tensor)]
+        if func == _DEVICE:
+            return DEVICE if mine else func(*args)
+        if func in (_IS_CPU, _IS_CUDA):
+            return func == _IS_CPU and not mine
+        if mine and func in _READS:
+            raise OnHost(f"{getattr(func, '__name__', func)} of a tensor that is not in the host's memory")
+        target = DEVICE if mine else CPU
+        if func in _CASTS:
+            return self._cast(func, args, kwargs, is_mine=bool(mine))
+        if kwargs.get("device") is not None:
+            target = torch.device(kwargs["device"])
+            kwargs["device"] = CPU if target.type == DEVICE.type else target
+        elif any(tensor.dim() and not self.has(tensor) for tensor in tensors) and mine and func not in _CROSSES:
+            raise OnHost(f"{getattr(func, '__name__', func)} of tensors on {DEVICE} and on the host")
+        made = func(*args, **kwargs)
+        if target.type == DEVICE.type and func not in _CROSSES:
+            known = {tensor.untyped_storage()._cdata for tensor in tensors}
+            self._adopt(tensor for tensor in _tensors(made) if tensor.untyped_storage()._cdata not in known)
+        return made
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on the device."""
+        with torch._C.DisableTorchFunction():
+            found = self._mine.get(tensor.untyped_storage()._cdata)
+        return found is not None and not found.expired()
+
+    def _adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._mine[storage._cdata] = StorageWeakRef(storage)
+
+    def _cast(self, func: Any, args: Any, kwargs: dict[str, Any], *, is_mine: bool) -> torch.Tensor:
+        """`to` and the like: to another device by a copy, and to another dtype."""
+        source, *rest = args
+        where = [torch.device(one) for one in (*rest, kwargs.get("device")) if isinstance(one, (str, torch.device))]
+        like = [DEVICE if self.has(one) else CPU for one in rest if isinstance(one, torch.Tensor)]
+        here = DEVICE if is_mine else CPU
+        target = CPU if func is _Tensor.cpu else (*where, *like, here)[0]
+        if target.type == DEVICE.type:
+            rest = [CPU if isinstance(one, (str, torch.device)) else one for one in rest]
+            kwargs |= {"device": CPU} if "device" in kwargs else {}
+        made = func(source, *rest, **kwargs)
+        if target.type != here.type and made.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            made = made.clone()
+        self.num_copied += is_mine and target.type == "cpu"
+        if target.type == DEVICE.type:
+            self._adopt([made])
+        return made
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,140 @@
+"""Verbs and checkpoints of models on a device whose memory the host cannot read: no `.cpu()`, no `.to(device)` is forgotten."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import unittest
+from typing import Any
+
+import torch
+from kit.described import CUTS, DescribedAdapter, Run
+from kit.device import CPU, DEVICE, Device, OnHost
+from kit.wrapping import adam, sgd
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.adapters import use_adapters
+from fsdp_optim.testing import run_on_threads
+from fsdp_optim.transport.world import world_here
+
+
+class StepsThere(torch.optim.Adam):
+    """An Adam whose `step` lies on the device, as one that is captured in a graph has it."""
+
+    def step(self, closure: Any = None) -> None:
+        for values in self.state.values():
+            values["step"] = values["step"].cpu()
+        super().step(closure)
+        for values in self.state.values():
+            values["step"] = values["step"].to(DEVICE)
+
+
+MAKES: dict[str, Any] = {
+    "Adam, steps there": StepsThere,
+    "SGD": sgd,
+    "Adam": adam,
+    "AdamW": torch.optim.AdamW,
+    "Adadelta": torch.optim.Adadelta,
+}
+VERBS = ("gather", "iterate", "shard", "scatter", "transfer", "save", "async_save")
+NEXT = dict(zip(CUTS, [*list(CUTS)[1:], *list(CUTS)[:1]], strict=True))
+
+
+def on_host(value: Any) -> Any:
+    """A state as it is compared: (device, elements) of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type if value.dim() else "", value.detach().cpu().clone()
+    return {key: on_host(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def same(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict):
+        return got.keys() == wanted.keys() and all(same(got[key], wanted[key]) for key in wanted)
+    if isinstance(wanted, tuple):
+        return got[0] == wanted[0] and got[1].dtype == wanted[1].dtype and torch.equal(got[1], wanted[1])
+    return bool(got == wanted)
+
+
+def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> None:
+    """A verb between models on the device: state comes whole to the host, and back to the device."""
+    world = world_here()
+    ranks, rank = tuple(range(world.size)), world.rank
+    with device, use_adapters([DescribedAdapter()]):
+        run = Run(cut, ranks, rank, MAKES[make], device=DEVICE)
+        target = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0, device=DEVICE)
+        wanted = Run(NEXT[cut], ranks, rank, MAKES[make], device=DEVICE)
+        path = f"{folder}/saved"
+        if verb in ("gather", "iterate", "shard", "scatter"):
+            full = fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, None, bucket_nbytes=100)
+            pickle.dumps(full)  # the full dict is the host's
+            if verb == "iterate":
+                full["state"] = dict(
+                    enumerate(dict(fsdp_optim.iter_full_optim_state(run.model, run.optim, None)).values())
+                )
+            if verb == "scatter":
+                given = full if rank == 0 else None
+                shard = fsdp_optim.scatter_full_optim_state_dict(target.model, target.optim, given, bucket_nbytes=100)
+            else:
+                shard = fsdp_optim.get_shard_from_optim_state_dict(target.model, target.optim, full)
+            fsdp_optim.load_optim_state_dict(target.optim, shard)
+        elif verb == "transfer":
+            fsdp_optim.transfer_optim_state(run.model, run.optim, target.model, target.optim, bucket_nbytes=100)
+        else:
+            if verb == "save":
+                fsdp_optim.save(path, run.model, run.optim, durable=False, bucket_nbytes=100)
+            else:
+                fsdp_optim.async_save(path, run.model, run.optim, durable=False).wait()
+            fsdp_optim.load(path, target.model, target.optim, check="bitwise", bucket_nbytes=100)
+            for mine, theirs in zip(target.model.parameters(), wanted.model.parameters(), strict=True):
+                if not same(on_host(mine), on_host(theirs)):
+                    raise AssertionError("other weights were loaded")
+        got, right = (on_host(one.optim.state_dict()["state"]) for one in (target, wanted))
+        if not same(got, right):
+            raise AssertionError(f"rank {rank}: {verb}: {got}, not {right}")
+
+
+def run_verb(verb: str, cut: str = "rows", make: str = "Adam", size: int = 2) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on_threads(one_verb, size, Device(), verb, cut, make, folder, timeout=60.0)
+
+
+class VerbsOnTheDeviceTest(unittest.TestCase):
+    @parameterized.expand([(verb, cut) for verb in VERBS for cut in CUTS])
+    def test_every_cut(self, verb: str, cut: str) -> None:
+        run_verb(verb, cut, size=3)
+
+    @parameterized.expand([(verb, make) for verb in VERBS for make in MAKES if make != "Adam"])
+    def test_every_optimizer(self, verb: str, make: str) -> None:
+        run_verb(verb, make=make)
+
+
+class DeviceTest(unittest.TestCase):
+    """The stand-in refuses what a device refuses."""
+
+    def test_what_the_host_cannot_read(self) -> None:
+        with Device() as device:
+            there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+            self.assertEqual((there.device, here.device, there[1:].device), (DEVICE, CPU, DEVICE))
+            self.assertTrue(
+                device.has(there + 1) and device.has(torch.zeros_like(there)) and device.has(here.to(DEVICE))
+            )
+            self.assertFalse(device.has(there.cpu()) or device.has(there.to("cpu", copy=True)) or device.has(here))
+            for read in (
+                lambda: there.numpy(),
+                lambda: there.tolist(),
+                lambda: there.data_ptr(),
+                lambda: memoryview(there.numpy()),
+                lambda: there.untyped_storage(),
+                lambda: pickle.dumps(there),
+                lambda: there + here,
+                lambda: torch.cat([there, here]),
+                lambda: torch.equal(there, here),
+            ):
+                with self.assertRaises(OnHost):
+                    read()
+            self.assertEqual(here.copy_(there).tolist(), [1.0, 1.0, 1.0])
+
+
+if __name__ == "__main__":
+    unittest.main()
