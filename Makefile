@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv test test-long check format demo bench soak clean
+.PHONY: help venv test test-gpu test-long check format demo bench soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ $(INSTALLED): requirements-dev.txt setup.cfg pyproject.toml
 
 test: venv  ## run the test suite, but for what takes minutes
 	$(BIN)/python -m pytest
+
+test-gpu: venv  ## run the tests that need a GPU, over NCCL
+	$(BIN)/python -m pytest -m nccl
 
 test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
 	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py

@@ -58,7 +58,7 @@ class Numbers:
 
     def read(self, values: Tensor) -> Tensor:
         """The numbers that the values are."""
-        found = values.detach().reshape(-1).to(torch.float64)
+        found = values.detach().cpu().reshape(-1).to(torch.float64)
         if not torch.equal(found, found.round()) or (found.numel() and not 0 <= float(found.max()) < self._total):
             raise AssertionError(f"{found.tolist()}: not numbers of elements: the wrapper has changed them")
         return found.long()
@@ -174,7 +174,8 @@ class Trained:
             table = self.numbers.gradients(number)
             for position, (param, index) in enumerate(zip(self.params, self.index, strict=True)):
                 if param.requires_grad and position not in without and self.gets_gradient[position]:
-                    param.grad = like(table[index].reshape(local_of(param).shape).to(param.dtype), param)
+                    local = local_of(param)
+                    param.grad = like(table[index].reshape(local.shape).to(local.device, param.dtype), param)
                 else:
                     param.grad = None
             for optim in each_of(self.optim):
