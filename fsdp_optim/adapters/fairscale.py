@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, summoned
 from fsdp_optim.errors import WrapperError, counted_noun
-from fsdp_optim.layout import FlatChunks, Ranks, ranks_in_order
+from fsdp_optim.layout import Ranks, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
         sites = tree.sites_of(param)
         if not sites:
             raise WrapperError(f"parameter {index} of the unit {tree.path(unit)!r} is not in the model any more")
-        placement = FlatChunks(tuple(orig_size), 0, chunk_numel, (ranks,))
+        placement = flat_chunks(tuple(orig_size), 0, chunk_numel, (ranks,))
         originals = (Original(*sites[0], placement),)
         aliases = tuple((0, module, attribute) for module, attribute in sites[1:])
     return Handle(
@@ -136,7 +136,7 @@ def _flat_originals(
         flat._param_infos, flat._param_shapes, flat._param_numels, strict=True
     ):
         positions[(module, attribute)] = len(originals)
-        placement = FlatChunks(tuple(shape), start, chunk_numel, (ranks,))
+        placement = flat_chunks(tuple(shape), start, chunk_numel, (ranks,))
         originals.append(Original(module, attribute, placement, len(originals)))
         start += numel
     aliases = tuple(

@@ -6,7 +6,7 @@ Read from the installed source of torch 2.13. Only this file touches that wrappe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, summoned
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import FlatChunks, Placement, Ranks, Whole, ranks_in_order
+from fsdp_optim.layout import FlatChunks, Placement, Ranks, Whole, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
@@ -49,13 +49,11 @@ class FSDP1Adapter(Adapter):
             handle = _handle_of(unit)
             replicas = _replicas(unit, handle)
             # Over a shard group of one rank, torch turns HYBRID_SHARD into NO_SHARD, and promises nothing across groups.
-            kept_equal = handle.uses_sharded_strategy or getattr(unit, "_inter_node_pg", None) is None
-            found: Iterable[Handle] = (
-                _original_handles(tree, handle, replicas)
-                if handle._use_orig_params
-                else [_flat_handle(tree, handle, replicas)]
-            )
-            yield from (replace(made, synchronized=kept_equal) for made in found)
+            kept_equal = handle.uses_sharded_strategy or _across(unit) is None
+            if handle._use_orig_params:
+                yield from _original_handles(tree, handle, replicas, kept_equal)
+            else:
+                yield _flat_handle(tree, handle, replicas, kept_equal)
 
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
         """Those of units with a MixedPrecision that has a buffer_dtype."""
@@ -84,10 +82,16 @@ def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:
     return unit._handle
 
 
+def _across(unit: FullyShardedDataParallel) -> dist.ProcessGroup | None:
+    """The group of HYBRID_SHARD's replicas. A unit asks the module that it wraps for what it does not have, which takes long."""
+    found: dist.ProcessGroup | None = vars(unit).get("_inter_node_pg")
+    return found
+
+
 def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[Ranks, ...]:
     """The ranks of every replica of a unit, each in the order of its shards."""
     mine = dist.get_process_group_ranks(handle.process_group)
-    across = getattr(unit, "_inter_node_pg", None)
+    across = _across(unit)
     if not handle.uses_sharded_strategy:
         if across is not None:  # HYBRID_SHARD over one rank becomes NO_SHARD
             mine = sorted({*mine, *dist.get_process_group_ranks(across)})
@@ -152,7 +156,7 @@ def _is_summoned(handle: FlatParamHandle) -> bool:
     return bool(handle._training_state.name == "SUMMON_FULL_PARAMS")
 
 
-def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Handle:
+def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...], synchronized: bool) -> Handle:
     _check(tree, handle)
     flat = handle.flat_param
     if _is_summoned(handle):
@@ -165,10 +169,11 @@ def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Rank
     for info, shape, start in zip(flat._param_infos, flat._shapes, starts, strict=True):
         positions[info.module, info.param_name] = len(originals)
         originals.append(
-            Original(info.module, info.param_name, FlatChunks(tuple(shape), start, chunk, replicas), len(originals))
+            Original(info.module, info.param_name, flat_chunks(tuple(shape), start, chunk, replicas), len(originals))
         )
     return Handle(
         param=flat,
+        synchronized=synchronized,
         originals=tuple(originals),
         local_shape=tuple(flat._sharded_size) if handle.uses_sharded_strategy else (total,),
         num_padded=tuple(chunk - min(max(total - i * chunk, 0), chunk) for i in range(num_shards)),
@@ -187,19 +192,21 @@ def _kept(handle: FlatParamHandle) -> torch.Tensor:
     return shard if shard is not None and shard.numel() else flat.data
 
 
-def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...]) -> Iterator[Handle]:
+def _original_handles(
+    tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...], synchronized: bool
+) -> Iterator[Handle]:
     _check(tree, handle)
     flat = handle.flat_param
     starts, total = _starts(handle)
-    chunk = -(-total // len(replicas[0]))
+    chunk, rank = -(-total // len(replicas[0])), dist.get_rank()
     params: list[torch.Tensor] = list(flat._params or ())
     described = zip(flat._param_infos, flat._shapes, starts, params, strict=True)
     for place, (info, shape, start, param) in enumerate(described):
         full_shape = tuple(shape)
         placement: Placement
         if handle.uses_sharded_strategy:
-            placement = FlatChunks(full_shape, start, chunk, replicas, own_tensor=True)
-            local_shape: tuple[int, ...] = (placement.numel_on(dist.get_rank()),)
+            placement = flat_chunks(full_shape, start, chunk, replicas, True)
+            local_shape: tuple[int, ...] = (placement.numel_on(rank),)
             skipped = placement.numel > 0 == local_shape[0]
             kept: Callable[[], torch.Tensor] | None = partial(_part_of_chunk, tree, handle, placement, info)
         else:
@@ -217,6 +224,7 @@ def _original_handles(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple
             ),
             kept=kept,
             skipped=skipped,
+            synchronized=synchronized,
         )
 
 

@@ -15,7 +15,7 @@ from fsdp_optim.layout.boxes import (
     boxes_of_run,
     row_major_strides,
 )
-from fsdp_optim.layout.chunks import FlatChunks
+from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
 from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
@@ -41,6 +41,7 @@ __all__ = [
     "boxes_of_run",
     "cut_named",
     "cut_of",
+    "flat_chunks",
     "number_array",
     "ranks_in_order",
     "row_major_strides",

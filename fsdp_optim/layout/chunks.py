@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,6 +46,13 @@ class FlatChunks(Placement):
         if self.start < 0 or self.chunk_numel < 0:
             raise LayoutError(f"start {self.start} and chunk_numel {self.chunk_numel} must not be negative")
         check_distinct(self.replicas)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.full_shape, self.start, self.chunk_numel, self.replicas, self.own_tensor))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def shape(self) -> Shape:
@@ -135,3 +143,11 @@ class FlatChunks(Placement):
             f"of shape {list(self.shape)}, {self.start} elements into a flat parameter that is cut into {self.num_shards} "
             f"chunks of {self.chunk_numel},"
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def flat_chunks(
+    shape: Shape, start: int, chunk_numel: int, replicas: tuple[Ranks, ...], own_tensor: bool = False
+) -> FlatChunks:
+    """As `FlatChunks(...)`, one value for all parameters that lie alike: layers do, and what it has computed serves them all."""
+    return FlatChunks(shape, start, chunk_numel, replicas, own_tensor)
