@@ -130,6 +130,12 @@ def is_plain(value: object) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that a tensor made of shards has on this rank (ShardedTensor), which knows few operations; else itself."""
+    shards = getattr(value, "local_shards", None)
+    return tuple(getattr(shard, "tensor", shard) for shard in shards()) if callable(shards) else (value,)
+
+
 def flatten(value: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
     return _resolved(value).contiguous().view(-1)

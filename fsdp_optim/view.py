@@ -136,6 +136,11 @@ class Handle:
     def device(self) -> torch.device:
         return self.param.device
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether it has no memory."""
+        return self.param.is_meta
+
 
 @dataclass(frozen=True)
 class NamedHandle:
@@ -197,7 +202,7 @@ def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
 
     Raises WrapperError that names the first of them and the way out.
     """
-    on_meta = [fqn for named in handles if named.handle.param.is_meta for fqn in named.fqns]
+    on_meta = [fqn for named in handles if named.handle.is_meta for fqn in named.fqns]
     if on_meta:
         raise WrapperError(
             f"{on_meta[0]}: on rank {rank} it is on the meta device, so it has no memory "

@@ -92,7 +92,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"options", "state", "api"},
     "cli": {"errors", "api"},
-    "testing": {"errors", "layout", "plan", "memory", "storage", "formats", "transport"},
+    "testing": {"errors", "layout", "plan", "memory", "view", "adapters", "storage", "formats", "transport", "api"},
     "": {"errors", "api", "drop_in", "testing"},
 }
 JOIN_THE_PARTS = {"verbs", "checkpoint", "api", "drop_in"}
@@ -343,6 +343,8 @@ def public_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast
 
 READ_BY_USERS = (
     "api.py",
+    "adapters/base.py",
+    "testing/adapter_conformance.py",
     "drop_in.py",
     "testing/conformance.py",
     "testing/fairscale_cpu.py",

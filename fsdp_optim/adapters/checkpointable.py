@@ -1,54 +1,323 @@
-"""Tensors that describe their own shards, as torch.distributed.checkpoint asks for it."""
+"""Tensors that describe their own shards, as torch.distributed.checkpoint asks for it.
+
+Two descriptions are known: `__create_chunk_list__` and `__get_tensor_shard__` (torch's `_Checkpointable`, also inside a
+DTensor), which tell of this rank's chunks; and `local_shards()`, each with a `tensor` and `metadata.shard_offsets` and
+`.shard_sizes`, where `metadata().shards_metadata` may tell of the shards of all ranks (ShardedTensor). Where a tensor knows
+its own rank's shards only, its Placement is open: the ranks tell each other what they hold when they meet.
+"""
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
-from fsdp_optim.layout import Block, Box, Boxes, Placement, Ranks
-from fsdp_optim.memory import flatten
-from fsdp_optim.view import Handle
+from fsdp_optim.errors import LayoutError, WrapperError
+from fsdp_optim.layout import Block, Box, Boxes, Placement, Ranks, Shape, row_major_strides
+from fsdp_optim.memory import flatten, is_plain
+from fsdp_optim.view import Handle, Original
 
+_DTENSOR_MODULE = "torch.distributed.tensor"
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
 class CheckpointableAdapter(Adapter):
-    """ShardedTensor, as torch FSDP1 makes them in sharded dicts."""
+    """Parameters, and values of sharded dicts, that describe their own shards. All ranks of the job may hold shards of them."""
 
-    name = "ShardedTensor"
+    name = "a tensor that describes its own shards"
 
     def is_present(self) -> bool:
-        return _SHARDED_MODULE in sys.modules
+        """Such tensors are known by what they can do."""
+        return True
 
-    def rank_sets(self, tree: ModuleTree) -> Iterable[Ranks]:
-        return ()
+    def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
+        """Of a ShardedTensor and a DTensor their own ranks; nothing else says which ranks have the rest of it."""
+        for param, _ in tree.params():
+            if describes_itself(param):
+                yield _ranks_of(param)
 
-    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
-        return ()
+    def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
+        for param, sites in tree.params():
+            if id(param) in claimed or not describes_itself(param):
+                continue
+            fqn = tree.fqn(*sites[0])
+            shards = Shards.of(fqn, param)
+            yield ShardsHandle(
+                param=param,
+                originals=(Original(*sites[0], shards.placement(fqn)),),
+                local_shape=shards.local_shape,
+                aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
+                fqn=fqn,
+                boxes=shards.boxes,
+                shape=shards.shape,
+            )
 
     def is_sharded_value(self, value: torch.Tensor) -> bool:
-        return isinstance(value, sys.modules[_SHARDED_MODULE].ShardedTensor)
+        return describes_itself(value)
 
-    def read_sharded_value(self, fqn: str, value: Any) -> tuple[Placement, torch.Tensor]:
-        shape = tuple(value.size())
-        by_rank: dict[int, list[Block]] = {}
-        for shard in value.metadata().shards_metadata:
-            rank = shard.placement.rank()  # a global one, also off the default group
-            blocks = by_rank.setdefault(rank, [])
-            box = Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes))
-            if box.numel:
-                blocks.append(Block(box, sum(block.box.numel for block in blocks)))
-        local = [flatten(shard.tensor) for shard in value.local_shards()]
-        flat = (
-            torch.cat(local)
-            if len(local) > 1
-            else local[0]
-            if local
-            else torch.empty(0, dtype=value.dtype, device="cpu")
+    def read_sharded_value(self, fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
+        shards = Shards.of(fqn, value)
+        return shards.placement(fqn), flatten(shards.local(value.dtype))
+
+
+def describes_itself(value: object) -> bool:
+    """Whether a tensor says itself which boxes of a whole tensor it has on this rank."""
+    if not isinstance(value, torch.Tensor) or is_plain(value):
+        return False
+    inside = _inside(value)
+    return _has_chunks(inside) or (inside is value and callable(getattr(value, "local_shards", None)))
+
+
+def _has_chunks(value: object) -> bool:
+    return hasattr(value, "__create_chunk_list__") and hasattr(value, "__get_tensor_shard__")
+
+
+def _inside(value: torch.Tensor) -> torch.Tensor:
+    """What describes the shards: a DTensor lets its local tensor do it, and has a cut of its own where that cannot."""
+    module = sys.modules.get(_DTENSOR_MODULE)
+    return value._local_tensor if module is not None and isinstance(value, module.DTensor) else value
+
+
+def _ranks_of(value: Any) -> Ranks:
+    if _inside(value) is not value:
+        return tuple(value.device_mesh.mesh.flatten().tolist())
+    group = getattr(value, "_process_group", None)
+    if isinstance(group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(group))
+    return range(dist.get_world_size()) if dist.is_initialized() else (0,)
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What torch's MetadataIndex has, for tensors that do without torch.distributed.checkpoint."""
+
+    fqn: str
+    offset: Any
+    index: int
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a tensor says of itself on this rank. `everyones`: the Boxes of every rank, where it knows them."""
+
+    shape: Shape
+    boxes: tuple[Box, ...]
+    tensors: tuple[torch.Tensor, ...]
+    everyones: tuple[tuple[int, tuple[Box, ...]], ...] | None = None
+
+    @classmethod
+    def of(cls, fqn: str, value: Any) -> Shards:
+        """Raises WrapperError where a shard is not as large as its box."""
+        inside = _inside(value)
+        shape, everyones = tuple(value.shape), None
+        if _has_chunks(inside):
+            found = list(_chunks(fqn, inside))
+            items = value.__create_write_items__(fqn, value) if hasattr(value, "__create_write_items__") else ()
+            shape = next((tuple(item.tensor_data.size) for item in items), shape)
+        else:
+            by_offsets = {_box(shard.metadata): shard.tensor for shard in value.local_shards()}
+            everyones = _everyones(value)
+            mine = dict(everyones).get(_me(), ()) if everyones is not None else tuple(by_offsets)
+            missing = [box for box in mine if box.numel and box not in by_offsets]
+            if missing:
+                raise WrapperError(f"{fqn}: its metadata has {missing[0]} on rank {_me()}, and no local shard is there")
+            found = [(box, by_offsets[box]) for box in mine if box.numel]
+        for box, tensor in found:
+            if tuple(tensor.shape) != box.sizes:
+                raise WrapperError(
+                    f"{fqn}: on rank {_me()} its shard at {list(box.offsets)} has shape {list(tensor.shape)}, and the "
+                    f"description says {list(box.sizes)}"
+                )
+        return cls(shape, tuple(box for box, _ in found), tuple(tensor for _, tensor in found), everyones)
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of one shard; the elements of several, or of none, lie one after the other."""
+        return self.boxes[0].sizes if len(self.boxes) == 1 else (sum(box.numel for box in self.boxes),)
+
+    def placement(self, fqn: str) -> Boxes:
+        """Where the tensor lives, as far as this rank knows."""
+        everyones = self.everyones if self.everyones is not None else ((_me(), self.boxes),)
+        try:
+            return Boxes(
+                self.shape,
+                tuple((rank, _blocks(boxes)) for rank, boxes in sorted(everyones)),
+                is_open=self.everyones is None,
+            )
+        except LayoutError as error:
+            raise WrapperError(f"{fqn}: its description of its own shards is wrong: {error}") from error
+
+    def local(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's elements in the local shape: the shard's own memory where there is one, else a copy."""
+        if len(self.tensors) == 1:
+            return self.tensors[0].detach()
+        if not self.tensors:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.cat([flatten(tensor) for tensor in self.tensors])
+
+    def fill(self, flat: torch.Tensor) -> None:
+        """Overwrite the shards."""
+        at = 0
+        with torch.no_grad():
+            for tensor in self.tensors:
+                tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
+                at += tensor.numel()
+
+
+def _chunks(fqn: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
+    loaded = sys.modules.get(_METADATA_MODULE)
+    index_of = loaded.MetadataIndex if loaded is not None else _Index
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        if prod(chunk.sizes):
+            yield (
+                Box(tuple(chunk.offsets), tuple(chunk.sizes)),
+                value.__get_tensor_shard__(index_of(fqn, chunk.offsets, number)),
+            )
+
+
+def _box(metadata: Any) -> Box:
+    return Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
+
+
+def _everyones(value: Any) -> tuple[tuple[int, tuple[Box, ...]], ...] | None:
+    """The boxes of every rank, where a tensor's metadata has them, by global ranks."""
+    metadata = getattr(value, "metadata", None)
+    if not callable(metadata):
+        return None
+    found: dict[int, tuple[Box, ...]] = dict.fromkeys(_ranks_of(value), ())
+    for shard in metadata().shards_metadata:
+        box, rank = _box(shard), shard.placement.rank()
+        found[rank] = (*found.get(rank, ()), *([box] if box.numel else []))
+    return tuple(sorted(found.items()))
+
+
+def _blocks(boxes: Sequence[Box]) -> tuple[Block, ...]:
+    starts = [sum(box.numel for box in boxes[:number]) for number in range(len(boxes))]
+    return tuple(map(Block, boxes, starts))
+
+
+def _me() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsHandle(Handle):
+    """A parameter that describes its own shards: its state values are tensors of the same kind, with the same shards."""
+
+    fqn: str
+    boxes: tuple[Box, ...]
+    shape: Shape
+
+    def weights(self) -> torch.Tensor:
+        return self._shards_of(self.param).local(self.param.dtype)
+
+    def install(self, flat: torch.Tensor) -> None:
+        shards = self._shards_of(self.param)
+        with torch.inference_mode(mode=any(tensor.is_inference() for tensor in shards.tensors)):
+            shards.fill(flat)
+
+    def held(self, value: torch.Tensor) -> torch.Tensor | None:
+        if is_plain(value):
+            return super().held(value)
+        return self._shards_of(value).local(value.dtype) if self.is_held(value) else None
+
+    def is_held(self, value: torch.Tensor) -> bool:
+        if is_plain(value) or not describes_itself(value):
+            return super().is_held(value)
+        shards = self._shards_of(value)
+        return shards.shape == self.shape and shards.boxes == self.boxes
+
+    def from_local(self, flat: torch.Tensor) -> torch.Tensor:
+        parts = torch.split(flat, [box.numel for box in self.boxes]) if self.boxes else ()
+        tensors = [part.view(box.sizes) for part, box in zip(parts, self.boxes, strict=True)]
+        return _alike(self.fqn, self.param, self.boxes, tensors, flat.dtype)
+
+    @property
+    def marks(self) -> bool:
+        return True
+
+    def is_marked(self, value: torch.Tensor) -> bool:
+        return describes_itself(value) and self.is_held(value)
+
+    @property
+    def is_cut(self) -> bool:
+        return sum(box.numel for box in self.boxes) < prod(self.shape) or super().is_cut
+
+    @property
+    def device(self) -> torch.device:
+        tensors = self._shards_of(self.param).tensors
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    @property
+    def is_meta(self) -> bool:
+        return any(tensor.is_meta for tensor in self._shards_of(self.param).tensors)
+
+    def _shards_of(self, value: torch.Tensor) -> Shards:
+        return Shards.of(self.fqn, value)
+
+
+def _alike(fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the same kind as a parameter, with the same shards, which have these elements.
+
+    Raises WrapperError for a class of tensors that neither `empty_like` nor a copy can make.
+    """
+    inside = _inside(param)
+    sharded = sys.modules.get(_SHARDED_MODULE)
+    if sharded is not None and isinstance(param, sharded.ShardedTensor):
+        return _sharded_tensor(sharded, param, boxes, tensors, dtype)
+    with torch.no_grad():
+        if inside is not param:
+            local: Any = type(inside)(tensors, [box.offsets for box in boxes])
+            made: torch.Tensor = sys.modules[_DTENSOR_MODULE].DTensor.from_local(
+                local,
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=torch.Size(param.shape),
+                stride=row_major_strides(tuple(param.shape)),
+            )
+            return made
+        try:
+            made = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if param.dtype != dtype:
+                raise WrapperError(
+                    f"{fqn}: torch.empty_like() of this {type(param).__name__} with dtype={dtype} fails ({error}), so that no "
+                    "state value of this dtype can be made for it"
+                ) from error
+            made = copy.deepcopy(param).detach()
+        shards = Shards.of(fqn, made) if describes_itself(made) else None
+        if shards is None or shards.boxes != tuple(boxes) or made.dtype != dtype:
+            raise WrapperError(
+                f"{fqn}: torch.empty_like() of this {type(param).__name__} gives one with other shards, or of another dtype, "
+                "so that no state value can be made for it"
+            )
+        shards.fill(torch.cat([flatten(tensor) for tensor in tensors]) if tensors else torch.empty(0, dtype=dtype))
+        return made
+
+
+def _sharded_tensor(
+    module: Any, param: Any, boxes: Sequence[Box], tensors: list[torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    by_box = dict(zip(boxes, tensors, strict=True))
+    metadata = copy.deepcopy(param.metadata())
+    metadata.tensor_properties.dtype, metadata.tensor_properties.requires_grad = dtype, False
+    shards = [
+        module.Shard(
+            by_box[box] if (box := _box(shard.metadata)).numel else shard.tensor.detach().to(dtype), shard.metadata
         )
-        return Boxes(shape, tuple((rank, tuple(blocks)) for rank, blocks in sorted(by_rank.items()))), flat
+        for shard in param.local_shards()
+    ]
+    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=param._process_group
+    )
+    return made

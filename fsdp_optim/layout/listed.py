@@ -18,10 +18,14 @@ from fsdp_optim.layout.placement import Placement
 
 @dataclass(frozen=True)
 class Boxes(Placement):
-    """Any Blocks on any ranks: what a file or a peer lists. Ranks may hold the same or overlapping Boxes."""
+    """Any Blocks on any ranks: what a file or a peer lists. Ranks may hold the same or overlapping Boxes.
+
+    `is_open`: other ranks may hold Blocks too, which they list themselves; `join` puts the lists together.
+    """
 
     full_shape: Shape
     by_rank: tuple[tuple[int, tuple[Block, ...]], ...]
+    is_open: bool = False
 
     def __post_init__(self) -> None:
         ranks = [rank for rank, _ in self.by_rank]
@@ -66,6 +70,10 @@ class Boxes(Placement):
         if not isinstance(other, Boxes) or other.full_shape != self.full_shape:
             return None
         mine, theirs = dict(self.by_rank), dict(other.by_rank)
+        if self.is_open and other.is_open:
+            if any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
+                return None
+            return replace(self, by_rank=tuple(sorted((mine | theirs).items())))
         cut_alike = {blocks for blocks in mine.values() if blocks} == {blocks for blocks in theirs.values() if blocks}
         if not cut_alike or any(mine[rank] != theirs[rank] for rank in mine.keys() & theirs.keys()):
             return None
@@ -83,6 +91,10 @@ class Boxes(Placement):
     @property
     def overlapping(self) -> bool:
         return self._overlapping
+
+    def closed(self) -> Boxes:
+        """The same when all ranks have listed what they hold."""
+        return replace(self, is_open=False) if self.is_open else self
 
     def on_lowest_ranks(self) -> Boxes:
         lowest = {min(ranks) for _, ranks in self._shards}

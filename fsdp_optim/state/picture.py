@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Placement, Ranks, Whole
+from fsdp_optim.layout import Boxes, Placement, Ranks, Whole
 from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.order import Counted, merge, merge_lists
@@ -190,6 +190,8 @@ def draw(told: Told, *, take_lowest_rank: bool = False) -> Picture:
     for fqn, items in seen.items():
         if fqn not in not_held and all(item.live.loose for item in items):
             seen[fqn] = _where_it_is(items)
+        if any(isinstance(item.placement, Boxes) and item.placement.is_open for item in items):
+            seen[fqn] = _all_listed(fqn, items)
     order, _ = merge_lists([report.order for report, _ in told])
     mismatched = tuple(fqn for fqn in order if fqn in seen and _replicas_differ(seen[fqn])) if take_lowest_rank else ()
     lowest = frozenset(mismatched)
@@ -275,6 +277,25 @@ def _where_it_is(seen: list[_Seen]) -> list[_Seen]:
     """A parameter without a wrapper is on the ranks whose models have it, as those of pipeline stages are."""
     ranks = tuple(sorted(rank for item in seen for rank in item.ranks))
     return [item._replace(placement=Whole(item.placement.shape, ranks)) for item in seen]
+
+
+def _all_listed(fqn: str, seen: list[_Seen]) -> list[_Seen]:
+    """A parameter of which each rank lists what it holds is what all of them list together.
+
+    Raises StateError where some elements are on no list.
+    """
+    if len({item.placement.shape for item in seen}) > 1:
+        return seen  # an error that is told with those of other parameters
+    listed = _merge_placements(seen)
+    if not isinstance(listed, Boxes):
+        return seen
+    gap = listed.gap()
+    if gap is not None:
+        raise StateError(
+            f"{fqn}: its elements {gap[0]} to {gap[1] - 1} of {listed.numel} are in no shard that {ranks_said(listed.ranks)} "
+            f"{'list' if len(listed.ranks) > 1 else 'lists'}; give process_group=, all ranks that hold shards of it"
+        )
+    return [item._replace(placement=listed.closed()) for item in seen]
 
 
 def _check_calls(told: Told) -> None:

@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.memory import is_plain
+from fsdp_optim.memory import is_plain, tensors_in
 
 
 def check_supported(optim: object) -> None:
@@ -41,7 +41,7 @@ def check_values(fqn: str, state: Mapping[str, object]) -> None:
         if is_sparse(value):
             raise WrapperError(sparse(fqn, name, value))
         for tensor in _tensors(value):
-            if tensor.is_meta:
+            if any(part.is_meta for part in tensors_in(tensor)):
                 raise WrapperError(
                     f"{fqn}: {name} is on the meta device, so it has no elements: materialize the model and the optimizer first"
                 )

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import Placement, Ranks, Shape
+from fsdp_optim.layout import Boxes, Placement, Ranks, Shape
 from fsdp_optim.options import Asked, OnReplicaMismatch, Options
 from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -31,7 +31,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.view import ModelView, ModuleValues, check_materialized
+from fsdp_optim.view import ModelView, ModuleValues, NamedHandle, check_materialized
 
 log = logging.getLogger("fsdp_optim")
 
@@ -215,7 +215,8 @@ def meet(
     if local is None:  # compare() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if alike:
-        return local, draw([(report, callers.ranks)])
+        picture = draw([(report, callers.ranks)])
+        return _with_all_listed(local, picture), picture
     content = b""
     with failure:
         content = pickle.dumps(report)
@@ -225,7 +226,24 @@ def meet(
     by_ranks = [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
     picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
     warn_of_mismatch(callers, picture.mismatched)
-    return local, picture
+    return _with_all_listed(local, picture), picture
+
+
+def _with_all_listed(local: Local, picture: Picture) -> Local:
+    """The same with the shards of all ranks, where an adapter knows those of its own rank only."""
+    listed: dict[int, NamedHandle] = {}
+    for named in local.view.handles:
+        if any(isinstance(place, Boxes) and place.is_open for place in named.placements.values()):
+            originals = tuple(
+                replace(original, placement=picture.params[fqn].placement) if fqn in picture.params else original
+                for fqn, original in zip(named.fqns, named.handle.originals, strict=True)
+            )
+            listed[id(named)] = replace(named, handle=replace(named.handle, originals=originals))
+    if not listed:
+        return local
+    handles = tuple(listed.get(id(named), named) for named in local.view.handles)
+    params = tuple(replace(param, named=listed.get(id(param.named), param.named)) for param in local.optim.params)
+    return replace(local, view=replace(local.view, handles=handles), optim=replace(local.optim, params=params))
 
 
 def warn_of_mismatch(callers: RankGroup, fqns: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.memory import dtype_named, ordinary_tensors
+from fsdp_optim.memory import dtype_named, ordinary_tensors, tensors_in
 from fsdp_optim.options import GatherOptions
 from fsdp_optim.state.gathered import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
@@ -153,6 +153,9 @@ def _version_of(value: Any) -> Any:
     """Of a tensor of a class of its own, and of its parts: some operations count in the one, some in the others."""
     if not isinstance(value, torch.Tensor):
         return None
+    shards = tensors_in(value)
+    if not any(shard is value for shard in shards):
+        return tuple(map(_version_of, shards))
     parts = [value.to_local()] if hasattr(value, "to_local") else []
     if hasattr(value, "__tensor_flatten__"):
         parts += [getattr(value, name) for name in value.__tensor_flatten__()[0]]

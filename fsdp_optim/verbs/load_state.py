@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun
-from fsdp_optim.memory import is_plain, within
+from fsdp_optim.memory import is_plain, tensors_in, within
 from fsdp_optim.state.classes import innermost, is_of_torch
 from fsdp_optim.state.full import RESERVED_KEYS
 from fsdp_optim.state.kinds import is_known_moment
@@ -164,7 +164,7 @@ def _refused(error: Exception, name: str) -> Exception:
 def _ordinary(value: Any) -> Any:
     """A shard that somebody made in inference mode, with copies of its tensors, which the next step can change."""
     if isinstance(value, torch.Tensor):
-        return value.clone() if value.is_inference() else value
+        return value.clone() if any(part.is_inference() for part in tensors_in(value)) else value
     return within(value, _ordinary)
 
 

@@ -71,16 +71,48 @@ class Numbers:
 
 def local_of(param: Tensor) -> Tensor:
     """This rank's part of a live parameter or a state value."""
-    return param.to_local() if isinstance(param, DTensor) else param
+    return kind_of(param).local_of(param)
+
+
+class Kind:
+    """How to see this rank's elements of one kind of live parameter, and how to make more of that kind."""
+
+    @staticmethod
+    def local_of(param: Tensor) -> Tensor:
+        return param
+
+    @staticmethod
+    def like(local: Tensor, param: Tensor) -> Tensor:
+        return local
+
+    @staticmethod
+    def put(local: Tensor, param: Tensor) -> None:
+        """Write back what was changed in `local_of`, where that is a copy."""
+
+
+class DTensorKind(Kind):
+    @staticmethod
+    def local_of(param: Any) -> Tensor:
+        return param.to_local()
+
+    @staticmethod
+    def like(local: Tensor, param: Any) -> Tensor:
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+
+KINDS: list[tuple[Callable[[Tensor], bool], type[Kind]]] = [(lambda param: isinstance(param, DTensor), DTensorKind)]
+"""The first that says yes; kit.shards puts others before it."""
+
+
+def kind_of(param: Tensor) -> type[Kind]:
+    return next((kind for is_one, kind in KINDS if is_one(param)), Kind)
 
 
 def like(local: Tensor, param: Tensor) -> Tensor:
     """A local tensor as the live parameter's gradient, or its state value."""
-    if isinstance(param, DTensor):
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-    return local
+    return kind_of(param).like(local, param)
 
 
 def steps_local_parts(optim: Any) -> bool:
@@ -89,7 +121,7 @@ def steps_local_parts(optim: Any) -> bool:
     return (
         type(optim) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         and all(not group.get(option) for group in optim.param_groups for option in options)
-        and any(isinstance(param, DTensor) for group in optim.param_groups for param in group["params"])
+        and any(kind_of(param) is not Kind for group in optim.param_groups for param in group["params"])
     )
 
 
@@ -112,6 +144,7 @@ def step_local_parts(optim: torch.optim.Optimizer) -> None:
     ]
     twin.step()
     for param, local in local_of_param.items():
+        kind_of(param).put(local, param)
         if local in twin.state:
             optim.state[param] = {
                 name: like(value, param) if name != "step" and isinstance(value, Tensor) else value
@@ -160,7 +193,7 @@ class Trained:
         empty = {name for name, param in self.numbers.model.named_parameters() if not param.numel()}
         # Torch FSDP1 gives a rank no gradient for an original parameter whose elements other ranks hold.
         self.gets_gradient = [
-            bool(param.numel()) or _FSDP1_PART not in name or name.replace(_FSDP1_PART, "") in empty
+            _FSDP1_PART not in name or bool(param.numel()) or name.replace(_FSDP1_PART, "") in empty
             for name, param in model.named_parameters()
         ]
         self._make = make

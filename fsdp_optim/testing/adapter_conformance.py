@@ -1,0 +1,296 @@
+"""What every Adapter has to do, as one test class; `fsdp_optim.adapters.Adapter` has the protocol.
+
+    def make():                                       # at module level, so that a worker can import it
+        return MyAdapter()
+
+    def wrap(module):                                 # on every rank, with the same module
+        return MyWrapper(module)
+
+    class TestMyWrapper(AdapterConformance, unittest.TestCase):
+        make_adapter = staticmethod(make)
+        wrap = staticmethod(wrap)
+
+Each test runs on all world sizes of the class, on live ranks over gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+import unittest
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.adapters import Adapter, ModelReader, use_adapters
+from fsdp_optim.api import gather_full_optim_state_dict, get_shard_from_optim_state_dict, load_optim_state_dict
+from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu
+from fsdp_optim.testing.ranks import run_on_ranks
+from fsdp_optim.view import ModelView, NamedHandle
+
+VALUE = "momentum_buffer"
+"""A name that is known to be that of a value which is cut like its parameter."""
+
+Made = tuple[nn.Module, Any]
+"""A wrapped model, and its optimizer."""
+
+
+class Awkward(nn.Module):
+    """Nested, with a parameter of one element, and hardly a dimension that ranks divide; its elements are their own numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.first = nn.Linear(5, 7)
+        self.inner = nn.Sequential(nn.Linear(3, 4, bias=False), nn.LayerNorm(4))
+        start = 1
+        for param in self.parameters():
+            param.data = torch.arange(start, start + param.numel(), dtype=torch.float32).view(param.shape)
+            start += param.numel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Every parameter is used."""
+        self.inner(x[..., :3])
+        made: torch.Tensor = self.first(x) * self.scale
+        return made
+
+
+class AdapterConformance:
+    """A mix-in for a `unittest.TestCase`: what an Adapter promises, one promise a test.
+
+    Attributes:
+        make_adapter: makes the adapter; None for one that is known already (built in, or installed).
+        wrap: wraps a module, whose parameters have whole numbers of up to three digits as their elements, all different.
+        make_optimizer: makes the optimizer of a wrapped model, which has a `state` as those of torch; it is never stepped.
+        world_sizes: how many ranks there are.
+        num_padded_promised: whether the wrapper pads, so that at some size a Handle has to say so.
+    """
+
+    make_adapter: Callable[[], Adapter] | None = None
+    wrap: Callable[[nn.Module], nn.Module]
+    make_optimizer: Callable[[nn.Module], Any] = staticmethod(
+        lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    )
+    world_sizes: Sequence[int] = (1, 2, 3)
+    num_padded_promised: bool = False
+
+    def test_every_element_is_where_the_layout_says(self) -> None:
+        """On every rank that holds it, and nowhere else; together the ranks hold all of it."""
+        for by_rank in self._on_ranks(check_elements):
+            judge_elements(by_rank)
+
+    def test_names_and_order_are_those_of_the_unwrapped_model(self) -> None:
+        """Every parameter once, under its own name."""
+        self._on_ranks(check_names)
+
+    def test_local_and_from_local_are_inverse(self) -> None:
+        """For state values of the parameter's dtype and of another."""
+        self._on_ranks(check_inverse)
+
+    def test_what_the_ranks_say_is_alike(self) -> None:
+        """Shapes, and the ranks that have to make a call, are the same on all of them."""
+        for by_rank in self._on_ranks(check_alike):
+            judge_alike(by_rank)
+
+    def test_padding_is_said(self) -> None:
+        """A local tensor is as long as its elements and its padding."""
+        found = self._on_ranks(check_padding)
+        if self.num_padded_promised and not any(any(by_rank) for by_rank in found):
+            raise AssertionError("no Handle has num_padded at any world size")
+
+    def test_nothing_is_changed(self) -> None:
+        """Reading leaves parameters, gradients, state, groups and modules as they are."""
+        self._on_ranks(check_unchanged)
+
+    def test_a_gather_gives_the_plain_values(self) -> None:
+        """State that is the parameters themselves is, gathered, what the unwrapped model has; and comes back as it was."""
+        self._on_ranks(check_gather)
+
+    def _on_ranks(self, check: Callable[[Made, ModelReader], Any]) -> list[list[Any]]:
+        cls = type(self)
+        if not isinstance(self, unittest.TestCase):
+            raise TypeError("AdapterConformance is a mix-in: inherit from unittest.TestCase too")
+        found = []
+        for size in self.world_sizes:
+            with self.subTest(world_size=size):
+                found.append(run_on_ranks(run_check, size, check, cls))
+        return found
+
+
+def run_check(check: Callable[[Made, ModelReader], Any], cls: type[AdapterConformance]) -> Any:
+    """On one rank: a check of a freshly wrapped model."""
+    with ExitStack() as stack:
+        stack.enter_context(fairscale_on_cpu())
+        if cls.make_adapter is not None:
+            stack.enter_context(use_adapters([cls.make_adapter()]))
+        model = cls.wrap(Awkward())
+        return check((model, cls.make_optimizer(model)), ModelReader(model))
+
+
+def _plain() -> dict[str, torch.Tensor]:
+    """Each parameter of the unwrapped model; a wrapper may keep fewer bits, which whole numbers do not need."""
+    return {fqn: param.detach() for fqn, param in Awkward().named_parameters()}
+
+
+def _views(made: Made, reader: ModelReader) -> Iterator[ModelView]:
+    """The model by itself, and as the optimizer has it."""
+    yield reader.read()
+    yield reader.read(optim=made[1])
+
+
+def _local(named: NamedHandle) -> torch.Tensor:
+    found = named.handle.local(named.handle.weights())
+    _expect(found is not None, f"{named.fqns}: local() does not know weights()")
+    return found if found is not None else torch.empty(0)
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(f"rank {dist.get_rank()}: {what}")
+
+
+def check_elements(made: Made, reader: ModelReader) -> list[dict[str, list[int]]]:
+    """The numbers that lie on this rank, which have to be those that the layout says, by FQN."""
+    plain, me, found = _plain(), dist.get_rank(), []
+    for view in _views(made, reader):
+        held: dict[str, list[int]] = {}
+        for named in view.handles:
+            local = _local(named)
+            for fqn, placement in named.placements.items():
+                _expect(placement.shape == tuple(plain[fqn].shape), f"{fqn}: the layout says shape {placement.shape}")
+                numbers = held.setdefault(fqn, [])
+                shard = placement.shard_of(me)
+                for block in placement.blocks(shard) if shard is not None else ():
+                    there = plain[fqn]
+                    for dim, (offset, size) in enumerate(zip(block.box.offsets, block.box.sizes, strict=True)):
+                        there = there.narrow(dim, offset, size)
+                    here = local[block.offset : block.offset + block.box.numel].float().cpu()
+                    _expect(
+                        torch.equal(here, there.reshape(-1)),
+                        f"{fqn}: {block} has {here.tolist()}, and the parameter has {there.reshape(-1).tolist()} there",
+                    )
+                    numbers += [int(number) for number in here.tolist()]
+        found.append(held)
+    return found
+
+
+def judge_elements(by_rank: Sequence[list[dict[str, list[int]]]]) -> None:
+    """All ranks together have every element, of the model's parameters and of what the optimizer has in their place."""
+    for views in zip(*by_rank, strict=True):
+        for fqn, whole in _plain().items():
+            covered = {number for held in views for number in held.get(fqn, ())}
+            missing = sorted({int(number) for number in whole.reshape(-1).tolist()} - covered)
+            if missing:
+                raise AssertionError(f"{fqn}: no rank holds the elements {missing}")
+
+
+def check_names(made: Made, reader: ModelReader) -> None:
+    """As `named_parameters()` of the unwrapped model gives them."""
+    for view in _views(made, reader):
+        _expect(list(view.order) == list(_plain()), f"the order is {list(view.order)}, not {list(_plain())}")
+        fqns = [fqn for named in view.handles for fqn in named.fqns]
+        _expect(sorted(fqns) == sorted(view.order), f"the Handles have {fqns}")
+
+
+def check_inverse(made: Made, reader: ModelReader) -> None:
+    """What `from_local` makes is cut like the parameter, and `local` gives the same elements of it, in the same dtype."""
+    for view in _views(made, reader):
+        for named in view.handles:
+            for dtype in (torch.float32, torch.float64):
+                flat = torch.arange(named.handle.local_numel, dtype=dtype, device=named.handle.device)
+                value = named.handle.from_local(flat.clone())
+                _expect(named.handle.is_held(value), f"{named.fqns}: is_held() denies what from_local() made")
+                back = named.handle.local(value)
+                # A tensor without elements may not know its dtype, as torch's LocalShardsWrapper.
+                same = back is not None and (
+                    (back.dtype == dtype and torch.equal(back, flat)) if len(flat) else not back.numel()
+                )
+                _expect(same, f"{named.fqns}: from_local() and local() of {dtype} are not inverse")
+
+
+def check_alike(made: Made, reader: ModelReader) -> list[Any]:
+    """The ranks, the order, and of each parameter its shape."""
+    _expect(dist.get_rank() in reader.ranks, f"the ranks of the model are {reader.ranks}")
+    return [
+        (reader.ranks, view.order, {fqn: p.shape for named in view.handles for fqn, p in named.placements.items()})
+        for view in _views(made, reader)
+    ]
+
+
+def judge_alike(by_rank: Sequence[list[Any]]) -> None:
+    """All ranks say the same."""
+    for rank, said in enumerate(by_rank):
+        if said != by_rank[0]:
+            raise AssertionError(f"rank {rank} says {said}, and rank 0 says {by_rank[0]}")
+
+
+def check_padding(made: Made, reader: ModelReader) -> bool:
+    """Whether there is padding at all."""
+    me, found = dist.get_rank(), False
+    for view in _views(made, reader):
+        for named in view.handles:
+            padded = named.handle.num_padded
+            shard = named.handle.originals[0].placement.shard_of(me) if padded else None
+            numel = sum(placement.numel_on(me) for placement in named.placements.values())
+            extra = padded[shard] if shard is not None and shard < len(padded) else 0
+            found = found or any(padded)
+            local = named.handle.local_numel
+            said = f"{named.fqns}: {local} elements lie here, {numel} of parameters and {extra} of padding are said"
+            _expect(numel + extra <= local if len(named.fqns) > 1 else numel + extra == local, said)
+    return found
+
+
+def check_unchanged(made: Made, reader: ModelReader) -> None:
+    """Everything that a training step depends on."""
+    model, optim = made
+    before = _state_of(model, optim)
+    for view in _views(made, reader):
+        for named in view.handles:
+            _local(named)
+    _expect(_same(before, _state_of(model, optim)), "reading the model has changed it, or its optimizer")
+
+
+def _state_of(model: nn.Module, optim: Any) -> list[Any]:
+    named = [(name, id(param), param.requires_grad, param.grad) for name, param in model.named_parameters()]
+    modules = [(name, id(module), module.training) for name, module in model.named_modules()]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optim.param_groups]
+    views = [n.handle.local(n.handle.weights()) for n in ModelReader(model).read(optim=optim).handles]
+    return [named, modules, copy.deepcopy(groups), [view.clone() if view is not None else None for view in views]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def check_gather(made: Made, reader: ModelReader) -> None:
+    """The state value of every parameter is the parameter itself, doubled."""
+    model, optim = made
+    view = reader.read(optim=optim)
+    for param in [param for group in optim.param_groups for param in group["params"]]:
+        named = view.handle_of(param)
+        if named is None:
+            raise AssertionError(f"a parameter of the optimizer (shape {list(param.shape)}) has no Handle")
+        if not named.handle.skipped:
+            doubled = named.handle.from_local(2.0 * _local(named).reshape(-1).float())
+            optim.state[param] = {"step": torch.tensor(3.0), VALUE: doubled}
+    full = gather_full_optim_state_dict(model, optim, None, "name") or {}
+    _check_doubled("gathered", full)
+    shard = get_shard_from_optim_state_dict(model, optim, full)
+    for values in list(optim.state.values()):
+        values.clear()
+    load_optim_state_dict(optim, shard)
+    _check_doubled("loaded and gathered again", gather_full_optim_state_dict(model, optim, None, "name"))
+
+
+def _check_doubled(what: str, full: Any) -> None:
+    for fqn, whole in _plain().items():
+        got = full["state"].get(fqn, {}).get(VALUE)
+        same = got is not None and torch.equal(got, 2.0 * whole)
+        _expect(same, f"{fqn}: {what}: {got}, not {2.0 * whole}")

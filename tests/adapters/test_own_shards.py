@@ -1,0 +1,69 @@
+"""Parameters and state values that describe their own shards: all verbs, and checkpoints, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+
+from kit.checkpoints import load, save
+from kit.shards import SHARDS
+from kit.tables import Table
+from kit.wrapping import STEPS, Oracle, Trained, check_full, check_same, check_trip, snapshot
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+
+def trip(kind: str) -> None:
+    check_trip(SHARDS[kind])
+    one, plain = Trained(SHARDS[kind]), Trained("plain", steps=0)
+    fsdp_optim.transfer_optim_state(one.model, one.optim, plain.model, plain.optim)
+    check_full("transferred to plain", plain.gather(None), Oracle().full())
+    back = Trained(SHARDS[kind], steps=0)
+    fsdp_optim.transfer_optim_state(plain.model, plain.optim, back.model, back.optim)
+    check_full("transferred back", back.gather(None), Oracle().full())
+
+
+TRIPS = Table(trip, [(size, kind) for size in (1, 2, 4) for kind in SHARDS])
+
+
+def save_to(path: Path) -> None:
+    for kind in SHARDS:
+        one = Trained(SHARDS[kind])
+        before = snapshot(one)
+        save(path / kind, one)
+        check_same("after saving", snapshot(one), before)
+
+
+def load_from(path: Path) -> None:
+    for saved in SHARDS:
+        for wrap in (SHARDS[saved], "FSDP2"):
+            target = Trained(wrap, steps=1)
+            load(path / saved, target, check="bitwise")
+            alike = Trained(wrap)
+            check_same("loaded", snapshot(target)["values"], snapshot(alike)["values"])
+            check_full("loaded", target.gather(None), Oracle().full())
+            target.step(range(STEPS, STEPS + 1))
+            check_full("trained on", target.gather(None), Oracle(steps=STEPS + 1).full())
+
+
+class TestOwnShards(unittest.TestCase):
+    @parameterized.expand(TRIPS.cases)
+    def test_every_verb(self, world_size: int, kind: str) -> None:
+        """With uneven shards, several on one rank, and ranks that have none."""
+        TRIPS(world_size, kind)
+
+    def test_save_and_load(self) -> None:
+        """At two ranks and at four, and from each to the other and to FSDP2."""
+        for saved, loaded in ((2, (2, 4)), (4, (2,))):
+            with tempfile.TemporaryDirectory() as folder:
+                run_on_ranks(save_to, saved, Path(folder), timeout=200)
+                for size in loaded:
+                    with self.subTest(saved=saved, loaded=size):
+                        run_on_ranks(load_from, size, Path(folder), timeout=200)
+
+
+if __name__ == "__main__":
+    unittest.main()
