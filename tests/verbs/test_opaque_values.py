@@ -13,9 +13,9 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import memory
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import FlatChunks
-from fsdp_optim.state import values as values_module
 from fsdp_optim.state.opaque import OpaqueShards, depends_on_cut
 from fsdp_optim.state.same import same
 from fsdp_optim.testing import run_on_ranks
@@ -199,7 +199,7 @@ def copies(wrap: str) -> int:
         trained, target = (Trained(wrap, kept(of_rank), steps, Short) for steps in (1, 0))
         full = trained.gather(0)
         count = 0
-        original = values_module.own
+        original = memory.own
 
         def counted(value: Any) -> Any:
             nonlocal count
