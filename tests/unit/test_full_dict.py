@@ -83,6 +83,9 @@ class RoundTripTest(unittest.TestCase):
         full = write(state, key_by)
         found = normalize(full, names_of(state))
         check_same("read", vars(replace(found, fqn_of={})), vars(state))
+        of_fairscale = {found.fqn_of[key]: local_id for key, local_id in full["param_id_map"].items()}
+        wanted = {fqn: i if fqn in state.state else None for fqn, i in state.local_ids.items()}
+        check_same("ids of what has state, for fairscale's reader", of_fairscale, wanted)
         check_same("the keys", list(found.fqn_of.values()), [fqn for _, fqns in state.groups for fqn in fqns])
         for name in ("local_ids", "state", "kinds"):  # the order counts: fairscale's reader goes by runs
             check_same(name, list(getattr(found, name)), list(getattr(state, name)))
