@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fsdp_optim.plan import Copy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,29 @@ class Budget:
     def share(self, num: int, use: str) -> Budget:
         """An equal part for each of `num` uses that need memory at the same time."""
         return Budget(max(self.nbytes // num, 1), use)
+
+
+def in_batches(
+    items: Iterable[T],
+    nbytes_of: Callable[[T], int],
+    most_nbytes: int,
+    joins: Callable[[T, T], bool] | None = None,
+) -> Iterator[list[T]]:
+    """Items in their order, in batches of at most `most_nbytes`, or of one item that is larger.
+
+    `joins`: whether the second of two items may be in the batch in which the first is the last; None: it always may.
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if batch and (total + nbytes > most_nbytes or (joins is not None and not joins(batch[-1], item))):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += nbytes
+    if batch:
+        yield batch
 
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages

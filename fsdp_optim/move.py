@@ -15,7 +15,7 @@ import torch
 
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, empty, flatten, window
+from fsdp_optim.memory import Budget, empty, flatten, in_batches, window
 from fsdp_optim.plan import Copy, copies_into, copies_of, has_from, num_into, part_from, part_into, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
@@ -320,17 +320,8 @@ class _Plans:
 
 def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[list[_Route]]:
     """What is moved together, of routes with the elements to hold: as much as fits, or one value that is larger."""
-    batch: list[_Route] = []
-    size = 0
-    for route, numel in sized:
-        nbytes = numel * route.value.dtype.itemsize
-        if batch and size + nbytes > most_nbytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(route)
-        size += nbytes
-    if batch:
-        yield batch
+    for batch in in_batches(sized, lambda one: one[1] * one[0].value.dtype.itemsize, most_nbytes):
+        yield [route for route, _ in batch]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import xxhash
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Rows, Sums, Window, hash_of, rows_of
+from fsdp_optim.memory import in_batches
 
 _BLOCK_NBYTES = 1 << 20  # hashed and written at once, so that the second finds it in the processor's cache
 _READ_NBYTES = 8 << 20  # read at once, then verified
@@ -136,18 +137,12 @@ def _scratch(start: int, stop: int) -> Extent:
 
 def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
     """Ranges that lie end to end, up to a size."""
-    batch: list[Extent] = []
-    nbytes = 0
-    for extent in extents:
-        for first in range(0, len(extent.memory), _READ_NBYTES):
-            part = Extent(extent.start + first, extent.memory[first : first + _READ_NBYTES])
-            if batch and (batch[-1].stop != part.start or nbytes + len(part.memory) > _READ_NBYTES):
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(part)
-            nbytes += len(part.memory)
-    if batch:
-        yield batch
+    parts = (
+        Extent(extent.start + first, extent.memory[first : first + _READ_NBYTES])
+        for extent in extents
+        for first in range(0, len(extent.memory), _READ_NBYTES)
+    )
+    return in_batches(parts, lambda part: len(part.memory), _READ_NBYTES, lambda one, other: one.stop == other.start)
 
 
 class _Check:

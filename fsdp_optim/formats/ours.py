@@ -43,6 +43,7 @@ from fsdp_optim.formats.manifest import (
     manifest_in,
 )
 from fsdp_optim.formats.standing import JUDGE, read_brief
+from fsdp_optim.memory import in_batches
 from fsdp_optim.storage.base import Opened
 
 _WHERE = "the optimizer"
@@ -116,15 +117,9 @@ class OurWriter(Writer):
         """Named as Hugging Face names them."""
         metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
         header = Header.of(((one.key, one.dtype, one.shape) for one in tensors), metadata)
-        parts: list[list[Planned]] = [[]]
-        size = 0
-        for one, entry in zip(tensors, header.entries, strict=True):
-            nbytes = entry.stop - entry.start
-            if parts[-1] and size + nbytes > most_nbytes:
-                parts.append([])
-                size = 0
-            parts[-1].append(one)
-            size += nbytes
+        sized = zip(tensors, header.entries, strict=True)
+        batches = in_batches(sized, lambda one: one[1].stop - one[1].start, most_nbytes)
+        parts = [[one for one, _ in batch] for batch in batches] or [[]]
         planned = []
         for number, part in enumerate(parts, start=1):
             name = f"{half}.safetensors" if len(parts) == 1 else f"{half}-{number:05}-of-{len(parts):05}.safetensors"

@@ -99,16 +99,10 @@ def _ends(
 def _batches(sizes: Mapping[int, Sequence[int]], most_nbytes: int) -> Iterator[list[_Window]]:
     """What moves together: at most so many bytes. The same on all ranks."""
     most = max(most_nbytes // _ALIGNED * _ALIGNED, _ALIGNED)
-    batch: list[_Window] = []
-    left = most
-    for index in sorted(sizes):
-        for part, nbytes in enumerate(sizes[index]):
-            for start in range(0, nbytes, most):
-                stop = min(start + most, nbytes)
-                if batch and stop - start > left:
-                    yield batch
-                    batch, left = [], most
-                batch.append(_Window(index, part, start, stop))
-                left -= stop - start
-    if batch:
-        yield batch
+    windows = (
+        _Window(index, part, start, min(start + most, nbytes))
+        for index in sorted(sizes)
+        for part, nbytes in enumerate(sizes[index])
+        for start in range(0, nbytes, most)
+    )
+    return memory.in_batches(windows, lambda window: window.stop - window.start, most)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.memory import dtype_named, ordinary_tensors, tensors_in
+from fsdp_optim.memory import dtype_named, in_batches, ordinary_tensors, tensors_in
 from fsdp_optim.options import GatherOptions
 from fsdp_optim.state.gathered import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
@@ -91,17 +91,8 @@ def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gath
 
 def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
     """Parameters in the order of ids, as many at a time as fit into `nbytes`, at least one."""
-    batch: list[Param] = []
-    total = 0
-    for param in (picture.params[fqn] for fqn in picture.ids()):
-        size = _nbytes_of(param)
-        if batch and total + size > nbytes:
-            yield tuple(batch)
-            batch, total = [], 0
-        batch.append(param)
-        total += size
-    if batch:
-        yield tuple(batch)
+    params = (picture.params[fqn] for fqn in picture.ids())
+    return map(tuple, in_batches(params, _nbytes_of, nbytes))
 
 
 def _nbytes_of(param: Param) -> int:
