@@ -195,9 +195,12 @@ class Meeting:
 
     def pass_by(self, rank: int, number: int) -> None:
         """A rank is not going to come to its meetings up to `number` any more."""
-        came = self.store.add(_came(self.prefix, rank), 0)
-        if came < number:
-            self.store.add(_came(self.prefix, rank), number - came)
+        key = _came(self.prefix, rank)
+        while (
+            came := self.store.add(key, 0)
+        ) < number:  # in one operation: it may come meanwhile, or be passed by twice
+            if self.store.compare_set(key, str(came), str(number)) == str(number).encode():
+                return
 
     def _forget_the_previous(self) -> None:
         """Every rank has left the previous meeting when all are in this one: its keys can go.
