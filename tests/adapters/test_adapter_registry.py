@@ -7,6 +7,7 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,6 +94,18 @@ class TestList(unittest.TestCase):
         self.assertEqual([named.fqns[0] for named in view.handles], ["0.weight", "0.bias", "1.weight", "1.bias"])
         claimed = [named.handle.synchronized for named in view.handles]
         self.assertEqual(claimed, [True, True, False, False])  # Claims says that they are kept equal
+
+    def test_one_of_two_that_claim_a_parameter_has_it(self) -> None:
+        """The one that is asked first: the last added."""
+
+        class Others(Claims):
+            def handles(self, tree: Any, ranks: Any, claimed: Any) -> Iterable[Handle]:
+                return (replace(handle, num_padded=(7,)) for handle in super().handles(tree, ranks, claimed))
+
+        for adapters, padding in (([Claims(), Others()], ()), ([Others(), Claims()], (7,))):
+            with use_adapters(adapters):
+                view = ModelReader(nn.Linear(2, 3)).read()
+            self.assertEqual([named.handle.num_padded for named in view.handles], [padding] * 2)
 
     def test_what_is_no_adapter(self) -> None:
         with self.assertRaisesRegex(WrapperError, "use_adapters.. was given a str, which is no"), use_adapters(["x"]):  # type: ignore[list-item]

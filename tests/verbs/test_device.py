@@ -14,7 +14,10 @@ from kit.wrapping import adam, sgd
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim import memory
 from fsdp_optim.adapters import use_adapters
+from fsdp_optim.state.same import fingerprint_of
+from fsdp_optim.state.same import same as same_values
 from fsdp_optim.testing import run_on_threads
 from fsdp_optim.transport.world import world_here
 
@@ -107,6 +110,29 @@ class VerbsOnTheDeviceTest(unittest.TestCase):
     @parameterized.expand([(verb, make) for verb in VERBS for make in MAKES if make != "Adam"])
     def test_every_optimizer(self, verb: str, make: str) -> None:
         run_verb(verb, make=make)
+
+
+class CopiesTest(unittest.TestCase):
+    """What brings values of the optimizer to the host: an opaque value, a digest, a comparison."""
+
+    def test_a_copy_of_a_value(self) -> None:
+        with Device() as device:
+            there = torch.arange(3.0, device=DEVICE)
+            for copied in (memory.own(there), memory.own([there])[0], memory.own({"a": (there,)})["a"][0]):
+                self.assertEqual((device.has(copied), copied.tolist()), (False, [0.0, 1.0, 2.0]))
+
+    def test_a_digest(self) -> None:
+        with Device():
+            there, here = torch.arange(3.0, device=DEVICE), torch.arange(3.0)
+            self.assertEqual(fingerprint_of(there), fingerprint_of(here))
+            self.assertEqual(fingerprint_of({"a": [there]}), fingerprint_of({"a": [here]}))
+            self.assertNotEqual(fingerprint_of(there), fingerprint_of(there + 1))
+
+    def test_a_comparison(self) -> None:
+        with Device():
+            there, here = torch.arange(3.0, device=DEVICE), torch.arange(3.0)
+            self.assertTrue(same_values(there, here) and same_values([here], [there]))
+            self.assertFalse(same_values(there, here + 1))
 
 
 class DeviceTest(unittest.TestCase):

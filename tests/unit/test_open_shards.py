@@ -1,0 +1,48 @@
+"""Parameters of which each rank lists what it holds itself: all lists together, or an error where something is missing."""
+
+from __future__ import annotations
+
+import unittest
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Block, Box, Boxes
+from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
+from fsdp_optim.state.values import Summary
+
+SHAPE = (6, 2)
+SUMMARY = Summary(sharded=(("exp_avg", "float32"),), names=("exp_avg",))
+
+
+def report(rank: int, *rows: tuple[int, int]) -> RankReport:
+    """What a rank says that has some of the rows, (first, number) each."""
+    blocks, offset = [], 0
+    for first, num in rows:
+        blocks.append(Block(Box((first, 0), (num, 2)), offset))
+        offset += num * 2
+    placement = Boxes(SHAPE, ((rank, tuple(blocks)),), is_open=True)
+    return RankReport("gather", ("w",), (LiveParam(("w",), (placement,), 0, (), True, SUMMARY),), ((),))
+
+
+def drawn(*reports: RankReport) -> Picture:
+    return draw([(one, (rank,)) for rank, one in enumerate(reports)])
+
+
+class OpenShardsTest(unittest.TestCase):
+    def test_all_lists_together(self) -> None:
+        """Several parts on one rank, none on another."""
+        placement = drawn(report(0, (4, 2), (0, 1)), report(1), report(2, (1, 3))).params["w"].placement
+        self.assertEqual([placement.numel_on(rank) for rank in range(4)], [6, 0, 6, 0])
+        self.assertIsInstance(placement, Boxes)
+        self.assertFalse(isinstance(placement, Boxes) and placement.is_open)
+
+    def test_what_no_rank_lists(self) -> None:
+        for missing, said in (
+            ((report(0, (2, 4)), report(1)), "w: its elements 0 to 3 of 12 are in no shard that ranks 0, 1 list"),
+            ((report(0, (0, 2)), report(1, (3, 3))), "w: its elements 4 to 5 of 12 are in no shard"),
+            (
+                (report(0, (0, 5)),),
+                "w: its elements 10 to 11 of 12 are in no shard that rank 0 lists; give process_group=",
+            ),
+        ):
+            with self.subTest(said), self.assertRaisesRegex(StateError, said):
+                drawn(*missing)
