@@ -93,7 +93,10 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
     """
     send = group.world.transport.prepare(group, items, failure, budget)
     agree(group, "ready to move", failure.error)
-    send(failure)
+    try:
+        send(failure)
+    except Exception as error:  # of a transport that breaks its promise: its peers wait for messages that will not come
+        failure.note(error, fatal=True)
 
 
 @contextmanager

@@ -339,8 +339,9 @@ NOT_BROKEN = (
         )
     ),
 )
-# What catches the failure of a step, or of a call, cannot itself fail either, nor what enters torch's modes around a call.
-GUARDS = ("calling", "ordinary_tensors", "_each_ordinary")
+# What catches the failure of a step, or of a call, cannot itself fail either, nor what enters torch's modes around a call, nor
+# what posts messages, each of whose steps is guarded.
+GUARDS = ("calling", "ordinary_tensors", "_each_ordinary", "_post")
 
 
 class Tracer:

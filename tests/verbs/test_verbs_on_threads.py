@@ -6,6 +6,7 @@ import copy
 import tempfile
 import unittest
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import fsdp_optim
 from fsdp_optim.adapters import use_adapters
 from fsdp_optim.errors import RankError
 from fsdp_optim.testing import run_on_threads, thread_rank
+from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.in_process import InProcessTransport
 from fsdp_optim.transport.world import world_here
 
@@ -125,8 +127,21 @@ class Loses(InProcessTransport):
 
     sender = 0
 
+    def _move(self, group: RankGroup, *args: Any) -> None:
+        """Others notice it long before anybody stops waiting for them in the meeting at the end."""
+        super()._move(replace(group, timeout=0.3), *args)
+
     def _post(self, letters: Any) -> None:
         super()._post({} if thread_rank() == self.sender else letters)
+
+
+class Raises(Loses):
+    """A transport that breaks its promise: sending raises on one rank."""
+
+    def _move(self, group: RankGroup, *args: Any) -> None:
+        if group.rank == self.sender:
+            raise OSError("the cable is cut")
+        super()._move(group, *args)
 
 
 def with_lost_messages(verb: str) -> tuple[str, str]:
@@ -134,9 +149,9 @@ def with_lost_messages(verb: str) -> tuple[str, str]:
     with use_adapters([DescribedAdapter()]):
         run, target = (Run(cut, range(world.size), world.rank, adam) for cut in ("rows", "columns"))
         if verb == "gather":
-            return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=1.0))
+            return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=20.0))
         return error_text(
-            lambda: fsdp_optim.transfer_optim_state(run.model, run.optim, target.model, target.optim, timeout=1.0)
+            lambda: fsdp_optim.transfer_optim_state(run.model, run.optim, target.model, target.optim, timeout=20.0)
         )
 
 
@@ -183,6 +198,14 @@ class VerbsOnThreadsTest(unittest.TestCase):
             self.assertEqual(errors[0][0], RankError.__name__)
             self.assertIn("lost the connection to rank", errors[0][1])
             self.assertIn(f"rank {sender}", errors[0][1])  # as the one that lost it, or the one that was lost
+
+    def test_a_transport_that_raises_when_all_are_ready(self) -> None:
+        for sender in range(3):
+            errors = run_on_threads(
+                with_lost_messages, 3, "gather", transport=type("Raising", (Raises,), {"sender": sender})
+            )
+            self.assertEqual({kind for kind, _ in errors}, {RankError.__name__}, errors)
+            self.assertTrue(any(f"rank {sender}: OSError: the cable is cut" in text for _, text in errors), errors)
 
 
 if __name__ == "__main__":
