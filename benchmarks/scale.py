@@ -26,7 +26,7 @@ from measure import table
 
 from fsdp_optim.checkpoint.files import stored_on, written_cut
 from fsdp_optim.checkpoint.reading import elements_in
-from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import StateValue
 from fsdp_optim.plan import copies_of
 
@@ -98,7 +98,7 @@ def load(placements: Sequence[Placement], rank: int) -> list[object]:
         cut = written_cut(StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement), placement, None)
         if cut != placement:
             found.append(copies_of(cut, placement, rank=rank))
-        found.append(list(elements_in(cut, rank, *local_part(cut, rank))))
+        found.append(list(elements_in(Whole(cut.shape, (STORAGE,)), cut, rank, *local_part(cut, rank))))
     return found
 
 
