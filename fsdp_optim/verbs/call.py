@@ -17,12 +17,14 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Boxes, Placement, Ranks, Shape
 from fsdp_optim.options import Asked, OnReplicaMismatch, Options
+from fsdp_optim.state.draw import draw
 from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
 from fsdp_optim.state.names import Names
 from fsdp_optim.state.order import Counted, Listed, count
-from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
+from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import STATE, print_of_state
+from fsdp_optim.state.reports import LiveParam, RankReport
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn

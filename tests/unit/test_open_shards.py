@@ -6,7 +6,9 @@ import unittest
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Block, Box, Boxes
-from fsdp_optim.state.picture import LiveParam, Picture, RankReport, draw
+from fsdp_optim.state.draw import draw
+from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.reports import LiveParam, RankReport
 from fsdp_optim.state.values import Summary
 
 SHAPE = (6, 2)
