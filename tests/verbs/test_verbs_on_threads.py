@@ -191,13 +191,13 @@ class VerbsOnThreadsTest(unittest.TestCase):
             self.assertIn(f"rank {absent} did not arrive within 0.5 s", errors[0][1])
 
     def test_lost_messages(self) -> None:
+        """All ranks say the same, of whoever gave up first: a rank may wait for one that waits for the sender."""
         for verb, sender in (("gather", 1), ("gather", 2), ("transfer", 0), ("transfer", 2)):
             losing = type("Losing", (Loses,), {"sender": sender})
             errors = run_on_threads(with_lost_messages, 3, verb, transport=losing)
             self.assertEqual(len(set(errors)), 1, errors)
             self.assertEqual(errors[0][0], RankError.__name__)
             self.assertIn("lost the connection to rank", errors[0][1])
-            self.assertIn(f"rank {sender}", errors[0][1])  # as the one that lost it, or the one that was lost
 
     def test_a_transport_that_raises_when_all_are_ready(self) -> None:
         for sender in range(3):
