@@ -93,10 +93,7 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
     """
     send = group.world.transport.prepare(group, items, failure, budget)
     agree(group, "ready to move", failure.error)
-    try:
-        send(failure)
-    except Exception as error:  # of a transport that breaks its promise: its peers wait for messages that will not come
-        failure.note(error, fatal=True)
+    send(failure)
 
 
 @contextmanager
