@@ -1,4 +1,4 @@
-"""Values of a sharded optimizer dict, each of which is spread over ranks and says so."""
+"""Values of a sharded optimizer dict that are spread over ranks, and describe how."""
 
 from __future__ import annotations
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import unittest
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge, Opened, Staging, Standing, Store, Writer
+from fsdp_optim.testing.mix_in import MixIn
 
 MANIFEST = "manifest.json"
 _BIG = 10_000  # bytes; of a file that is written in ranges, unless the store's parts are larger
@@ -50,7 +50,7 @@ class AnyManifest(Judge[_Brief]):
         return lambda name: True
 
 
-class StoreConformance:
+class StoreConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: what a Store promises, one promise a test.
 
     `make_store` gives a store at a place where nothing is; it is called more than once in some tests. `another_handle` gives
@@ -64,12 +64,6 @@ class StoreConformance:
     def another_handle(self, store: Store) -> Store:
         """Another object for the same place."""
         return store
-
-    @property
-    def _case(self) -> unittest.TestCase:
-        if not isinstance(self, unittest.TestCase):
-            raise TypeError("StoreConformance is a mix-in: inherit from unittest.TestCase too")
-        return self
 
     def _new(self) -> Store:
         return self.make_store(AnyManifest())

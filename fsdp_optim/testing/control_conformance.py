@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import threading
 import time
-import unittest
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.testing.mix_in import MixIn
 from fsdp_optim.transport.agree import agree, compare, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.world import world_here
@@ -212,7 +212,7 @@ def no_things() -> int:
     return 0
 
 
-class ControlConformance:
+class ControlConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: what a Control promises, one promise a test.
 
     `left` is a module-level function that counts what meetings have left: keys in a store, say.
@@ -223,12 +223,6 @@ class ControlConformance:
     def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Run a function on ranks of a new world with the control; the results by rank."""
         raise NotImplementedError
-
-    @property
-    def _case(self) -> unittest.TestCase:
-        if not isinstance(self, unittest.TestCase):
-            raise TypeError("ControlConformance is a mix-in: inherit from unittest.TestCase too")
-        return self
 
     def _check_alike(self, errors: Sequence[Error], kind: str, *words: str) -> None:
         self._case.assertEqual({name for name, _ in errors}, {kind}, errors)
@@ -262,7 +256,7 @@ class ControlConformance:
             self._check_alike([mine[rank] for mine in by_rank], "RankError", f"rank {rank}: OSError: no space left")
 
     def test_failures_on_several_ranks(self) -> None:
-        """All reasons are told, each once; an error of this library keeps its class where all failed ranks have it."""
+        """The error names every reason once, and keeps its class where all failed ranks raised the same class of this library."""
         by_rank = self.run_on(_several_fail, WORLD)
         wanted = [
             ("StateError", "ranks 0, 2: bad state"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-import unittest
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +46,7 @@ from fsdp_optim.formats.description import (
 from fsdp_optim.formats.extents import DataSection, Extent, write_extents
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
+from fsdp_optim.testing.mix_in import MixIn
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -68,7 +68,7 @@ class Saved:
     manifest: str
 
 
-class FormatConformance:
+class FormatConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: what a format promises, one promise a test."""
 
     def make_format(self) -> Format:
@@ -78,12 +78,6 @@ class FormatConformance:
     def make_store(self, format: Format) -> Store:
         """A store at a new, empty place, with the format's judge. What is read from it has to go straight into memory."""
         raise NotImplementedError
-
-    @property
-    def _case(self) -> unittest.TestCase:
-        if not isinstance(self, unittest.TestCase):
-            raise TypeError("FormatConformance is a mix-in: inherit from unittest.TestCase too")
-        return self
 
     # ------------------------------------------------------------------------------------------- what is saved
 

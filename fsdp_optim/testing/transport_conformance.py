@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import unittest
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
 from fsdp_optim.plan import copies_of
 from fsdp_optim.testing.control_conformance import Error, error_of, no_things
+from fsdp_optim.testing.mix_in import MixIn
 from fsdp_optim.transport.agree import agree, exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -303,7 +303,7 @@ def _leaves(left: Callable[[], int]) -> list[int]:
     return found
 
 
-class TransportConformance:
+class TransportConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: what a Transport promises, one promise a test.
 
     `left` is a module-level function that counts what exchanges have left: keys in a store, say.
@@ -314,12 +314,6 @@ class TransportConformance:
     def run_on(self, fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
         """Run a function on ranks of a new world with the transport; the results by rank."""
         raise NotImplementedError
-
-    @property
-    def _case(self) -> unittest.TestCase:
-        if not isinstance(self, unittest.TestCase):
-            raise TypeError("TransportConformance is a mix-in: inherit from unittest.TestCase too")
-        return self
 
     def test_every_dtype_arrives_bit_by_bit(self) -> None:
         """Any bits, in budgets from one byte on."""
