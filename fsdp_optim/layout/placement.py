@@ -49,7 +49,7 @@ class Placement(ABC):
         return None
 
     def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        """`holders` of consecutive shards, all of which have equally many: by replica and shard."""
+        """The ranks that hold each of some consecutive shards, by replica and shard. All shards need equally many holders."""
         by_shard: NDArray[numpy.int64] = numpy.array([self.holders(shard) for shard in shards], numpy.int64)
         by_replica: NDArray[numpy.int64] = by_shard.reshape(len(shards), -1).T
         return by_replica

@@ -20,7 +20,7 @@ Numbers = NDArray[numpy.int64]
 
 @dataclass(frozen=True, eq=False)
 class Runs(Sequence[Copy]):
-    """Copies without an FQN, each of which is a run on both sides: as a sequence of `Copy`, or as columns of numbers."""
+    """Copies that are runs on both sides: a sequence of `Copy` without FQNs, or columns of numbers."""
 
     source_ranks: Numbers
     target_ranks: Numbers

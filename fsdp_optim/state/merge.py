@@ -38,7 +38,7 @@ class Speakers:
         self._known: dict[tuple[Ranks, ...], bool] = {}
 
     def param(self, seen: list[Seen]) -> Param | None:
-        """A parameter of which only these ranks speak, all that hold it, and with nothing to settle; None for others."""
+        """The parameter, where one report from all of its holders leaves nothing to merge or settle; else None."""
         first = seen[0]
         if len(seen) > 1 or not first.is_sure or not self._are_all_of(first.placement.rank_groups):
             return None
@@ -58,12 +58,12 @@ def where_it_is(seen: list[Seen]) -> list[Seen]:
 
 
 def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
-    """A parameter of which each rank lists what it holds is what all of them list together.
+    """Give a parameter the placement that the lists of all ranks make together, where each rank lists its own shards.
 
     Raises StateError where some elements are on no list.
     """
     if len({item.placement.shape for item in seen}) > 1:
-        return seen  # an error that is told with those of other parameters
+        return seen  # merge_param raises the error
     listed = _merge_placements(seen)
     if not isinstance(listed, Boxes):
         return seen
@@ -205,7 +205,7 @@ def _settled(seen: list[Seen]) -> list[Seen]:
 
 
 def _of_any_rank(told: object) -> object:
-    """What is told of a value, without what may differ between ranks: the size of an opaque tensor."""
+    """The description of a value without the shape of an opaque tensor, which may differ between ranks."""
     return replace(told, shape=()) if isinstance(told, Odd) else told
 
 

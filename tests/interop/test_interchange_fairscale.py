@@ -198,24 +198,26 @@ def read_fairscales(make: Make, cls: type[nn.Module]) -> None:
         check_gathered(full, 0, *plain_net(STEPS + 2, make))
 
 
+def with_experts(expert: int, steps: int) -> Any:
+    """A model with a unit on groups of one rank that is not collected, and its optimizer: those of one rank."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    sharded = Sharded(net, lambda name: f"rank{expert}.{name}" if name.startswith("1.") else name)
+    net[1] = sharded.wrap(net[1], process_group=new_groups([0], [1]), no_broadcast_optim_state=True)
+    model = sharded.wrap(net)
+    optim = adam(model.parameters())
+    sharded.step(optim, range(steps))
+    return model, optim
+
+
 @fairscale_on_cpu()
 def read_fairscales_experts() -> None:
     """What fairscale itself gathers of units with no_broadcast_optim_state: rank 0's, which all ranks get."""
     rank = dist.get_rank()
 
-    def build(expert: int, steps: int) -> Any:
-        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3))
-        sharded = Sharded(net, lambda name: f"rank{expert}.{name}" if name.startswith("1.") else name)
-        net[1] = sharded.wrap(net[1], process_group=new_groups([0], [1]), no_broadcast_optim_state=True)
-        model = sharded.wrap(net)
-        optim = adam(model.parameters())
-        sharded.step(optim, range(steps))
-        return model, optim
-
-    full = gather_by_fairscale(*build(rank, STEPS), features=3)
+    full = gather_by_fairscale(*with_experts(rank, STEPS), features=3)
     check_same(full["uncollected_local_ids"], [1], "what fairscale calls uncollected")
-    wanted = with_steps(frozen_copy(build(0, STEPS)[1]), float)
-    model, optim = build(rank, 0)
+    wanted = with_steps(frozen_copy(with_experts(0, STEPS)[1]), float)
+    model, optim = with_experts(rank, 0)
     check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, "get_shard")
     mine = full if rank == 0 else None
     check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, "scatter")
@@ -278,20 +280,11 @@ def experts_read_by_fairscale() -> None:
     """Units on groups of one, that are not collected: fairscale's reader gives the recipient's to every rank."""
     rank = dist.get_rank()
 
-    def build(expert: int, steps: int) -> Any:
-        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3))
-        sharded = Sharded(net, lambda name: f"rank{expert}.{name}" if name.startswith("1.") else name)
-        net[1] = sharded.wrap(net[1], process_group=new_groups([0], [1]), no_broadcast_optim_state=True)
-        model = sharded.wrap(net)
-        optim = adam(model.parameters())
-        sharded.step(optim, range(steps))
-        return model, optim
-
-    model, optim = build(rank, STEPS)
+    model, optim = with_experts(rank, STEPS)
     full = told_by(0, fsdp_optim.gather_full_optim_state_dict(model, optim))
     shard = FairscaleFSDP.get_shard_from_optim_state_dict(model, fsdp_optim.for_fairscale(full))
     shard.pop("fqns")
-    check_same(loose_steps(shard), loose_steps(frozen_copy(build(0, STEPS)[1])), "fairscale's shard")
+    check_same(loose_steps(shard), loose_steps(frozen_copy(with_experts(0, STEPS)[1])), "fairscale's shard")
 
 
 # --------------------------------------------------------------------------------- ours <-> plain

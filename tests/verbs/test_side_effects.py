@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from kit.groups import (
     step_plain,
     told_by,
 )
+from kit.values import tensors_in
 from parameterized import parameterized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -33,17 +34,6 @@ from fsdp_optim import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 Call = tuple[str, Callable[[], Any]]
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from tensors_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from tensors_in(item, f"{path}[{index}]")
 
 
 def storages_in(value: Any) -> dict[int, str]:
