@@ -35,7 +35,7 @@ from fsdp_optim.options import (
 from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
-from fsdp_optim.storage.posix.files import local_path, of_files
+from fsdp_optim.storage.posix.files import checkpoint_errors, local_path
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
@@ -389,7 +389,7 @@ def save(
         CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it; names the file.
         As `gather_full_optim_state_dict`.
     """
-    with of_files(path):
+    with checkpoint_errors(path):
         options = SaveOptions(
             Options(
                 name_of=name_of,
@@ -442,7 +442,7 @@ def async_save(
     waits for it and raises what went wrong in it; so does `handle.wait()`, and the end of the process waits too. Memory: what
     this rank writes (its shard, or its share of what several ranks hold), once, until it is written.
     """
-    with of_files(path):
+    with checkpoint_errors(path):
         options = SaveOptions(
             Options(
                 name_of=name_of,
@@ -526,7 +526,7 @@ def load(
         bucket_nbytes=bucket_nbytes,
         groups=groups,
     )
-    with of_files(path):
+    with checkpoint_errors(path):
         options = LoadOptions(
             call, keep=keep, verify=verify, check=check, allow_pickle=allow_pickle, progress=progress, cast=cast
         )
@@ -543,5 +543,5 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: the folder cannot be listed, or has checkpoints, but none that can be read just now.
     """
-    with of_files(root):
+    with checkpoint_errors(root):
         return catalog.latest(Path(local_path(root)))

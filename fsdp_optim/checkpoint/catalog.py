@@ -119,7 +119,7 @@ def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
 def next_sequence(store: Store, format: Format) -> int:
     """One more than the highest sequence number of all that has a manifest beside a place, complete or not."""
     highest = 0
-    for opened in store.beside():
+    for opened in store.siblings():
         with opened:
             highest = max(highest, format.sequence_in(opened))
     return highest + 1

@@ -33,8 +33,7 @@ from fsdp_optim.formats.ours import OURS
 from fsdp_optim.move import End, Part, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.storage.base import Completion, Staging, Store
-from fsdp_optim.storage.base import Writer as StoreWriter
+from fsdp_optim.storage.base import Completion, Staging, Store, StoreWriter
 from fsdp_optim.transport.agree import Told, agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -182,7 +181,7 @@ def begin(
                 make_files(staging, _files(writer, options, weights, state, callers, strategy, shared)[0])
             durable = options.durable or _removes(store, staging, options, prepared.content)
             content = json.dumps([store.where, staging.address, strategy, shared, durable]).encode()
-        told = tell(callers, "folder", content, said=store.machine().encode())
+        told = tell(callers, "folder", content, said=store.machine_id().encode())
         leaders_place, address, strategy, shared, durable = json.loads(told.by(callers.ranks[0]))
         store, options = store_told(path, store, leaders_place, format), replace(options, durable=durable)
         if strategy == _BY_MACHINES:
@@ -232,10 +231,10 @@ def _removes(store: Store, staging: Staging, options: SaveOptions, content: str)
 def _strategy(staging: Staging, options: SaveOptions) -> str:
     """How to write to a store. Where several machines cannot write to one file, it depends on where the ranks are."""
     if options.strategy != "auto":
-        if options.strategy == "in_place" and staging.can.part_nbytes:
+        if options.strategy == "in_place" and staging.capabilities.part_nbytes:
             raise CheckpointError('strategy="in_place" needs a store in which several ranks can write to one file')
         return options.strategy
-    return _STRATEGIES[staging.can.writes_ranges]
+    return _STRATEGIES[staging.capabilities.writes_ranges]
 
 
 def _files(

@@ -17,7 +17,7 @@ from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Key, Part, StateValue
 from fsdp_optim.plan import Copy, copies_of, part_from
-from fsdp_optim.storage.base import Writer as StoreWriter
+from fsdp_optim.storage.base import StoreWriter
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Where bytes are kept under names: a folder, memory, a bucket. Nothing here knows a tensor, a rank or a format."""
+"""Where bytes are kept under names: a folder, memory, a bucket. This package knows no tensors, ranks or formats."""

@@ -1,28 +1,28 @@
-"""What a storage has to offer so that a checkpoint can be kept in it: protocols of one screen each.
+"""The protocols of a storage that keeps checkpoints, one screen each.
 
-A `Store` is one place for one checkpoint. Bytes have names in it: `model.safetensors`, `extra/common.safetensors`.
+A `Store` is one place for one checkpoint, which consists of named files: `model.safetensors`, `extra/common.safetensors`.
 
 Reading, on any process:
 
-    with store.open() as opened:                 # what is there now, whatever takes its place meanwhile
+    with store.open() as opened:                 # the checkpoint that is there now, even if another one replaces it meanwhile
         opened.size_of(name)
-        opened.read_into(name, pieces, offset)   # as often as needed, into memory that is there
+        opened.read_into(name, pieces, offset)   # as often as needed, into memory of the caller
 
-Writing. One process leads; the others are given `staging.address`, a word, by whatever way they have:
+Writing. One process leads. It sends `staging.address`, a string, to the other processes:
 
     staging = store.begin(overwrite=..., durable=...)           # the leader
-    staging.create(name, nbytes, head)                          # files that several processes write, where `Can` allows that
-    writer = store.join(staging.address, ...)                   # every process, the leader too
-    writer.create(name, nbytes, head)                           # files that this process alone writes
+    staging.create(name, nbytes, head)                          # files that several processes write, if `Capabilities` allow that
+    writer = store.join(staging.address, ...)                   # every process, including the leader
+    writer.create(name, nbytes, head)                           # files that only this process writes
     writer.write(name, pieces, offset)                          # as often as needed
-    writer.put(name, data)                                      # small files, whole, by one process each
+    writer.put(name, data)                                      # small whole files, each by one process
     receipt = writer.finish()                                   # or writer.discard(), after a failure
-    staging.seal(names, receipts)                               # the leader, when all have finished: `names` are whole now
-    staging.put(name, data)                                     # what is known only now: checksums, an index
-    staging.commit(name, manifest)                              # makes it the checkpoint, all at once; or staging.abandon()
+    staging.seal(names, receipts)                               # the leader, when all have finished: completes the files `names`
+    staging.put(name, data)                                     # files that depend on the others: checksums, an index
+    staging.commit(name, manifest)                              # makes the files a checkpoint, atomically; or staging.abandon()
 
-Nothing of it is to be seen by `open` before `commit` returns, and what was there before is whole until then. Everything that goes
-wrong is a CheckpointError that names the place.
+`open` sees none of these files before `commit` returns, and the previous checkpoint stays whole until then. Every failure is a
+CheckpointError that names the place.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from fsdp_optim.errors import CheckpointError, causes_of
 _NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-"""What a store says of a name that it does not have; ELOOP: a link leads out of a checkpoint, which has none."""
+"""The error numbers that mean a missing file. ELOOP: the name is a symbolic link, and a checkpoint has none."""
 
 
 class Undecided(Exception):
-    """The cause of an error that shows neither that something is missing nor that it is damaged."""
+    """The cause of an error that does not show whether a file is missing or damaged."""
 
 
 def is_sure_that_not(error: BaseException) -> bool:
-    """Whether what went wrong shows that something is missing or damaged; False: it may be whole, but could not be read."""
+    """Whether an error proves that a checkpoint is missing or damaged. False: the checkpoint may be whole, but unreadable now."""
     return not any(
         isinstance(cause, (MemoryError, Undecided))
         or (isinstance(cause, OSError) and cause.errno is not None and cause.errno not in NOT_THERE)
@@ -56,21 +56,24 @@ def is_sure_that_not(error: BaseException) -> bool:
 
 
 def check_name(where: str, name: object) -> str:
-    """A file name that stays inside its checkpoint: no folders but `extra`, no `..`, nothing absolute."""
+    """Return a file name that stays inside its checkpoint: no folder but `extra`, no `..`, nothing absolute.
+
+    Raises CheckpointError for any other name. `where`: the place that gave the name, for the error.
+    """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(f"{where}: names the file {name!r}, which is not one of a checkpoint's own")
     return name
 
 
 @dataclass(frozen=True)
-class Can:
-    """What a store can do.
+class Capabilities:
+    """The abilities of a store, by which a save chooses how the ranks write.
 
     Attributes:
-        writes_ranges: from where several processes can write ranges of one file at the same time: from every machine, from one
-            machine, or not at all. Then each file is written by one process.
-        renames: whether a checkpoint gets its name by one rename; else its manifest is put last.
-        part_nbytes: how many bytes one request of a store carries that takes files in equal parts; 0: any range is as good.
+        writes_ranges: whether several processes can write ranges of one file at the same time: from every machine, from one
+            machine only, or not at all. Without that ability each file is written by one process.
+        renames: whether a checkpoint gets its name by one rename. False: its manifest is put last.
+        part_nbytes: the size of the equal parts in which the store uploads a file, in bytes. 0: the store writes any range.
     """
 
     writes_ranges: Literal["anywhere", "on one machine", "no"] = "anywhere"
@@ -79,7 +82,7 @@ class Can:
 
 
 class Store(Protocol):
-    """One place for one checkpoint. `where`: its name, for errors and for comparing places."""
+    """One place for one checkpoint. `where`: the name of the place, for errors and for comparing places."""
 
     @property
     def where(self) -> str: ...
@@ -88,57 +91,61 @@ class Store(Protocol):
         """Open the checkpoint that is there now. Raises CheckpointError where there is none."""
 
     def begin(self, *, overwrite: bool, durable: bool) -> Staging:
-        """Begin to save. Raises CheckpointError where something is there, unless `overwrite`, and where nothing can be written.
+        """Begin a save, and remove the leftovers of saves that died.
 
-        What saves that died have left is removed. `durable`: `commit` returns when nothing can be lost any more.
+        Raises CheckpointError where something is there, unless `overwrite` is True, and where nothing can be written.
+        `durable`: `commit` returns only when the checkpoint survives a power cut.
         """
 
-    def join(self, address: str, *, durable: bool, who: str) -> Writer:
-        """Take part in a save that another process has begun. `who`: this process, for errors."""
+    def join(self, address: str, *, durable: bool, who: str) -> StoreWriter:
+        """Take part in a save that another process has begun. `who`: the name of this process, for errors."""
 
     def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> Completion:
-        """A way to hear how a save ends that is written in the background. `ranks`: the processes by number, the leader first."""
+        """The means by which processes learn how a background save ends. `ranks`: the processes by number, the leader first."""
 
-    def machine(self) -> str:
-        """A word that is equal on processes that write ranges of one file safely where `Can` says "on one machine"."""
+    def machine_id(self) -> str:
+        """A string that is equal on processes that can share a file where `writes_ranges` is "on one machine"."""
 
-    def beside(self) -> Iterator[Opened]:
-        """Everything that may be a checkpoint in the same folder or under the same prefix, this place too. To be closed."""
+    def siblings(self) -> Iterator[Opened]:
+        """All possible checkpoints in the same folder or under the same prefix, including this one. The caller closes each."""
 
 
 class Opened(Protocol):
-    """A checkpoint's files, as they were when it was opened, as long as that can be; a read that cannot be served fails."""
+    """The files of one checkpoint, as they were when it was opened.
+
+    A read fails where the store cannot serve those files any more; it never returns bytes of another checkpoint.
+    """
 
     @property
     def where(self) -> str: ...
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name. What cannot be told is there."""
+        """Whether a file or anything else has this name. True where the store cannot tell."""
 
     def version_of(self, name: str) -> tuple[object, ...] | None:
-        """What differs when a file has been written again; None: it has gone."""
+        """A value that changes when the file is written again. None: the file is gone."""
 
     def size_of(self, name: str) -> int:
-        """The bytes of a file. Raises CheckpointError where it is missing, or is no file."""
+        """The size of a file in bytes. Raises CheckpointError where the file is missing, or is not a regular file."""
 
     def nbytes_of(self, name: str) -> int:
-        """As `size_of`, at a look: -1 of what is no file. Raises OSError as the store does."""
+        """The size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        """Fill pieces of memory, one after the other, from a file's bytes at `offset`."""
+        """Fill pieces of memory, one after the other, from a file from byte `offset` on."""
 
     def was_replaced(self) -> bool:
-        """Whether another checkpoint has taken the place since."""
+        """Whether another checkpoint has taken the place since this one was opened."""
 
     def close(self) -> None:
-        """Let go of it. Nothing is raised."""
+        """Release the files. Raises nothing."""
 
     def named(self, name: str) -> str:
-        """A file's name as users know it."""
+        """The name of a file in words for users: the place and the file."""
         return f"{self.where}/{name}"
 
     def read(self, name: str, start: int, nbytes: int) -> bytes:
-        """Some bytes of a file."""
+        """`nbytes` bytes of a file, from byte `start` on."""
         try:
             data = bytearray(nbytes)
         except MemoryError as error:
@@ -147,12 +154,12 @@ class Opened(Protocol):
         return bytes(data)
 
     def read_whole(self, name: str, nbytes: int | None = None, *, most_nbytes: int | None = None) -> bytes:
-        """All of a small file; `nbytes`: what it has to have, `most_nbytes`: what it may have."""
+        """The content of a small file. Raises CheckpointError unless its size is `nbytes`, and at most `most_nbytes`."""
         size = self.size_of(name)
         if nbytes is not None and size != nbytes:
             raise CheckpointError(f"{self.named(name)}: has {size} bytes, {nbytes} were saved")
         if most_nbytes is not None and size > most_nbytes:
-            raise CheckpointError(f"{self.named(name)}: has {size} bytes, {most_nbytes} at most make sense")
+            raise CheckpointError(f"{self.named(name)}: has {size} bytes, and at most {most_nbytes} are allowed")
         return self.read(name, 0, size)
 
     def __enter__(self) -> Opened:
@@ -163,64 +170,64 @@ class Opened(Protocol):
 
 
 class Staging(Protocol):
-    """A save under way, in the hands of the process that leads it."""
+    """A save under way, as the process that leads it sees it."""
 
     @property
     def address(self) -> str:
-        """What the others need to join. Where parts have to be announced, after `create` of what several write."""
+        """The string with which the other processes join. Final only after `create` of the files that several processes write."""
 
     @property
     def token(self) -> str:
-        """A word that no other save has."""
+        """A string that no other save has."""
 
     @property
-    def can(self) -> Can:
-        """What can be done there."""
+    def capabilities(self) -> Capabilities:
+        """The abilities of the store in this place."""
 
     @property
     def replaces(self) -> bool:
-        """Whether something that was saved before goes when this is committed."""
+        """Whether `commit` removes an earlier checkpoint."""
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
-        """Make a file of `nbytes` bytes that begins with `head`. Several processes write ranges of it."""
+        """Create a file of `nbytes` bytes that begins with `head`. Several processes write ranges of the file."""
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
-        """All processes have finished, with these receipts: files that were written in ranges are whole now."""
+        """Complete the files `names`, which were written in ranges. `receipts`: the results of `finish` of all processes."""
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Write a small file, whole."""
+        """Write a small whole file."""
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
-        """Write the manifest, and make this the checkpoint. Raises CheckpointError where another save was faster."""
+        """Write the manifest, and make this save the checkpoint. Raises CheckpointError where another save was faster."""
 
     def abandon(self) -> None:
-        """Remove what was written, after a failure. Nothing is raised."""
+        """Remove the files of this save, after a failure. Raises nothing."""
 
 
-class Writer(Protocol):
-    """One process's hand in a save."""
+class StoreWriter(Protocol):
+    """The access of one process to a save under way."""
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
-        """Make a file of `nbytes` bytes that begins with `head`. Only this process writes the rest."""
+        """Create a file of `nbytes` bytes that begins with `head`. Only this process writes the rest of the file."""
 
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        """Write pieces of memory, one after the other, to a file's bytes at `offset`. Every byte is written once."""
+        """Write pieces of memory, one after the other, to a file from byte `offset` on. Each byte is written once."""
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file, whole."""
+        """Write a small whole file."""
 
     def finish(self) -> bytes:
-        """Return when what this process wrote is there, and on the disk where it has to be; with what `seal` needs of it."""
+        """Return, with a receipt for `seal`, when all writes are complete, and on the disk if the save is durable."""
 
     def discard(self) -> None:
-        """Let go of everything, after a failure. Nothing is raised."""
+        """Release all files, after a failure. Raises nothing."""
 
 
 class Completion(Protocol):
-    """How processes that write a save in the background tell each other how it ends, by way of the store alone.
+    """The means by which processes that save in the background learn how the save ends, through the store alone.
 
-    completion = store.completion(address, rank, ranks, timeout)    # every process, while all are known to live
-    completion.watch()                                              # when all have one
+    completion = store.completion(address, rank, ranks, timeout)    # every process, while all are known to be alive
+    completion.watch()                                              # when every process has its completion
     completion.done(content)                                        # or completion.failed(why)
     contents = completion.wait_for_all()                            # the leader, before it commits
     completion.saved()                                              # or completion.not_saved(why)
@@ -229,55 +236,60 @@ class Completion(Protocol):
     """
 
     def watch(self) -> None:
-        """Begin to see whether the others live, where a store can show that."""
+        """Begin to observe whether the other processes are alive, if the store can show that."""
 
     def done(self, content: bytes) -> None:
-        """This process has written its part; the leader gets `content`."""
+        """Announce that this process has written its part. The leader gets `content`."""
 
     def failed(self, why: str) -> None:
-        """This process cannot write its part. Nothing is raised."""
+        """Announce that this process cannot write its part. Raises nothing."""
 
     def wait_for_all(self) -> list[bytes]:
-        """What all processes gave to `done`, in their order. Raises CheckpointError with the reasons of those that failed, and
-        names one that died; RankTimeoutError names one that has said nothing.
+        """Wait for all processes, and return the contents that they gave to `done`, in the order of `ranks`.
+
+        Raises CheckpointError with the reasons of the processes that failed or with the name of one that died;
+        RankTimeoutError with the name of a process that announced nothing in time.
         """
 
     def saved(self) -> None:
-        """The checkpoint is there. Nothing is raised."""
+        """Announce that the checkpoint is there. Raises nothing."""
 
     def not_saved(self, why: str) -> None:
-        """It never will be; returns when the others have heard of it, or cannot hear. Nothing is raised."""
+        """Announce that the save has failed; return when the other processes know it, or cannot be reached. Raises nothing."""
 
     def wait_for_end(self, failed: str | None) -> None:
-        """Return when the checkpoint is there; raise CheckpointError when it never will be. `failed`: why this process did."""
+        """Return when the checkpoint is there; raise CheckpointError when the save has failed.
+
+        `failed`: the reason why this process could not write its part; None if it could.
+        """
 
     def close(self) -> None:
-        """Let go of it. Nothing is raised."""
+        """Release everything. Raises nothing."""
 
 
-class Record(Protocol):
-    """What a manifest says in short. `order` sorts the checkpoints of one place by age, the oldest first."""
+class BriefLike(Protocol):
+    """The summary of a manifest, as a store needs it. `order` sorts the checkpoints of one place by age, the oldest first."""
 
     @property
     def order(self) -> tuple[int, int, int, str]: ...
 
 
-RecordT = TypeVar("RecordT", bound=Record)
+BriefT = TypeVar("BriefT", bound=BriefLike)
 
 
 @dataclass(frozen=True)
-class Standing(Generic[RecordT]):
-    """What a place is, at a look.
+class Standing(Generic[BriefT]):
+    """The state of a place: a complete checkpoint, surely none, or undecided.
 
     Attributes:
-        brief: of a complete checkpoint; None where it is not one, or cannot be told.
-        has_manifest: whether it has a manifest, or could not be asked; False also where this user may not look into it.
-        is_sure: False where it could not be read just now, or not by this version, and may be a complete checkpoint.
-        has_moved: it went away, or another one has its name, while it was looked at.
-        reason: why it is not complete, or cannot be told.
+        brief: the summary of a complete checkpoint; None where the place has none, or is undecided.
+        has_manifest: whether the place has a manifest, or could not be asked; False also where this user has no access to it.
+        is_sure: False where the place may have a complete checkpoint, but could not be read just now, or not by this version.
+        has_moved: whether the checkpoint went away, or another one took its name, during the look.
+        reason: why the checkpoint is not complete, or is undecided.
     """
 
-    brief: RecordT | None = None
+    brief: BriefT | None = None
     has_manifest: bool = True
     is_sure: bool = True
     has_moved: bool = False
@@ -288,22 +300,22 @@ class Standing(Generic[RecordT]):
         return self.brief is not None
 
 
-class Judge(Protocol[RecordT]):
-    """What a store has to ask the format of what lies in it, before it removes or replaces anything.
+class Judge(Protocol[BriefT]):
+    """The questions that a store asks a format before it removes or replaces anything.
 
-    `manifest`: the file that makes a checkpoint one.
+    `manifest`: the name of the file whose presence makes a place a checkpoint.
     """
 
     manifest: str
 
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[RecordT]:
-        """Whether it is complete. `whole`: all of the manifest is verified, not its beginning alone."""
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[BriefT]:
+        """Whether the checkpoint is complete. `whole`: verify the whole manifest, not only its beginning."""
 
     def token_in(self, opened: Opened) -> str | None:
-        """The token of the save that wrote it; None where that cannot be read."""
+        """The token of the save that wrote the checkpoint; None where the token cannot be read."""
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """Whether a save has written a file of some name. `opened` None: it cannot be opened.
+        """A function that says whether a file of a given name was written by a save. `opened` None: the place cannot be opened.
 
-        Where the manifest cannot be read, what has a name that a save gives is the save's.
+        Where the manifest cannot be read, every name that a save could give counts as written by a save.
         """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge, Opened, Staging, Standing, Store, Writer
+from fsdp_optim.storage.base import Judge, Opened, Staging, Standing, Store, StoreWriter
 from fsdp_optim.testing.mix_in import MixIn
 
 MANIFEST = "manifest.json"
@@ -71,10 +71,10 @@ class StoreConformance(MixIn):
     def _begin(self, store: Store, *, overwrite: bool = False) -> Staging:
         return store.begin(overwrite=overwrite, durable=False)
 
-    def _join(self, store: Store, staging: Staging, who: str = "rank 1") -> Writer:
+    def _join(self, store: Store, staging: Staging, who: str = "rank 1") -> StoreWriter:
         return self.another_handle(store).join(staging.address, durable=False, who=who)
 
-    def _write(self, store: Store, staging: Staging, files: Mapping[str, bytes]) -> Writer:
+    def _write(self, store: Store, staging: Staging, files: Mapping[str, bytes]) -> StoreWriter:
         """Write files by one process: each in one range, behind a head of at most four bytes."""
         writer = self._join(store, staging)
         for name, data in files.items():
@@ -83,7 +83,7 @@ class StoreConformance(MixIn):
                 writer.write(name, [memoryview(data)[4:]], 4)
         return writer
 
-    def _seal(self, staging: Staging, writers: Sequence[Writer], names: Sequence[str]) -> None:
+    def _seal(self, staging: Staging, writers: Sequence[StoreWriter], names: Sequence[str]) -> None:
         staging.seal(names, [writer.finish() for writer in writers], durable=False)
 
     def _save(self, store: Store, files: Mapping[str, bytes], manifest: bytes, *, overwrite: bool = False) -> None:
@@ -137,7 +137,7 @@ class StoreConformance(MixIn):
         """Ranges of all lengths, in pieces, in any order; across the borders of parts where a store has them."""
         store, rng = self._new(), random.Random(1)
         staging = self._begin(store)
-        part = staging.can.part_nbytes
+        part = staging.capabilities.part_nbytes
         data = self._data(max(_BIG, 2 * part + part // 3))
         borders = sorted({8, len(data), *(rng.randrange(8, len(data)) for _ in range(30))})
         ranges = list(itertools.pairwise(borders))
@@ -155,7 +155,7 @@ class StoreConformance(MixIn):
         """Ranges of one file where the store says that it can; else each process writes a file of its own."""
         store, data = self._new(), self._data(_BIG)
         staging = self._begin(store)
-        shared = staging.can.writes_ranges != "no"
+        shared = staging.capabilities.writes_ranges != "no"
         if shared:
             staging.create("model.safetensors", len(data), data[:8])
         writers = [self._join(store, staging, f"rank {rank}") for rank in range(3)]
@@ -252,7 +252,7 @@ class StoreConformance(MixIn):
         """A file that is taken in parts, and lacks some of its bytes, is never whole."""
         store = self._new()
         staging = self._begin(store)
-        part = staging.can.part_nbytes
+        part = staging.capabilities.part_nbytes
         if not part:
             staging.abandon()
             self._case.skipTest("this store has no parts")
@@ -347,7 +347,7 @@ class StoreConformance(MixIn):
         store = self._new()
         self._save(store, {"model.safetensors": b"first"}, b"mine")
         found = []
-        for opened in store.beside():
+        for opened in store.siblings():
             with opened, contextlib.suppress(CheckpointError):
                 found.append(self._read(opened, MANIFEST))
         self._case.assertEqual(found, [b"mine"])

@@ -122,14 +122,14 @@ class FileSystemTest(unittest.TestCase):
     )
     def test_kind(self, path: str, kind: str) -> None:
         with mock.patch.object(Path, "read_text", return_value=MOUNTS):
-            self.assertEqual(filesystem.kind_of(Path(path)), kind)
+            self.assertEqual(filesystem.filesystem_type(Path(path)), kind)
 
     def test_where_nothing_is_said(self) -> None:
         def refuse(self: Path, **_: Any) -> str:
             raise FileNotFoundError(self)
 
         with mock.patch.object(Path, "read_text", refuse):
-            self.assertEqual(filesystem.kind_of(Path("/data")), "")
+            self.assertEqual(filesystem.filesystem_type(Path("/data")), "")
             self.assertTrue(filesystem.this_host(Path("/data")))
 
     def test_sparse(self) -> None:
@@ -150,7 +150,7 @@ def save_on_machines(root: Path, num_machines: int, kind: str, sparse: bool, opt
     with (
         cpu(),
         mock.patch.object(store, "this_host", return_value=host),
-        mock.patch.object(folder, "kind_of", return_value=kind),
+        mock.patch.object(folder, "filesystem_type", return_value=kind),
         mock.patch.object(folder, "has_sparse_files", return_value=sparse),
     ):
         save(root, Trained("FSDP2", **KWARGS), **options)

@@ -45,7 +45,7 @@ ON_RANKS = [
 
 def without_farewell(root: Path, cases: list[Case]) -> list[tuple[int, list[str], Counter[str]]]:
     """On each rank: as `on_ranks`, but nobody waits for a rank that cannot say that it has seen what failed."""
-    with mock.patch("fsdp_optim.storage.posix.completion._FAREWELL", 0.2):
+    with mock.patch("fsdp_optim.storage.posix.completion._GRACE", 0.2):
         return on_ranks(root, cases)
 
 

@@ -13,7 +13,7 @@ from parameterized import parameterized
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.memory import Bucket, MemoryStore
-from fsdp_optim.storage.parts import Parts
+from fsdp_optim.storage.multipart import MultipartFile
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import StoreConformance
 
@@ -44,14 +44,14 @@ class TestMemoryInParts(TestMemory):
     part_nbytes = 1000
 
 
-class TestParts(unittest.TestCase):
+class TestMultipartFile(unittest.TestCase):
     @parameterized.expand(itertools.product((1, 9, 10, 11, 20, 25), (3, 10, 100)))
     def test_every_cut(self, nbytes: int, part_nbytes: int) -> None:
         """A file in two ranges, the second first, at every place."""
         data = bytes(range(nbytes))
         for cut in range(nbytes + 1):
             sent: dict[int, bytes] = {}
-            parts = Parts("file", nbytes, part_nbytes, sent.__setitem__)
+            parts = MultipartFile("file", nbytes, part_nbytes, sent.__setitem__)
             parts.write([memoryview(data)[cut:]], cut)
             parts.write([memoryview(data)[: cut // 2], memoryview(data)[cut // 2 : cut]], 0)
             parts.check_whole()
@@ -59,7 +59,7 @@ class TestParts(unittest.TestCase):
             self.assertEqual({len(part) for part in sent.values()} - {part_nbytes, nbytes % part_nbytes}, set())
 
     def test_bytes_beyond_the_end(self) -> None:
-        parts = Parts("file", 10, 4, lambda number, data: None)
+        parts = MultipartFile("file", 10, 4, lambda number, data: None)
         with self.assertRaisesRegex(CheckpointError, "file: has 10 bytes, so byte 10"):
             parts.write([memoryview(b"12345")], 6)
 

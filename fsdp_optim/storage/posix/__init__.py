@@ -1,1 +1,1 @@
-"""A folder as a store: written aside under another name, then renamed; opened so that nothing can be swapped under a reader."""
+"""A folder as a store: a save writes under another name and renames at the end; a reader holds the folder and its files open."""

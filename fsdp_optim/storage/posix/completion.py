@@ -1,7 +1,8 @@
-"""How processes that write into one folder in the background tell each other how it ends: by notes in the folder.
+"""The means by which ranks that save in the background learn how the save ends: small files, called notes, in the folder.
 
-`done-<rank>`: a rank has written its part; `failed-<rank>`: it cannot, and why. `outcome`: how it ended, which all hold open, so
-that they read it wherever the folder is by then. `seen-<rank>`: a rank has read of a failure there.
+`done-<rank>`: the rank has written its part. `failed-<rank>`: the rank cannot write its part, and the reason. `outcome`: how the
+save ended; all ranks hold this note open, and so can read the outcome after the folder was renamed. `seen-<rank>`: the rank has
+read in `outcome` that the save failed.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from fsdp_optim.storage.posix.notes import HeldNote, WatchedNote
 
 _DONE, _FAILED, _SEEN, _OUTCOME, _PART = "done-", "failed-", "seen-", "outcome", ".part"
 _SAVED, _NOT_SAVED = "saved", "not saved: "
-_NO_REASON = "failed, and could not write down why: look at its log"
+_NO_REASON = "failed, and could not write down why: look at the log of that rank"
 _LOOK_EVERY = 0.02  # seconds
-_LOOK_FOR_LIFE_EVERY = 0.5  # seconds; each look is a lock
-_LOOKS = 100  # for what a rank on another machine has renamed
-_MOST_WATCHED = 256  # ranks whose lives the leader watches: each costs a descriptor
-_FAREWELL = 10.0  # seconds for the others to see a failure, before the folder goes
+_LOOK_FOR_LIFE_EVERY = 0.5  # seconds; each look takes a lock
+_LOOKS = 100  # times, for a folder that a rank on another machine has renamed
+_MOST_WATCHED = 256  # ranks that the leader watches: each costs a file descriptor
+_GRACE = 10.0  # seconds in which the other ranks can see a failure, before the folder is removed
 
 
 class FolderCompletion(Completion):
-    """One rank's part of it.
+    """The completion of a background save for one rank.
 
     Args:
-        path: of the checkpoint; `folder`: where it is written, whose name is its token.
-        rank: of this process; `ranks`: of all, the leader first.
-        timeout: seconds.
+        path, folder: the path of the checkpoint, and the folder in which it is written. The name of the folder is the token.
+        rank, ranks: this rank, and all ranks of the save with the leader first.
+        timeout: the seconds to wait for other ranks.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class FolderCompletion(Completion):
         self._path, self._folder, self._judge = path, folder, judge
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._others: dict[int, WatchedNote] = {}
-        self._heard: WatchedNote | None = None
+        self._watched_outcome: WatchedNote | None = None
         self._outcome: HeldNote | None = None
         with ExitStack() as held:
             self._mine = held.enter_context(closing(HeldNote(folder / f"{_FAILED}{rank}{_PART}")))
@@ -55,7 +56,7 @@ class FolderCompletion(Completion):
 
     def watch(self) -> None:
         if self._outcome is None:
-            self._heard = self._held.enter_context(closing(WatchedNote(self._folder / _OUTCOME)))
+            self._watched_outcome = self._held.enter_context(closing(WatchedNote(self._folder / _OUTCOME)))
             return
         for rank in self._ranks[1 : _MOST_WATCHED + 1]:
             note = WatchedNote(self._folder / f"{_FAILED}{rank}{_PART}")
@@ -65,7 +66,7 @@ class FolderCompletion(Completion):
         self._held.close()
 
     def done(self, content: bytes) -> None:
-        name = f"{_DONE}{self._rank}"  # it is there whole or not at all
+        name = f"{_DONE}{self._rank}"  # renamed, so that readers see the whole note or none
         write_file(self._folder / f"{name}{_PART}", content, durable=False)
         os.rename(self._folder / f"{name}{_PART}", self._folder / name)
 
@@ -82,17 +83,17 @@ class FolderCompletion(Completion):
         waiting = set(self._ranks)
         while waiting:
             if not may_be_there(self._folder):
-                raise CheckpointError(f"{self._path}: {self._folder} went away while it was written")
+                raise CheckpointError(f"{self._path}: {self._folder} went away during the save")
             dead: list[int] = []
             if time.monotonic() >= for_life:
                 dead = [rank for rank in sorted(waiting) if self._is_dead(rank)]
                 for_life = time.monotonic() + _LOOK_FOR_LIFE_EVERY
             self._check_failed()
             waiting = {rank for rank in waiting if not _is_seen(paths[rank])}
-            gone = [rank for rank in dead if rank in waiting]  # its lock was free, and it has left no note
+            gone = [rank for rank in dead if rank in waiting]  # the lock was free, and there is no note
             if gone:
                 raise CheckpointError(
-                    f"{self._path}: rank {gone[0]} ended before it had written its part: look at its log"
+                    f"{self._path}: rank {gone[0]} died before it had written its part: look at the log of rank {gone[0]}"
                 )
             if waiting and time.monotonic() > deadline:
                 raise RankTimeoutError(
@@ -109,7 +110,7 @@ class FolderCompletion(Completion):
         return rank in self._others and self._others[rank].is_dead()
 
     def _check_failed(self) -> None:
-        """Raise CheckpointError with the reasons of those that failed."""
+        """Raise CheckpointError with the reasons of the ranks that failed."""
         failed = [rank for rank in self._ranks if _is_seen(self._folder / f"{_FAILED}{rank}")]
         if failed:
             reasons = [(rank, (self._folder / f"{_FAILED}{rank}").read_text().strip()) for rank in failed]
@@ -117,12 +118,12 @@ class FolderCompletion(Completion):
 
     def saved(self) -> None:
         if self._outcome is not None:
-            self._outcome.write(_SAVED)  # whoever holds it open reads it, wherever the folder is taken now
+            self._outcome.write(_SAVED)  # ranks that hold the note open can read it wherever the folder is
 
     def not_saved(self, why: str) -> None:
         if self._outcome is not None:
             self._outcome.write(f"{_NOT_SAVED}{why}")
-        deadline = time.monotonic() + _FAREWELL
+        deadline = time.monotonic() + _GRACE
         unseen = set(self._ranks[1:])
         while unseen and time.monotonic() < deadline and may_be_there(self._folder):
             seen = {rank for rank in unseen if _is_seen(self._folder / f"{_SEEN}{rank}")}
@@ -130,37 +131,37 @@ class FolderCompletion(Completion):
             time.sleep(_LOOK_EVERY)
 
     def wait_for_end(self, failed: str | None) -> None:
-        deadline = time.monotonic() + 2 * self._timeout + _FAREWELL  # the leader gives up first
+        deadline = time.monotonic() + 2 * self._timeout + _GRACE  # the leader gives up first
         for_life = time.monotonic()
         while self._is_still_there(failed):
             leader_is_dead = False
             if time.monotonic() >= for_life:
-                leader_is_dead = self._heard is not None and self._heard.is_dead()
+                leader_is_dead = self._watched_outcome is not None and self._watched_outcome.is_dead()
                 for_life = time.monotonic() + _LOOK_FOR_LIFE_EVERY
             if self._has_ended():
                 return
             if leader_is_dead and may_be_there(self._folder):
-                text = f"{self._path}: rank {self._ranks[0]}, which finishes it, ended before it had: look at its log"
-                with contextlib.suppress(OSError):  # for those on machines where its lock is not seen
+                text = f"{self._path}: rank {self._ranks[0]}, which finishes the checkpoint, died: look at the log of that rank"
+                with contextlib.suppress(OSError):  # for ranks on machines that do not see the lock
                     (self._folder / _OUTCOME).write_text(f"{_NOT_SAVED}{text}")
                 raise CheckpointError(text)
             if time.monotonic() > deadline:
                 raise RankTimeoutError(
-                    f"{self._path}: rank {self._ranks[0]} did not finish it within {self._timeout:g} s"
+                    f"{self._path}: rank {self._ranks[0]} did not finish the checkpoint within {self._timeout:g} s"
                 )
             time.sleep(_LOOK_EVERY)
         for _ in range(_LOOKS):
             if self._has_ended():
                 return
             with contextlib.suppress(OSError):
-                os.listdir(self._path.parent)  # a network file system then asks again whether the path is there
+                os.listdir(self._path.parent)  # makes a network file system look up the path anew
                 if token_of(self._path, self._judge) == self._folder.name:
                     return
             time.sleep(_LOOK_EVERY)
-        raise CheckpointError(f"{self._path}: {self._folder} went away while it was written")
+        raise CheckpointError(f"{self._path}: {self._folder} went away during the save")
 
     def _is_still_there(self, failed: str | None) -> bool:
-        """Whether the folder is there. What cannot be told is, unless this rank has failed: it need not hear how that ended."""
+        """Whether the folder is there. Where the system cannot tell: True, or CheckpointError if this rank has failed itself."""
         try:
             return is_there(self._folder)
         except OSError as error:
@@ -169,8 +170,8 @@ class FolderCompletion(Completion):
             return True
 
     def _has_ended(self) -> bool:
-        """Whether the checkpoint is there. Raises CheckpointError where it never will be."""
-        text = self._heard.text() if self._heard is not None else ""
+        """Whether the checkpoint is there. Raises CheckpointError if the save has failed."""
+        text = self._watched_outcome.text() if self._watched_outcome is not None else ""
         if text.startswith(_NOT_SAVED):
             with contextlib.suppress(OSError):
                 (self._folder / f"{_SEEN}{self._rank}").touch()
@@ -179,7 +180,7 @@ class FolderCompletion(Completion):
 
 
 def _is_seen(note: Path) -> bool:
-    """Whether a note is there; what cannot be told is not seen yet."""
+    """Whether a note is there; False where the system cannot tell."""
     with contextlib.suppress(OSError):
         return is_there(note)
     return False

@@ -1,4 +1,4 @@
-"""Bytes to and from files: whole writes and reads, at their place, into and out of memory that is there already."""
+"""Bytes to and from files: complete reads and writes at an offset, into and out of memory of the caller."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash: pathlib makes one of two
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash, because pathlib makes `s3:/` of `s3://`
 _SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
 _MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 1024 on Linux)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """A user's path, from the root. Raises as `local_path`."""
+    """The absolute form of a path. Raises as `local_path` does."""
     return Path(os.path.abspath(local_path(path)))
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A user's path, with `~` expanded. Raises CheckpointError for what no file system takes, and for a URL."""
+    """A path as text, with `~` expanded. Raises CheckpointError for a URL, and for a value that no file system accepts."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -37,22 +37,22 @@ def local_path(path: str | os.PathLike[str]) -> str:
     try:
         os.fsencode(text)
     except UnicodeEncodeError as error:
-        raise CheckpointError(f"{text!r}: is not a path that this file system can have: {error.reason}") from None
+        raise CheckpointError(f"{text!r}: is not a path that this file system accepts: {error.reason}") from None
     scheme = _SCHEME.match(text)
     if scheme is not None:
         raise CheckpointError(
-            f"{text}: checkpoints are folders, and nothing here handles {scheme[1]}: addresses: save to a folder that all ranks "
-            f"see and copy it, or load a copy; a folder that is really called so is ./{text}"
+            f"{text}: checkpoints are folders, and {scheme[1]}: addresses are not supported: save to a folder that all ranks see "
+            f"and copy that folder, or load a copy; if {text} is the name of a folder, give ./{text}"
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
-        raise CheckpointError(f"{text}: there is no such user; a folder whose name begins with ~ is ./{text}")
+        raise CheckpointError(f"{text}: there is no such user; if {text} is the name of a folder, give ./{text}")
     return expanded
 
 
 @contextlib.contextmanager
-def of_files(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a CheckpointError of every error of the file system that comes up in work on a checkpoint."""
+def checkpoint_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise every error of the file system inside the block as a CheckpointError that names `path`."""
     try:
         yield
     except FsdpOptimError:
@@ -63,7 +63,7 @@ def of_files(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
-    """Fill pieces of memory, one after the other, from a file's bytes at `offset`."""
+    """Fill pieces of memory, one after the other, from a file from byte `offset` on."""
     for batch in _batches(pieces):
         left = [piece for piece in batch if len(piece)]
         while left:
@@ -78,7 +78,7 @@ def read_into(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
 
 
 def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) -> None:
-    """Write pieces of memory, one after the other, to a file's bytes at `offset`."""
+    """Write pieces of memory, one after the other, to a file from byte `offset` on."""
     for batch in _batches(pieces):
         left = [piece for piece in batch if len(piece)]
         while left:
@@ -93,7 +93,7 @@ def write_all(fd: int, path: Path, pieces: Sequence[memoryview], offset: int) ->
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Let the kernel begin to bring some bytes of a file to the disk; returns at once. A hint, of which failure means nothing."""
+    """Ask the kernel to begin writing some bytes of a file to the disk; return at once. The request is a hint and may fail."""
     sync_range = _sync_file_range()
     if sync_range is not None:
         sync_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
@@ -111,24 +111,24 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool) -> None:
-    """Make a file of its own with this content."""
+    """Create a new file with the content `data`."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from None
+        raise CheckpointError(f"{path}: cannot be created: {error.strerror or error}") from None
     try:
         try:
             write_all(fd, path, [memoryview(data)], 0)
             if durable:
                 os.fsync(fd)
         finally:
-            os.close(fd)  # some file systems tell of a full disk only now
+            os.close(fd)  # some file systems report a full disk only here
     except OSError as error:
         raise error if isinstance(error, CheckpointError) else CheckpointError(f"{path}: {error.strerror}") from None
 
 
 def make_file(folder: Path, name: str, nbytes: int, head: bytes) -> None:
-    """A file in its full length, with its first bytes."""
+    """Create a file of `nbytes` bytes that begins with `head`."""
     try:
         write_file(folder / name, head, durable=False)
         os.truncate(folder / name, nbytes)
@@ -138,7 +138,7 @@ def make_file(folder: Path, name: str, nbytes: int, head: bytes) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Return when a file is on the disk."""
+    """Flush a file to the disk."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -150,19 +150,19 @@ def sync_file(path: Path) -> None:
 
 
 def close_quietly(fd: int) -> None:
-    """Close a descriptor through which nothing was written that could be lost. It is closed, whatever the system says."""
+    """Close a file descriptor and ignore errors: nothing that could be lost was written through the descriptor."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder and what is in it, as far as that can be done. Raises nothing, where rmtree does for a failed close."""
+    """Remove a folder and its content as far as possible. Raises nothing, unlike rmtree, which raises when a close fails."""
     with contextlib.suppress(OSError):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -175,7 +175,7 @@ def _batches(pieces: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
 
 
 def _after(pieces: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of pieces when the first `done` bytes of them are gone."""
+    """The pieces without their first `done` bytes."""
     left = []
     for piece in pieces:
         if done >= len(piece):

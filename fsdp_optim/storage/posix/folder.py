@@ -1,4 +1,4 @@
-"""The folder of a save under way: written aside under another name, then renamed to its own."""
+"""The folder of a save under way, which is written under another name and renamed at the end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Can, Judge, Staging
+from fsdp_optim.storage.base import Capabilities, Judge, Staging
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
-from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, has_sparse_files, kind_of, this_host
+from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files, this_host
 from fsdp_optim.storage.posix.leftovers import LOCK, NEW, OLD, SAVING, remove_leftovers, restore_old
 from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, is_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
@@ -31,7 +31,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class _Seen:
-    """What was at a path: by its save's token or, where that cannot be read, by its inode."""
+    """The identity of a folder: the token of its save or, where the token cannot be read, its inode."""
 
     inode: tuple[int, int]
     token: str | None
@@ -51,30 +51,30 @@ class _Seen:
 
 @dataclass
 class FolderStaging(Staging):
-    """A folder that is being written. Made by one process; the others know its path."""
+    """A folder that is being written. One process creates the folder; the other processes get its path."""
 
     path: Path
     folder: Path
     judge: Judge[Any] = field(repr=False)
     overwrite: bool
     lock: int = field(repr=False)
-    before: _Seen | None = None  # what was at the path when this save began
+    before: _Seen | None = None  # the folder at the path when this save began
 
     @classmethod
     def begin(cls, path: Path, judge: Judge[Any], *, overwrite: bool, durable: bool = True) -> FolderStaging:
-        """Make the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
+        """Create the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
         path = Path(os.path.abspath(path))
         try:
             _check_free(path, judge, overwrite=overwrite)
             _make_parents(path.parent, durable=durable)
             restore_old(path, judge, overwrite=overwrite)
             remove_leftovers(path, judge)
-            _check_free(path, judge, overwrite=overwrite)  # what was aside may be back
+            _check_free(path, judge, overwrite=overwrite)  # restore_old may have brought a checkpoint back
             before = _Seen.at(path, judge)
             for attempt in range(_ATTEMPTS):
                 try:
                     return cls._make(path, judge, overwrite, before)
-                except FileNotFoundError:  # another save took the folder for a leftover, before it had its lock
+                except FileNotFoundError:  # another save took the unlocked folder for a leftover
                     if attempt == _ATTEMPTS - 1:
                         raise
             raise FileNotFoundError(errno.ENOENT, "unreachable")
@@ -83,13 +83,13 @@ class FolderStaging(Staging):
 
     @classmethod
     def _make(cls, path: Path, judge: Judge[Any], overwrite: bool, before: _Seen | None) -> FolderStaging:
-        """A folder that never has its name without its lock being held."""
+        """Create the folder and hold its lock before the folder gets its name."""
         token = secrets.token_hex(8)
         new, folder = (path.with_name(f"{path.name}{mark}{token}") for mark in (NEW, SAVING))
         new.mkdir()
         lock = -1
         try:
-            (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see it
+            (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see the content
             lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
             _hold(lock)
             new.rename(folder)  # fails where another save has just removed it
@@ -102,7 +102,7 @@ class FolderStaging(Staging):
 
     @property
     def replaces(self) -> bool:
-        """Whether something that was saved before goes when this is put in its place."""
+        """Whether `commit` removes an earlier checkpoint."""
         return self.overwrite and self.before is not None
 
     @property
@@ -114,20 +114,21 @@ class FolderStaging(Staging):
         return self.folder.name
 
     @cached_property
-    def can(self) -> Can:
-        """What the file system can do, tried and looked up.
+    def capabilities(self) -> Capabilities:
+        """The abilities of the file system, found by a trial and by its name.
 
-        Where files are not sparse, making a whole one writes it once for nothing: then each process writes files of its own.
+        Where files are not sparse, creating a file in its full length writes all its bytes once too often: there each process
+        writes files of its own.
         """
         if not has_sparse_files(self.folder):
-            return Can("no")
-        return Can("anywhere" if kind_of(self.folder) in WRITTEN_IN_PLACE else "on one machine")
+            return Capabilities("no")
+        return Capabilities("anywhere" if filesystem_type(self.folder) in WRITTEN_IN_PLACE else "on one machine")
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
         make_file(self.folder, name, nbytes, head)
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
-        if durable:  # also those into which nobody had anything to write
+        if durable:  # also files into which no process wrote
             for name in names:
                 sync_file(self.folder / name)
 
@@ -139,26 +140,26 @@ class FolderStaging(Staging):
         self.take_place(durable=durable)
 
     def take_place(self, *, durable: bool) -> None:
-        """Give the finished folder its name, and remove what was there.
+        """Give the finished folder its name, and remove the earlier checkpoint.
 
-        Raises CheckpointError where another save to the same path was faster, or where the new name cannot be made durable: then
-        what was there is kept aside.
+        Raises CheckpointError where another save to the same path was faster, or where the new name cannot be made durable; in
+        the latter case the earlier checkpoint is kept under another name.
         """
         old = self._put_in_place(durable=durable)
         if durable:
             try:
                 sync_folder(self.path.parent)
             except OSError as error:
-                kept = f"; what was there before is kept as {old}" if old is not None else ""
+                kept = f"; the earlier checkpoint is kept as {old}" if old is not None else ""
                 reason = error.strerror or error
                 raise CheckpointError(
-                    f"{self.path}: is written, but its name could not be made durable: {reason}{kept}"
+                    f"{self.path}: was written, but its name could not be made durable: {reason}{kept}"
                 ) from error
         if old is not None:
             remove_tree(old)
 
     def _put_in_place(self, *, durable: bool) -> Path | None:
-        """Rename the folder. Where what was at the path is now."""
+        """Rename the folder; return the new path of the earlier checkpoint, or None if there was none."""
         old = None
         try:
             _check_free(self.path, self.judge, overwrite=self.overwrite)
@@ -174,18 +175,20 @@ class FolderStaging(Staging):
             self.folder.rename(self.path)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
-                with contextlib.suppress(OSError):  # else readers and the next save find it under its other name
+                with contextlib.suppress(
+                    OSError
+                ):  # if that fails, readers and the next save find the checkpoint under its other name
                     old.rename(self.path)
             raise _failed(self.path, "cannot be put in place", error) from None
         else:
-            with contextlib.suppress(OSError):  # it is there now, whatever happens
+            with contextlib.suppress(OSError):  # the checkpoint is there, even if the lock file stays
                 (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
         finally:
             self._unlock()
         return old
 
     def _carry_over(self) -> None:
-        """What somebody has put into the folder that is replaced stays."""
+        """Carry foreign files of the replaced folder over to the new one."""
         if not self.overwrite or is_nothing(self.path):
             return
         strangers = strangers_in(self.path, LOCK, self.judge)
@@ -194,7 +197,7 @@ class FolderStaging(Staging):
             log.info("%s: carried over to the new checkpoint: %s", self.path, ", ".join(strangers))
 
     def abandon(self) -> None:
-        """Remove the folder, after a failure."""
+        """Remove the folder, after a failure. Raises nothing."""
         remove_tree(self.folder)
         self._unlock()
 
@@ -205,71 +208,75 @@ class FolderStaging(Staging):
 
 
 def _hold(lock: int) -> None:
-    """Take the lock of a new folder. A save that looks for leftovers may hold it for a moment."""
+    """Take the lock of a new folder. A save that looks for leftovers may hold that lock for a moment."""
     for _ in range(_ATTEMPTS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_AGAIN)
         except OSError:
-            return  # a file system without locks: no leftover is removed there either
+            return  # on a file system without locks no leftover is removed either
         else:
             return
     raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
 
 
 def _make_parents(folder: Path, *, durable: bool) -> None:
-    """Make the folders that lead to a checkpoint. Each new name is on the disk before anything is written below it."""
+    """Create the folders that lead to a checkpoint. Each new name is on the disk before anything is written below that folder."""
     missing = []
     while not is_there(folder):
         missing.append(folder)
         folder = folder.parent
-    for one in reversed(missing):
-        one.mkdir(exist_ok=True)
+    for parent in reversed(missing):
+        parent.mkdir(exist_ok=True)
         try:
-            sync_folder(one.parent)
+            sync_folder(parent.parent)
         except OSError:
             if durable:
                 raise
 
 
 def _sync_folders(folder: Path) -> None:
-    for one in (folder / "extra", folder):
-        if one.is_dir():
-            sync_folder(one)
+    for written in (folder / "extra", folder):
+        if written.is_dir():
+            sync_folder(written)
 
 
 def _check_free(path: Path, judge: Judge[Any], *, overwrite: bool) -> None:
     if path.is_symlink():
-        raise CheckpointError(f"{path}: is a symbolic link: save to the folder that it leads to")
+        raise CheckpointError(f"{path}: is a symbolic link: save to the folder that the link leads to")
     if not is_there(path) or is_empty_folder(path):
         return
     if not overwrite:
-        raise CheckpointError(f"{path}: is there already: save to another path, or say overwrite=True")
+        raise CheckpointError(f"{path}: exists already: save to another path, or give overwrite=True")
     if not is_there(path / judge.manifest):
-        raise CheckpointError(f"{path}: is no checkpoint, so it is not overwritten: remove it, or save to another path")
+        raise CheckpointError(
+            f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
+        )
 
 
-def _failed(path: Path, what: str, error: OSError) -> CheckpointError:
+def _failed(path: Path, failure: str, error: OSError) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return error
-    file = next((one for one in path.parents if _is_file(one)), None)
+    file = next((parent for parent in path.parents if _is_file(parent)), None)
     if file is not None:
-        return CheckpointError(f"{path}: {what}: {file} is a file, not a folder: give another path, or remove the file")
+        return CheckpointError(
+            f"{path}: {failure}: {file} is a file, not a folder: give another path, or remove the file"
+        )
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-        return _overtaken(path, what)
-    return CheckpointError(f"{path}: {what}: {error.strerror or error}")
+        return _overtaken(path, failure)
+    return CheckpointError(f"{path}: {failure}: {error.strerror or error}")
 
 
 def _is_file(path: Path) -> bool:
-    """Whether something else than a folder is there, as far as that can be told."""
+    """Whether the path is something other than a folder; False where the system cannot tell."""
     with contextlib.suppress(OSError):
         return not stat.S_ISDIR(os.stat(path).st_mode)
     return False
 
 
-def _overtaken(path: Path, what: str) -> CheckpointError:
+def _overtaken(path: Path, failure: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {what}: another save to this path was faster. Where it is a save of the same job, its ranks do not know that "
-        "they belong together: tell them with process_group=, or give each a path of its own"
+        f"{path}: {failure}: another save to this path was faster. If both saves are of one job, its ranks do not know that they "
+        "belong together: give process_group= with all of them, or give each save a path of its own"
     )

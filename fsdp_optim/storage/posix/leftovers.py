@@ -1,7 +1,8 @@
-"""What saves have left beside a path: folders of saves that died, old checkpoints that are set aside, and what is to be removed.
+"""Folders that saves leave next to a path: of saves that died, earlier checkpoints, and folders that wait for their removal.
 
-`<path>.saving-<token>` is being written while the process that made it holds the lock on `owner.lock` in it, and is a
-leftover else. `<path>.old-<token>` is what was at `path` before, until the new one is there.
+`<path>.saving-<token>` is being written as long as a process holds the lock on `owner.lock` in the folder; without a lock the
+folder is a leftover. `<path>.old-<token>` is the earlier checkpoint, until the new one is in place. `<path>.gone-<token>` waits
+for its removal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge, RecordT, Standing
+from fsdp_optim.storage.base import BriefT, Judge, Standing
 from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
 from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.looks import is_nothing, standing_of
@@ -28,7 +29,7 @@ LOCK = "owner.lock"
 NEW, SAVING, OLD, GONE = ".new-", ".saving-", ".old-", ".gone-"
 UNFINISHED = (NEW, SAVING, GONE)
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
-_DEAD_AFTER = 3600.0  # seconds without a write, where the lock cannot tell
+_DEAD_AFTER = 3600.0  # seconds without a write, where the lock shows nothing
 _MOST_HOST_NBYTES = 256
 _TOKEN = re.compile("[0-9a-f]{16}")
 
@@ -36,14 +37,14 @@ log = logging.getLogger("fsdp_optim")
 
 
 def _siblings(path: Path, mark: str) -> Iterator[Path]:
-    """Folders beside `path` that a save of it has made."""
+    """The folders next to `path` that saves to `path` have made."""
     return (folder for folder, base in aside(path.parent, mark) if base == path)
 
 
 def aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
-    """Folders that saves have made in a folder, each with the path that it is of.
+    """The folders in `parent` whose names have this mark, each with the path of its checkpoint.
 
-    Raises CheckpointError where the folder cannot be listed; one that may be entered only has nothing that is known.
+    Yields nothing where this user may not list `parent`. Raises CheckpointError where listing fails for another reason.
     """
     try:
         entries = sorted(parent.iterdir())
@@ -65,35 +66,39 @@ def _may_be_folder(path: Path) -> bool:
 
 
 def new_gone(folder: Path) -> Path:
-    """A name under which a folder is no checkpoint any more, and is removed by the next save at the latest."""
+    """A new name that marks a folder for removal: the folder is no checkpoint any more, and the next save removes it."""
     return folder.with_name(f"{folder.name}{GONE}{secrets.token_hex(8)}")
 
 
 def retire(folder: Path) -> Path:
-    """Give a folder such a name, so that from here on it is no checkpoint. Raises OSError where that cannot be done."""
+    """Rename a folder as `new_gone` says, and return the new path. Raises OSError where the rename fails."""
     gone = new_gone(folder)
     folder.rename(gone)
     return gone
 
 
 def remove_gone(folders: Sequence[Path]) -> None:
-    """Remove folders that are called as `new_gone` says, when that name is on the disk.
+    """Remove folders with names of `new_gone`, after these names are on the disk.
 
-    After a power cut one would else be there under its old name again, with a manifest and without some of its files.
+    Otherwise a folder could have its old name again after a power cut, with a manifest but without some of its files.
     """
     if not folders:
         return
     try:
         sync_folder(folders[0].parent)
     except OSError as error:
-        log.warning("%s is not removed yet: its new name is not on the disk: %s", folders[0], error.strerror or error)
+        log.warning(
+            "%s is not removed yet, because its new name could not be made durable: %s",
+            folders[0],
+            error.strerror or error,
+        )
         return
     for folder in folders:
         remove_tree(folder)
 
 
-def remove_leftovers(path: Path, judge: Judge[RecordT]) -> None:
-    """Remove what saves that died have left beside `path`: folders whose lock nobody holds, and old ones that are replaced."""
+def remove_leftovers(path: Path, judge: Judge[BriefT]) -> None:
+    """Remove the folders that dead saves have left next to `path`: unlocked ones, and earlier checkpoints that were replaced."""
     remove_gone([folder for folder, _ in aside(path.parent, GONE)])
     for mark in UNFINISHED:
         for folder, base in aside(path.parent, mark):
@@ -105,19 +110,19 @@ def remove_leftovers(path: Path, judge: Judge[RecordT]) -> None:
 
 
 def _remove_leftover(folder: Path, base: Path) -> None:
-    """Remove a folder under another name, so that its own save, should it have begun just now, finds it gone as a whole."""
+    """Rename a folder and then remove it, so that a save that has just begun in the folder finds it gone as a whole."""
     gone = new_gone(base)
     try:
         folder.rename(gone)
     except OSError:
-        return  # its save, or another one, was faster
-    log.info("removed %s, which a save that died had left", folder)
+        return  # another save was faster
+    log.info("removed %s, the leftover of a save that died", folder)
     remove_tree(gone)
 
 
-def _is_replaced(folder: Path, base: Path, judge: Judge[RecordT]) -> bool:
-    """Whether what was at `base` is needed no more: what is there now is known to be complete, and on the disk; or half of it
-    has been removed already. What cannot be told just now is no reason to remove the only copy.
+def _is_replaced(folder: Path, base: Path, judge: Judge[BriefT]) -> bool:
+    """Whether an earlier checkpoint of `base` can be removed: the present one is complete and on the disk, or this one has lost
+    its manifest already. False where the system cannot tell, because `folder` may be the only copy.
     """
     standing = standing_of(folder, judge)
     if standing.is_sure and not standing.has_manifest:
@@ -132,10 +137,11 @@ def _is_replaced(folder: Path, base: Path, judge: Judge[RecordT]) -> bool:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether the process that writes a folder lives.
+    """Whether the process that writes a folder may be alive.
 
-    On some cluster file systems a lock is seen on its own host only: of a folder of another one, a free lock says nothing, and
-    it counts as dead when nothing in it was written for an hour. What is no regular file was made by somebody else.
+    On some cluster file systems other hosts do not see a lock. So a free lock in a folder of another host proves nothing; there
+    the process counts as dead when nothing in the folder was written for an hour. A lock that is not a regular file is not a
+    save's, and its folder is left alone.
     """
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
@@ -156,16 +162,16 @@ def _is_held(folder: Path) -> bool:
 
 
 def _last_written(folder: Path) -> float:
-    """When something in a folder changed last."""
+    """The time of the latest change in a folder, in seconds since the epoch."""
     times = [0.0]
     for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(OSError):  # it went away meanwhile
+        with contextlib.suppress(OSError):  # the file was removed meanwhile
             times.append(path.stat().st_mtime)
     return max(times)
 
 
-def restore_old(path: Path, judge: Judge[RecordT], *, overwrite: bool) -> None:
-    """A save that was killed between two renames has left the old checkpoint under another name."""
+def restore_old(path: Path, judge: Judge[BriefT], *, overwrite: bool) -> None:
+    """Give an earlier checkpoint its name back, where a save was killed between its two renames."""
     if not is_nothing(path):
         return
     old, standing = _old_of(path, judge)
@@ -175,31 +181,31 @@ def restore_old(path: Path, judge: Judge[RecordT], *, overwrite: bool) -> None:
         old.rename(path)  # over an empty folder too
     elif not overwrite:
         raise CheckpointError(
-            f"{path}: {old} may be its checkpoint, which a save that died has left aside, and cannot be read just now: "
-            f"{standing.reason}; save to another path, or say overwrite=True"
+            f"{path}: {old} may be the checkpoint of this path, left by a save that died, and cannot be read just now: "
+            f"{standing.reason}; save to another path, or give overwrite=True"
         )
 
 
-def _old_of(path: Path, judge: Judge[RecordT]) -> tuple[Path, Standing[RecordT]] | tuple[None, None]:
-    """The folder that a save of a path has put aside: the newest complete one, else one that may be complete."""
-    found = [(old, standing_of(old, judge)) for old in _siblings(path, OLD)]
-    complete = [(standing.brief.order, old, standing) for old, standing in found if standing.brief is not None]
+def _old_of(path: Path, judge: Judge[BriefT]) -> tuple[Path, Standing[BriefT]] | tuple[None, None]:
+    """The earlier checkpoint that a save to `path` has renamed: the newest complete one, or else one that may be complete."""
+    looked_at = [(old, standing_of(old, judge)) for old in _siblings(path, OLD)]
+    complete = [(standing.brief.order, old, standing) for old, standing in looked_at if standing.brief is not None]
     if complete:
-        _, old, standing = max(complete, key=lambda one: one[0])
+        _, old, standing = max(complete, key=lambda candidate: candidate[0])
         return old, standing
-    return next(((old, standing) for old, standing in found if not standing.is_sure), (None, None))
+    return next(((old, standing) for old, standing in looked_at if not standing.is_sure), (None, None))
 
 
-def existing(path: Path, judge: Judge[RecordT]) -> Path:
-    """Where the checkpoint of a path is: there, or aside where a save was killed between two renames."""
+def existing(path: Path, judge: Judge[BriefT]) -> Path:
+    """The folder of a path's checkpoint: the path, or another name where a save was killed between its two renames."""
     path = Path(os.path.abspath(path))
     for _ in range(_ATTEMPTS):
         if not is_nothing(path):
             return path
         old, _ = _old_of(path, judge)
-        if old is not None:  # where it cannot be read, who reads it says why
+        if old is not None:  # if that folder cannot be read, the reader raises the reason
             return old
         if not any(_siblings(path, SAVING)):
             break
-        time.sleep(_AGAIN)  # it may be just between two names
+        time.sleep(_AGAIN)  # a save may be between its two renames
     return path

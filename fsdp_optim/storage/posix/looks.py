@@ -1,4 +1,4 @@
-"""What is at a path, as far as that can be told. "It cannot be told" is an answer of its own, for which nothing is removed."""
+"""Looks at paths. "Undecided" is a result of its own, and nothing is removed because of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import NOT_THERE, Judge, RecordT, Standing, is_sure_that_not
+from fsdp_optim.storage.base import NOT_THERE, BriefT, Judge, Standing, is_sure_that_not
 from fsdp_optim.storage.posix.opened import OpenFolder
 
 _IS_CLOSED = (errno.EACCES, errno.EPERM)  # a folder that this user may not enter, such as lost+found
 
 
-def standing_of(folder: Path, judge: Judge[RecordT], *, whole: bool = True) -> Standing[RecordT]:
-    """Look whether a folder has a manifest, and all files that it names in their sizes.
+def standing_of(folder: Path, judge: Judge[BriefT], *, whole: bool = True) -> Standing[BriefT]:
+    """Whether a folder has a manifest, and all files in the manifest with their sizes.
 
     Args:
-        whole: read and verify all of the manifest, instead of its beginning where that is enough.
+        whole: read and verify the whole manifest. False: read only its beginning, where that suffices.
     """
     manifest = folder / judge.manifest
     try:
@@ -40,8 +40,8 @@ def standing_of(folder: Path, judge: Judge[RecordT], *, whole: bool = True) -> S
         return Standing(is_sure=is_sure_that_not(error), has_moved=not may_be_there(folder), reason=str(error))
 
 
-def token_of(folder: Path, judge: Judge[RecordT]) -> str | None:
-    """What only this checkpoint has; None where it cannot be read."""
+def token_of(folder: Path, judge: Judge[BriefT]) -> str | None:
+    """The token of a checkpoint; None where the token cannot be read."""
     try:
         with OpenFolder(folder) as opened:
             return judge.token_in(opened)
@@ -50,14 +50,14 @@ def token_of(folder: Path, judge: Judge[RecordT]) -> str | None:
 
 
 def may_be_there(path: Path) -> bool:
-    """What cannot be told is there."""
+    """Whether anything has this path; True where the system cannot tell."""
     with contextlib.suppress(OSError):
         return is_there(path)
     return True
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything. Raises OSError where that cannot be told."""
+    """Whether anything has this path. Raises OSError where the system cannot tell."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -68,12 +68,12 @@ def is_there(path: Path) -> bool:
 
 
 def is_link(path: Path) -> bool:
-    """Whether it is a symbolic link."""
+    """Whether the path is a symbolic link."""
     return path.is_symlink()
 
 
 def is_nothing(path: Path) -> bool:
-    """Whether nothing is lost when a folder is put there. What cannot be looked at is something."""
+    """Whether a folder can take this path without a loss; False where the system cannot tell."""
     try:
         return not is_there(path) or (not path.is_symlink() and is_empty_folder(path))
     except OSError:
@@ -81,15 +81,15 @@ def is_nothing(path: Path) -> bool:
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Whether it is a folder with nothing in it."""
+    """Whether the path is an empty folder."""
     try:
         return path.is_dir() and not any(path.iterdir())
-    except FileNotFoundError:  # it was given another name just now
+    except FileNotFoundError:  # the folder was renamed just now
         return False
 
 
 def names_in(root: Path) -> set[str]:
-    """What is in a folder; nothing where it is not there."""
+    """The names in a folder; none if the folder is missing."""
     try:
         return set(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):

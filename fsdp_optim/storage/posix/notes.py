@@ -1,7 +1,7 @@
-"""Notes that ranks leave for each other in the folder of a save, without a collective call, and how one sees that another died.
+"""Notes: small files in the folder of a save by which ranks signal to each other, and notice the death of another rank.
 
-A rank holds the lock on a note of its own for as long as it may have to write it. The others hold the note open: what is
-written there reaches them when the folder has been moved or removed, and a lock that is free says that its holder is dead.
+A rank holds the lock on its own note as long as it may have to write the note. Other ranks hold the note open, so that they can
+read the note after the folder was renamed or removed. A free lock shows that the rank is dead.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.posix.files import close_quietly, write_all
 
-_ROOM = 2048  # bytes that are reserved, so that a full disk is no hindrance
+_ROOM = 2048  # bytes, reserved in advance, so that a note can be written on a full disk
 
 
 class HeldNote:
-    """A note of this rank's. The lock goes with the process, not with those that it forks."""
+    """The note of this rank. The lock belongs to this process, not to processes forked from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +27,7 @@ class HeldNote:
         except OSError as error:
             raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from None
         try:
-            with contextlib.suppress(OSError):  # a file system without locks: then the others see none
+            with contextlib.suppress(OSError):  # on a file system without locks the other ranks see none
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._put(b"")
         except OSError as error:
@@ -35,7 +35,7 @@ class HeldNote:
             raise CheckpointError(f"{path.parent}: cannot be written: {error.strerror or error}") from None
 
     def write(self, text: str) -> None:
-        """Say something, in the room that is reserved. Raises nothing: who waits for it sees the lock become free."""
+        """Write a text, cut to the reserved room. Raises nothing: after a failed write, other ranks see the free lock."""
         with contextlib.suppress(OSError):
             self._put(text.encode(errors="replace")[:_ROOM])
 
@@ -43,23 +43,23 @@ class HeldNote:
         write_all(self._fd, self.path, [memoryview(data.ljust(_ROOM))], 0)
 
     def close(self) -> None:
-        """Let go of it, and of the lock."""
+        """Close the note, and release its lock."""
         self._fd = _closed(self._fd)
 
 
 class WatchedNote:
-    """A note of another rank's, to be opened while that rank is known to live."""
+    """The note of another rank, opened while that rank is known to be alive."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = -1
-        with contextlib.suppress(OSError):  # then it is looked for by its name
+        with contextlib.suppress(OSError):  # text() then reads the note by its path
             self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        # Some file systems have no locks, or show them on one machine only: a free one says nothing there.
+        # Some file systems have no locks, or show locks on one machine only: there a free lock proves nothing.
         self._shows_life = self._fd >= 0 and not self._is_free()
 
     def text(self) -> str:
-        """What it says by now; empty: nothing yet."""
+        """The text of the note; empty before the rank has written it."""
         data = b""
         with contextlib.suppress(OSError):
             data = os.pread(self._fd, _ROOM, 0) if self._fd >= 0 else b""
@@ -69,7 +69,7 @@ class WatchedNote:
         return data.decode(errors="replace").strip()
 
     def is_dead(self) -> bool:
-        """Whether the rank that wrote it has let go of it: what it has not said by now it will not say."""
+        """Whether the rank has released the lock. It will not write the note any more."""
         return self._shows_life and self._is_free()
 
     def _is_free(self) -> bool:
@@ -81,12 +81,12 @@ class WatchedNote:
         return True
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the note."""
         self._fd = _closed(self._fd)
 
 
 def _closed(fd: int) -> int:
-    """Close it where it is open."""
+    """Close a file descriptor unless it is -1; return -1."""
     if fd >= 0:
         close_quietly(fd)
     return -1

@@ -12,18 +12,18 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Opened, check_name
 from fsdp_optim.storage.posix.files import close_quietly, read_into
 
-_MOST_OPEN = 64  # files; the one that was used longest ago is closed for another
+_MOST_OPEN = 64  # files; the least recently used one is closed first
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe would wait
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 class OpenFolder(Opened):
-    """A folder and its files. Files stay open, so that they can still be read when another save has removed them.
+    """A folder and its files. Open files can still be read when another save has removed them.
 
     Args:
         path: the folder.
-        asked: the path of the checkpoint, where the folder is the one that a save has set aside.
+        asked: the path of the checkpoint, if `path` is an earlier checkpoint that a save has renamed.
     """
 
     def __init__(self, path: Path, *, asked: Path | None = None) -> None:
@@ -43,7 +43,7 @@ class OpenFolder(Opened):
         return str(self.path)
 
     def close(self) -> None:
-        """Let go of the folder and of its files."""
+        """Close the folder and its files."""
         self._close_files()
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -54,15 +54,15 @@ class OpenFolder(Opened):
             close_quietly(self._files.popitem()[1])
 
     def has(self, name: str) -> bool:
-        """Whether there is a file, or anything else, of this name."""
+        """Whether a file or anything else has this name; True where the system cannot tell."""
         try:
             os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except OSError as error:
-            return error.errno not in (errno.ENOENT, errno.ENOTDIR)  # what is wrong is said by who reads it
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR)  # a read of the file reports the problem
         return True
 
     def version_of(self, name: str) -> tuple[int, ...] | None:
-        """What differs when a file has been written again, or another has its name; None: it has gone."""
+        """Numbers that change when the file is written again or replaced. None: the file is gone."""
         try:
             found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except OSError:
@@ -70,20 +70,20 @@ class OpenFolder(Opened):
         return (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def was_replaced(self) -> bool:
-        """Whether the path that was asked for leads to another folder by now, or the folder has lost its name."""
+        """Whether the path of the checkpoint leads to another folder by now, or the folder has lost its name."""
         held = os.fstat(self._fd)
         for path in (self._asked, self.path):
             try:
                 now = os.stat(path)
             except FileNotFoundError:
-                continue  # a folder that was set aside still is the checkpoint as long as no other has its place
+                continue  # an earlier checkpoint that was renamed is current until another takes its place
             except OSError:
                 return True
             return (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino)
         return True
 
     def file(self, name: str) -> int:
-        """A file descriptor of a regular file, to be used before the next one is asked for. Symbolic links are refused."""
+        """A file descriptor of a regular file, valid until the next call of `file`. Symbolic links are refused."""
         fd = self._files.pop(name, None)
         if fd is None:
             while len(self._files) >= _MOST_OPEN:
@@ -93,19 +93,19 @@ class OpenFolder(Opened):
         return fd
 
     def size_of(self, name: str) -> int:
-        """The bytes of a file."""
+        """The size of a file in bytes."""
         return os.fstat(self.file(name)).st_size
 
     def nbytes_of(self, name: str) -> int:
-        """As `size_of`, without opening the file; -1 of what is no regular file. Raises OSError."""
+        """The size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
         found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        """Fill pieces of memory, one after the other, from a file's bytes at `offset`."""
+        """Fill pieces of memory, one after the other, from a file from byte `offset` on."""
         fd, path = self.file(name), self._paths.get(name)
         if path is None:
-            path = self._paths[name] = self.path / name  # it takes longer to make than a short range to read
+            path = self._paths[name] = self.path / name  # making a Path takes longer than reading a short range
         read_into(fd, path, pieces, offset)
 
     def _open(self, name: str) -> int:
@@ -115,8 +115,12 @@ class OpenFolder(Opened):
         except FileNotFoundError:
             raise CheckpointError(f"{path}: is missing; the checkpoint is not whole") from None
         except OSError as error:
-            link = next((one for one in (path.parent, path) if one != self.path and one.is_symlink()), None)
-            reason = "is a symbolic link; a checkpoint has none" if link is not None else error.strerror or error
+            link = next((part for part in (path.parent, path) if part != self.path and part.is_symlink()), None)
+            reason = (
+                "is a symbolic link, and checkpoints have no links: replace the link by the file"
+                if link is not None
+                else error.strerror or error
+            )
             raise CheckpointError(f"{link or path}: cannot be read: {reason}") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -132,7 +136,7 @@ class OpenFolder(Opened):
         except OSError as error:
             if error.errno not in _TOO_MANY or not self._files:
                 raise
-        self._close_files()  # the process has few to spare
+        self._close_files()  # the process has no free file descriptors
         return self._open_inside(name)
 
     def _open_inside(self, name: str) -> int:

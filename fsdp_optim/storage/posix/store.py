@@ -1,4 +1,4 @@
-"""A folder as a Store."""
+"""`Folder`: a folder as a `Store`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFolder
 from fsdp_optim.storage.posix.writer import FolderWriter
 
-_LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a path that is between two names
+_LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames
 
 
 class Folder(Store):
-    """The checkpoint of a path. `judge`: what the format knows of what lies there."""
+    """The checkpoint of a path. `judge`: answers of the format about the files there."""
 
     def __init__(self, path: str | os.PathLike[str], judge: Judge[Any]) -> None:
         self.path = absolute(path)
@@ -34,14 +34,14 @@ class Folder(Store):
         return str(self.path)
 
     def open(self) -> OpenFolder:
-        """Where the checkpoint is: there, or aside where a save was killed between two renames."""
+        """Open the checkpoint: at the path, or under another name where a save was killed between its two renames."""
         for _ in range(_LOOKS - 1):
             try:
                 return self._open()
             except CheckpointError as error:
                 if not any(isinstance(cause, FileNotFoundError) for cause in causes_of(error)):
                     raise
-                time.sleep(_AGAIN)  # it may be just between two names
+                time.sleep(_AGAIN)  # a save may be between its two renames
         return self._open()
 
     def _open(self) -> OpenFolder:
@@ -64,14 +64,14 @@ class Folder(Store):
     def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> FolderCompletion:
         return FolderCompletion(self.path, Path(address), self._judge, rank, ranks, timeout)
 
-    def machine(self) -> str:
+    def machine_id(self) -> str:
         return this_host(self.path)
 
-    def beside(self) -> Iterator[OpenFolder]:
-        """All folders in the same folder, unfinished ones and those that are set aside too."""
+    def siblings(self) -> Iterator[OpenFolder]:
+        """All folders in the same folder, including unfinished saves and renamed earlier checkpoints."""
         try:
             names = os.listdir(self.path.parent)
-        except PermissionError:  # then nobody asks for the newest one either
+        except PermissionError:  # then no user can list checkpoints there either
             names = []
         for name in names:
             with contextlib.suppress(CheckpointError):

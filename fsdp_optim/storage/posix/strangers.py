@@ -1,6 +1,6 @@
-"""What somebody has put into the folder of a checkpoint, beside what the save wrote: a `config.json`, a tokenizer, notes.
+"""Strangers: files that a user has put into the folder of a checkpoint, such as a `config.json`, a tokenizer or notes.
 
-It is carried over to the checkpoint that takes the folder's place.
+A save that replaces the checkpoint carries strangers over to the new folder.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EM
 
 
 def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
-    """The names of files and folders that no save has written into a checkpoint's folder. `lock`: a file that one has.
+    """The names of the files and folders in a checkpoint's folder that no save has written. `lock`: the name of a save's lock
+    file.
 
-    Where its manifest cannot be read, what has a name that a save gives is the save's.
+    Where the manifest cannot be read, every name that a save could give counts as written by a save.
     """
     is_own = _is_own(folder, judge)
-    found = []
+    strangers = []
     for name in sorted(os.listdir(folder)):
         if name == "extra" and stat.S_ISDIR(os.lstat(folder / name).st_mode):
-            inside = (f"extra/{one}" for one in sorted(os.listdir(folder / name)))
-            found += [one for one in inside if not is_own(one)]
+            inside = (f"extra/{file}" for file in sorted(os.listdir(folder / name)))
+            strangers += [path for path in inside if not is_own(path)]
         elif name != lock and not is_own(name):
-            found.append(name)
-    return found
+            strangers.append(name)
+    return strangers
 
 
 def _is_own(folder: Path, judge: Judge[Any]) -> Callable[[str], bool]:
@@ -47,14 +48,14 @@ def _is_own(folder: Path, judge: Judge[Any]) -> Callable[[str], bool]:
 
 
 def carry_over(old: Path, new: Path, names: list[str]) -> None:
-    """Give strangers of an old folder to a new one too: the same files by another name, or copies where that cannot be.
+    """Put the strangers of an old folder into a new one: as hard links, or as copies where links are impossible.
 
-    Raises CheckpointError where the new one has a file of that name.
+    Raises CheckpointError where the new folder has a file of the same name.
     """
     for name in names:
         if os.path.lexists(new / name):
             raise CheckpointError(
-                f"{old / name}: is not of the checkpoint that is there, and the new one has a file of this name: move it away"
+                f"{old / name}: was not written by a save, and the new checkpoint has a file of this name: move {old / name} away"
             )
         _carry(old / name, new / name)
 
@@ -81,4 +82,6 @@ def _carry(old: Path, new: Path) -> None:
         shutil.copy2(old, new)
         sync_file(new)
     else:
-        raise CheckpointError(f"{old}: cannot be carried over to the checkpoint that takes its place: move it away")
+        raise CheckpointError(
+            f"{old}: is not a file, folder or link, so the new checkpoint cannot get it: move it away"
+        )

@@ -1,4 +1,4 @@
-"""One process's part of the files in a folder: written to their place, and flushed where it has to be."""
+"""The access of one process to the folder of a save: writes at an offset, and flushes if the save is durable."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Writer
+from fsdp_optim.storage.base import StoreWriter
 from fsdp_optim.storage.posix.files import close_quietly, make_file, start_writeback, write_all, write_file
 
 _MOST_OPEN = 64  # files
 
 
-class FolderWriter(Writer):
-    """Writes into the folder of a save. `who`: this process, for errors."""
+class FolderWriter(StoreWriter):
+    """Writes into the folder of a save. `who`: the name of this process, for errors."""
 
     def __init__(self, folder: Path, *, durable: bool, who: str) -> None:
         self._folder, self._durable, self._who = folder, durable, who
         self._open: dict[str, int] = {}
-        self._paths: dict[str, Path] = {}  # a path takes longer to make than a short range to write
+        self._paths: dict[str, Path] = {}  # making a Path takes longer than writing a short range
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
         make_file(self._folder, name, nbytes, head)
@@ -30,14 +30,14 @@ class FolderWriter(Writer):
         if fd is None:
             fd = self._fd(name)
         write_all(fd, self._paths[name], pieces, offset)
-        if self._durable:  # it will be waited for, so its way to the disk begins at once
+        if self._durable:  # finish() will wait for the disk, so the disk begins now
             start_writeback(fd, offset, sum(map(len, pieces)))
 
     def put(self, name: str, data: bytes) -> None:
         write_file(self._folder / name, data, durable=self._durable)
 
     def _fd(self, name: str) -> int:
-        """Open a file."""
+        """Open a file, and close another one where too many are open."""
         path = self._paths.setdefault(name, self._folder / name)
         while len(self._open) >= _MOST_OPEN:
             self._close(next(iter(self._open)))
@@ -50,7 +50,7 @@ class FolderWriter(Writer):
         return fd
 
     def finish(self) -> bytes:
-        """Let go of the files, and hear what the file system has to say: some tell of a full disk only now."""
+        """Close the files. Some file systems report a full disk only here."""
         for name in list(self._open):
             self._close(name)
         return b""

@@ -1,0 +1,56 @@
+"""A file that a store takes in equal parts, assembled from ranges in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fsdp_optim.errors import CheckpointError
+
+
+@dataclass
+class _OpenPart:
+    memory: bytearray
+    num_missing: int  # bytes
+
+
+class MultipartFile:
+    """A file on its way to a store that takes parts of `part_nbytes` bytes in any order. The last part may be shorter.
+
+    `send(number, data)` gets each part when all its bytes have been written, and may keep `data`; parts are counted from 0.
+    Ranges that come in the order of the file need the memory of one part.
+    """
+
+    def __init__(self, name: str, nbytes: int, part_nbytes: int, send: Callable[[int, bytearray], None]) -> None:
+        self._name, self._nbytes, self._part_nbytes, self._send = name, nbytes, part_nbytes, send
+        self._open: dict[int, _OpenPart] = {}
+        self._num_sent = 0
+
+    def write(self, pieces: Sequence[memoryview], offset: int) -> None:
+        """Write pieces of memory, one after the other, from byte `offset` of the file on."""
+        for piece in pieces:
+            at = 0
+            while at < len(piece):
+                at += self._add(piece[at:], offset + at)
+            offset += len(piece)
+
+    def _add(self, piece: memoryview, offset: int) -> int:
+        """Copy the beginning of a piece that lies in one part; return the number of bytes."""
+        number, inside = divmod(offset, self._part_nbytes)
+        nbytes = min(self._part_nbytes, self._nbytes - number * self._part_nbytes)
+        if inside >= nbytes:
+            raise CheckpointError(f"{self._name}: has {self._nbytes} bytes, so byte {offset} cannot be written")
+        part = self._open.setdefault(number, _OpenPart(bytearray(nbytes), nbytes))
+        taken = min(len(piece), nbytes - inside)
+        part.memory[inside : inside + taken] = piece[:taken]
+        part.num_missing -= taken
+        if not part.num_missing:
+            self._send(number, self._open.pop(number).memory)
+            self._num_sent += 1
+        return taken
+
+    def check_whole(self) -> None:
+        """Raise CheckpointError unless all parts have been sent."""
+        num_parts = -(-self._nbytes // self._part_nbytes)
+        if self._num_sent != num_parts:
+            raise CheckpointError(f"{self._name}: only {self._num_sent} of {num_parts} parts were written")
