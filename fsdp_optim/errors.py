@@ -1,4 +1,4 @@
-"""The errors that this library raises. Each is also the builtin error that a caller would expect."""
+"""The errors that this library raises. Each class also derives from the builtin error that a caller would expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted_noun(number: int, noun: str) -> str:
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and all that led to it, also what its traceback does not show because its words say the same."""
+    """An error and the chain of its causes, including those that `raise ... from None` hides in the traceback."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -20,35 +20,35 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 class FsdpOptimError(Exception):
     """Parent of every error that this library raises on purpose.
 
-    `told`: every rank that makes the call raises this same error.
+    `on_all_ranks`: every rank that makes the call raises this same error, so no rank has to report it.
     """
 
-    told: bool = False
+    on_all_ranks: bool = False
 
 
 class LayoutError(FsdpOptimError, ValueError):
-    """A Layout is impossible, or two Layouts do not describe the same parameters."""
+    """A Layout is impossible, or two Layouts describe different parameters."""
 
 
 class StateError(FsdpOptimError, ValueError):
-    """An optimizer state does not fit: missing, extra, wrong shape, disagreeing values, another model's."""
+    """An optimizer state does not fit: parameters are missing or unexpected, shapes or values differ, the model is another."""
 
 
 class WrapperError(FsdpOptimError, TypeError):
-    """A model or an optimizer is of a kind, or in a condition, that cannot be read."""
+    """A model or an optimizer has a class or a condition that this library cannot read."""
 
 
 class RankError(FsdpOptimError, RuntimeError):
-    """One or more ranks failed, or the ranks called with different arguments. Raised on all ranks alike."""
+    """One or more ranks failed, or the ranks called with different arguments. All ranks raise the same error."""
 
 
 class RankTimeoutError(FsdpOptimError, TimeoutError):
-    """Some ranks did not arrive, or did not answer, in time. The message names them."""
+    """Some ranks did not arrive or answer in time. The message names these ranks."""
 
 
 class CheckpointError(FsdpOptimError, OSError):
-    """A checkpoint cannot be written, is not whole, or is not what was saved. The message names the file and the way out."""
+    """A checkpoint cannot be written, is incomplete or damaged. The message names the file and the way out."""
 
 
 class ReplacedError(CheckpointError):
-    """A checkpoint was replaced by another one while it was read. What was read of it is not used."""
+    """A checkpoint was replaced by another checkpoint during a load. The bytes that were read so far are not used."""

@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a rank may hold beyond what it keeps. `use`: what they are for."""
+    """Bytes that a rank may hold for temporary buffers. `use`: the purpose of the buffers, for readers of the code."""
 
     nbytes: int
     use: str = "one call"
 
     def share(self, num: int, use: str) -> Budget:
-        """An equal part for each of `num` uses that need memory at the same time."""
+        """The equal share of each of `num` uses that need memory at the same time."""
         return Budget(max(self.nbytes // num, 1), use)
 
 
@@ -38,9 +38,9 @@ def in_batches(
     most_nbytes: int,
     joins: Callable[[T, T], bool] | None = None,
 ) -> Iterator[list[T]]:
-    """Items in their order, in batches of at most `most_nbytes`, or of one item that is larger.
+    """Items in their order, in batches of at most `most_nbytes`; a larger item is a batch by itself.
 
-    `joins`: whether the second of two items may be in the batch in which the first is the last; None: it always may.
+    `joins(last, item)`: whether an item may join the batch that ends with `last`; None: every item may.
     """
     batch: list[T] = []
     total = 0
@@ -56,7 +56,7 @@ def in_batches(
 
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
-_IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; larger tensors than half of it have pages of their own
+_IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; tensors larger than half a slab get separate pages
 _PIECE_NBYTES = 2 << 20
 _ALIGNMENT = 64  # bytes, as torch aligns tensors
 
@@ -65,8 +65,8 @@ _ALIGNMENT = 64  # bytes, as torch aligns tensors
 def ordinary_tensors() -> Iterator[None]:
     """Make tensors as if the caller had no inference mode and no default device.
 
-    A tensor that is made in inference mode cannot be changed outside of it, and one that somebody else's class makes without
-    a device (when a value is copied, say) would go to the default one.
+    A tensor that is made in inference mode cannot be changed outside of inference mode. A tensor that a third-party class
+    makes without a device, in a copy for example, would go to the default device.
     """
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
@@ -80,8 +80,8 @@ def ordinary_tensors() -> Iterator[None]:
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor with a storage of its own.
 
-    Large ones on the CPU ask the kernel for huge pages: first touch of fresh 4 KiB pages costs more than moving the
-    bytes does.
+    Large CPU tensors ask the kernel for huge pages, because the first touch of fresh 4 KiB pages costs more than the
+    transfer of the bytes.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE_FROM:
@@ -90,10 +90,9 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 
 class Slabs:
-    """Memory for tensors that are made together and live about as long: those of medium size share huge pages.
+    """Memory for tensors that are made together and live equally long: tensors of medium size share huge pages.
 
-    Each tensor has a storage of its own, as large as itself, which cannot be resized. A slab goes when the last tensor in it
-    goes.
+    Each tensor has a storage of its own, which cannot be resized. A slab is freed with the last tensor in the slab.
     """
 
     def __init__(self) -> None:
@@ -101,16 +100,15 @@ class Slabs:
         self._at = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `empty` of this module."""
+        """The same as `empty` of this module, from a slab where that is possible."""
         numel = prod(shape)
         nbytes = numel * dtype.itemsize
         if device.type != "cpu" or not _IN_SLABS_FROM <= nbytes <= _SLAB_NBYTES // 2 or _madvise() is None:
             return empty(shape, dtype, device)
         if self._slab is None or self._at + nbytes > len(self._slab):
-            self._slab = mmap.mmap(
-                -1, _SLAB_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )  # shared has no huge pages
-            with contextlib.suppress(OSError):  # a kernel without them; only advice
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # a shared mapping gets no huge pages
+            self._slab = mmap.mmap(-1, _SLAB_NBYTES, flags=private)
+            with contextlib.suppress(OSError):  # the kernel may have no huge pages, and the advice is optional
                 self._slab.madvise(mmap.MADV_HUGEPAGE)
             self._at = 0
         offset, self._at = self._at, -(-(self._at + nbytes) // _ALIGNMENT) * _ALIGNMENT
@@ -122,7 +120,7 @@ def _advise_huge_pages(address: int, nbytes: int) -> None:
     if advise is not None:
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(start, stop - start, mmap.MADV_HUGEPAGE)  # only advice: whatever it returns, the memory works
+        advise(start, stop - start, mmap.MADV_HUGEPAGE)  # the result is ignored: the memory works without the advice
 
 
 @functools.cache
@@ -143,38 +141,38 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @functools.lru_cache(maxsize=64)
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name."""
+    """The dtype that has a name such as `float32`; the inverse of `dtype_name`."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
+        raise TypeError(f"{name} is not a dtype of torch")
     return dtype
 
 
 def is_plain(value: object) -> bool:
-    """A tensor and no subclass of one: its bytes are all there is to it."""
+    """Whether a value is a torch.Tensor or Parameter and not of another subclass, so that its bytes are the whole value."""
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors that a tensor made of shards has on this rank (ShardedTensor), which knows few operations; else itself."""
+    """The local tensors of a ShardedTensor, which supports few operations by itself; any other tensor alone."""
     shards = getattr(value, "local_shards", None)
     return tuple(getattr(shard, "tensor", shard) for shard in shards()) if callable(shards) else (value,)
 
 
 def flatten(value: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor as a contiguous 1-D tensor; a view wherever the tensor is contiguous."""
+    """The elements of a tensor as a contiguous 1-D tensor: a view where the tensor is contiguous, else a copy."""
     return _resolved(value).contiguous().view(-1)
 
 
 def _resolved(value: torch.Tensor) -> torch.Tensor:
-    """A tensor whose bytes are its elements: torch conjugates and negates some views only when they are read."""
+    """A tensor whose bytes are its elements: torch conjugates and negates some views lazily."""
     return value.detach().resolve_conj().resolve_neg()
 
 
 def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The elements of a tensor in row-major order: 1-D tensors, each with where it begins.
+    """The elements of a tensor in row-major order, as pairs (index of the first element, 1-D tensor).
 
-    All at once, and no copy, where it is contiguous; else copies of at most `most_numel` elements.
+    A contiguous tensor gives one view of all elements, any other tensor gives copies of at most `most_numel` elements.
     """
     value = _resolved(value)
     if value.is_contiguous():
@@ -189,7 +187,7 @@ def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Te
 def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """The elements of a dense tensor in row-major order, as 1-D byte tensors on the CPU of at most 2 MiB each.
 
-    Tensors of equal shape and dtype come in the same pieces, however they lie in memory.
+    Tensors of equal shape and dtype are cut into the same pieces, whatever their strides.
     """
     most_numel = max(_PIECE_NBYTES // value.itemsize, 1)
     for _, flat in pieces(value.detach().as_subclass(torch.Tensor), most_numel):
@@ -197,8 +195,8 @@ def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
             yield flat[start : start + most_numel].cpu().view(torch.uint8)
 
 
-def window(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a tensor in row-major order, 1-D: a view where it is contiguous, else a copy of these only."""
+def flat_slice(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a tensor in row-major order, 1-D: a view of a contiguous tensor, else a copy of this range."""
     value = _resolved(value)
     if value.is_contiguous():
         return value.view(-1)[start:stop]
@@ -208,7 +206,7 @@ def window(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _copy_elements(value: torch.Tensor, start: int, piece: torch.Tensor) -> None:
-    """Fill `piece` with the elements of `value` from `start` on, in row-major order: a first row, whole rows, a last row."""
+    """Fill `piece` with elements of `value` from index `start` on: part of a row, then whole rows, then part of a row."""
     if value.dim() == 1:
         piece.copy_(value[start : start + len(piece)])
         return
@@ -228,36 +226,36 @@ def _copy_elements(value: torch.Tensor, start: int, piece: torch.Tensor) -> None
 
 
 def copy_in_memory(copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:
-    """Run the copies of one parameter between two local tensors, both 1-D."""
+    """Execute copies between two 1-D local tensors."""
     for copy in copies:
-        target_block(copy, target).copy_(source_block(copy, source))
+        target_view(copy, target).copy_(source_view(copy, source))
 
 
 def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair into the first, with one call of torch."""
+    """Copy the second tensor of each pair into the first one, in one call of torch."""
     if pairs:
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources)
 
 
-def source_block(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
+def source_view(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
     """The elements of a 1-D local tensor that a copy reads."""
-    return _block(flat, copy.sizes, copy.source_offset, copy.source_strides)
+    return _strided_view(flat, copy.sizes, copy.source_offset, copy.source_strides)
 
 
-def target_block(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
+def target_view(copy: Copy, flat: torch.Tensor) -> torch.Tensor:
     """The elements of a 1-D local tensor that a copy writes."""
-    return _block(flat, copy.sizes, copy.target_offset, copy.target_strides)
+    return _strided_view(flat, copy.sizes, copy.target_offset, copy.target_strides)
 
 
-def _block(flat: torch.Tensor, sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> torch.Tensor:
+def _strided_view(flat: torch.Tensor, sizes: tuple[int, ...], offset: int, strides: tuple[int, ...]) -> torch.Tensor:
     if strides == (1,):
         return flat.narrow(0, offset, sizes[0])
     return flat.as_strided(sizes, strides, flat.storage_offset() + offset)
 
 
 def own(value: Any) -> Any:
-    """A copy of a value that shares no memory with it; plain tensors come to the CPU, those in containers too."""
+    """A copy of a value that shares no memory with the value. Plain tensors are copied to the CPU, also inside containers."""
     if is_plain(value):
         return value.detach().to("cpu", copy=True)
     if type(value) is dict:
@@ -266,7 +264,7 @@ def own(value: Any) -> Any:
         return type(value)(map(own, value))
     try:
         return deepcopy(value)
-    except NotImplementedError:  # a tensor of a class of its own that has no clone(), as torchao's
+    except NotImplementedError:  # a tensor subclass without clone(), such as those of torchao
         if not hasattr(value, "__tensor_flatten__"):
             raise
         names, context = value.__tensor_flatten__()
@@ -275,7 +273,7 @@ def own(value: Any) -> Any:
 
 
 def within(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with something done to what is in it, where it is a dict, a list or a tuple; else the value."""
+    """A dict, list or tuple with `change` applied to its items; any other value unchanged."""
     if type(value) is dict:
         return {key: change(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -1,9 +1,9 @@
-"""The one executor: state values move from one end to another, in batches and windows of a memory budget.
+"""The one executor: state values move from one end to another, in batches and windows that fit a memory budget.
 
     source end --fill--> elements in the source's cut --messages--> elements in the target's cut --drain--> target end
 
-Live memory has its elements already, and has room for those that arrive: its `fill` and `drain` do nothing. A stored end
-reads and writes windows of bounded size. Where both ends are cut alike, no messages are sent.
+A live end holds all its elements in memory, so its `fill` and `drain` do nothing. A stored end reads and writes windows of
+bounded size. No messages are sent between ends that are cut alike.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, empty, flatten, in_batches, window
-from fsdp_optim.plan import Copy, copies_into, copies_of, has_from, num_into, part_from, part_into, replica_of
+from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches
+from fsdp_optim.plan import Copy, clip_to_source, clip_to_target, copies_into, copies_of, has_from, num_into, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -25,14 +25,14 @@ _CPU = torch.device("cpu")
 
 
 Key = tuple[bool, str, str]
-"""What tells a value from the others of a move to or from storage: whether it is state, its FQN, its name."""
+"""The key of a value in storage: (whether the value is state, FQN, name)."""
 
 
 @dataclass(frozen=True)
 class StateValue:
-    """One named value of one parameter; a weight is a value too, and no state.
+    """One named value of one parameter. A weight is a value too, with `is_state` False.
 
-    `placement`: where the live model has its elements.
+    `placement`: where the live model has the elements.
     """
 
     fqn: str
@@ -50,15 +50,16 @@ class StateValue:
         return self.placement.numel * self.dtype.itemsize
 
     def replica_among(self, source: Placement) -> int:
-        """The number of the replica that sends it where it lies so: a function of its name alone."""
+        """The number of the replica of `source` that sends this value: a function of the value's name alone."""
         return replica_of(f"{self.fqn}: {self.name}") % source.num_replicas if source.num_replicas > 1 else 0
 
 
 @dataclass(frozen=True)
-class Part:
-    """Elements of this rank's local tensor for a value in the placement `cut`, 1-D: those from `start` on.
+class Slice:
+    """A range of this rank's local tensor for a value that is cut as `cut`: the 1-D tensor `flat`, from element `start` on.
 
-    `flat` None: this rank has none of these. `is_own`: its memory was made for this part, so that whoever takes it may keep it.
+    `flat` None: this rank has no elements of the value. `is_own`: the memory of `flat` was allocated for this slice, so an end
+    that takes the slice may keep the memory.
     """
 
     value: StateValue
@@ -71,69 +72,69 @@ class Part:
 class End:
     """One side of a move, seen from this rank. This base class is live memory; a stored end overrides `fill` or `drain`.
 
-    The executor asks for the placements of every value on all ranks, in the same order, and they must be the same there.
+    Every rank calls the placement methods for all values in the same order, and must get the same placements.
     """
 
     is_stored = False
 
     def placement(self, value: StateValue) -> Placement:
-        """Where this end has a value, or wants it."""
+        """Where this end holds a value, as a source, or needs it, as a target."""
         return value.placement
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        """The cut, among the ranks of the call, in which a stored end gives or takes a value; the other end has it as `other`."""
+        """The cut in which the ranks of the call read or write a value of a stored end. `other`: the cut of the other end."""
         return other
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
-        """This rank's elements of a value, in any shape and strides, or memory to fill, contiguous; None where there are none."""
+        """This rank's elements of a value, in any shape and strides, or contiguous memory to fill; None without elements."""
         return None
 
-    def fill(self, parts: Sequence[Part]) -> None:
-        """As a source that is stored: fill the memory of some parts."""
+    def fill(self, slices: Sequence[Slice], /) -> None:
+        """Read some slices, as a stored source: fill their memory."""
 
-    def drain(self, parts: Sequence[Part]) -> None:
-        """As a target that is stored: take some parts."""
+    def drain(self, slices: Sequence[Slice], /) -> None:
+        """Write some slices, as a stored target."""
 
 
 def move(
-    values: Sequence[StateValue], source: End, target: End, callers: RankGroup, budget: Budget, failure: Failure
+    values: Sequence[StateValue], source: End, target: End, group: RankGroup, budget: Budget, failure: Failure
 ) -> None:
-    """Move values from one end to another. Called by all ranks of `callers`, with the same values and the same kinds of ends.
+    """Move values from one end to another. Called by all ranks of `group`, with the same values and the same kinds of ends.
 
-    What goes wrong on one rank is put into `failure`, and is raised on all ranks before data moves where messages are needed;
-    in any case the ranks must agree afterwards whether all went well. Holds at most `budget` beyond the ends' own memory.
+    An error of one rank is noted in `failure`. Where messages are needed, all ranks raise the error before data moves; in any
+    case the ranks must agree afterwards whether all of them succeeded. Holds at most `budget` beyond the ends' own memory.
 
     Raises:
-        LayoutError: no rank of the source has some of a value's elements.
-        StateError: a plan does not fill all of a rank's memory, which comes uninitialised.
+        LayoutError: some elements of a value are held by no rank of the source.
+        StateError: a plan leaves some of a rank's memory uninitialised.
     """
-    plans = _Plans(callers)
+    plans = _Plans(group)
     if not source.is_stored and not target.is_stored:
-        exchange(callers, _items(values, source, target, plans, failure), failure, budget)
+        exchange(group, _items(values, source, target, plans, failure), failure, budget)
         return
     routes = [_Route(value, *_cuts(value, source, target)) for value in values]
-    as_it_is = [route for route in routes if route.is_direct]
+    direct = [route for route in routes if route.is_direct]
     with failure:
         if failure.error is not None:
-            pass  # nothing is read or written after it
+            pass  # nothing is read or written after an error
         elif target.is_stored:
-            for parts in _parts(as_it_is, source, callers.rank, budget):
+            for slices in _slices(direct, source, group.rank, budget):
                 if source.is_stored:
-                    source.fill(parts)
-                target.drain(parts)
-                parts.clear()
+                    source.fill(slices)
+                target.drain(slices)
+                slices.clear()
         else:
-            source.fill([Part(route.value, route.target, target.memory(route.value)) for route in as_it_is])
+            source.fill([Slice(route.value, route.target, target.memory(route.value)) for route in direct])
     staging = budget.share(2, "elements in another cut than they are stored in, and the messages that carry them")
     staged = [(route, route.staged.most_numel) for route in routes if not route.is_direct]
     for batch in _batches(staged, staging.nbytes):
-        for one in _windows(batch, max(route.staged.most_numel for route in batch), staging.nbytes):
-            _move_window(batch, one, source, target, plans, callers, staging, failure)
+        for window in _windows(batch, max(route.staged.most_numel for route in batch), staging.nbytes):
+            _move_window(batch, window, source, target, plans, group, staging, failure)
 
 
 @dataclass(frozen=True)
 class _Route:
-    """A value on its way: the cuts in which its elements leave the source and reach the target."""
+    """A value to move, with the cuts in which the elements leave the source and reach the target."""
 
     value: StateValue
     source: Placement
@@ -146,7 +147,7 @@ class _Route:
 
     @property
     def staged(self) -> Placement:
-        """The cut of the elements that are held for a while."""
+        """The cut of the elements that are staged in temporary memory."""
         return self.source if self.is_staged_at_source else self.target
 
 
@@ -162,88 +163,89 @@ def _cuts(value: StateValue, source: End, target: End) -> tuple[Placement, Place
 
 
 def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
-    """What to send and to receive, where both ends are memory."""
+    """The tensors to send and to receive, where both ends are memory."""
     for value in values:
         planned = plans.of(value, source.placement(value), target.placement(value))
         planned.check_filled(value)
         if not planned.copies and not planned.receives:
             continue
-        taken = given = None
+        outgoing = incoming = None
         with failure:
             if planned.receives:
-                given = target.memory(value)
+                incoming = target.memory(value)
             if planned.sends:
-                taken = source.memory(value)
-                taken = flatten(taken) if taken is not None else None
-        yield Item(planned.copies, value.dtype, taken, given)
+                outgoing = source.memory(value)
+                outgoing = flatten(outgoing) if outgoing is not None else None
+        yield Item(planned.copies, value.dtype, outgoing, incoming)
 
 
-def _parts(routes: Sequence[_Route], source: End, rank: int, budget: Budget) -> Iterator[list[Part]]:
-    """Parts for a stored target, cut as the source has them: a batch at a time, or windows of one value that is larger.
+def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) -> Iterator[list[Slice]]:
+    """Slices for a stored target, in the source's cut: a batch of values at a time, or windows of a value that is larger.
 
-    Of live memory they are views wherever it is contiguous. No messages are needed, so this rank decides for itself.
+    Slices of contiguous live memory are views. No messages are needed, so the sizes may differ between ranks.
     """
     ranges = [route.source.local_range(rank) for route in routes]
     numels = (stop - start for start, stop in ranges)
     at = iter(ranges)
     for batch in _batches(zip(routes, numels, strict=True), budget.nbytes):
         if len(batch) > 1:
-            yield [_part(route, source, *next(at)) for route in batch]
+            yield [_slice(route, source, *next(at)) for route in batch]
             continue
         start, stop = next(at)
         width = budget.share(2, "a window, and what the target makes of it").nbytes // batch[0].value.dtype.itemsize
         if not source.is_stored and (held := source.memory(batch[0].value)) is not None and held.is_contiguous():
             width = stop - start
         for first in range(start, max(stop, start + 1), max(width, 1)):
-            yield [_part(batch[0], source, first, min(first + max(width, 1), stop))]
+            yield [_slice(batch[0], source, first, min(first + max(width, 1), stop))]
 
 
-def _part(route: _Route, source: End, start: int, stop: int) -> Part:
-    """Elements of a rank's local tensor for a value: those of live memory, or memory for those of a stored end."""
+def _slice(route: _Route, source: End, start: int, stop: int) -> Slice:
+    """Elements [start, stop) of a rank's local tensor for a value: from live memory, or memory for a stored source to fill."""
     flat, is_own = None, True
     if start < stop and source.is_stored:
         flat = empty((stop - start,), route.value.dtype, _CPU)
     elif start < stop:
         held = source.memory(route.value)
         if held is not None:
-            flat, is_own = window(held, start, stop), False  # others may take only a part of it
-    return Part(route.value, route.source, flat, start, is_own)
+            flat, is_own = flat_slice(held, start, stop), False  # usually a view of the live memory
+    return Slice(route.value, route.source, flat, start, is_own)
 
 
 def _move_window(
     batch: Sequence[_Route],
-    one: Window,
+    window: Window,
     source: End,
     target: End,
     plans: _Plans,
-    callers: RankGroup,
+    group: RankGroup,
     budget: Budget,
     failure: Failure,
 ) -> None:
-    """Move the elements of a window of each rank's staged elements; the other end is live memory."""
-    rank, parts, items = callers.rank, list[Part](), list[Item]()
+    """Move one window of each rank's staged elements of a batch. The other end is live memory."""
+    rank, slices, items = group.rank, list[Slice](), list[Item]()
     with failure:
         for route in batch:
             planned = plans.of(route.value, route.source, route.target)
             if not target.is_stored:
                 planned.check_filled(route.value)
-            numel = one.of(route.staged.numel_on(rank))
-            flat = callers.world.transport.empty((numel,), route.value.dtype, _CPU) if numel else None
-            parts.append(Part(route.value, route.staged, flat, one.start, is_own=True))
+            numel = window.numel_in(route.staged.numel_on(rank))
+            flat = group.world.transport.empty((numel,), route.value.dtype, _CPU) if numel else None
+            slices.append(Slice(route.value, route.staged, flat, window.start, is_own=True))
+            start, stop = window.start, window.stop
             if route.is_staged_at_source:
-                mine = [part for copy in planned.copies for part in part_from(copy, one.start, one.stop)]
-                items.append(Item(mine, route.value.dtype, flat, target.memory(route.value)))
+                copies = [clipped for copy in planned.copies for clipped in clip_to_source(copy, start, stop)]
+                items.append(Item(copies, route.value.dtype, flat, target.memory(route.value)))
             else:
-                mine = [part for copy in planned.copies for part in part_into(copy, one.start, one.stop)]
-                held = source.memory(route.value) if any(copy.source_rank == rank for copy in mine) else None
-                items.append(Item(mine, route.value.dtype, flatten(held) if held is not None else None, flat))
+                copies = [clipped for copy in planned.copies for clipped in clip_to_target(copy, start, stop)]
+                held = source.memory(route.value) if any(copy.source_rank == rank for copy in copies) else None
+                items.append(Item(copies, route.value.dtype, flatten(held) if held is not None else None, flat))
         if source.is_stored and failure.error is None:
-            source.fill(parts)
-    exchange(callers, items, failure, budget)
+            source.fill(slices)
+    exchange(group, items, failure, budget)
     items.clear()
     if target.is_stored and failure.error is None:
         with failure:
-            target.drain(parts)
+            target.drain(slices)
 
 
 # ------------------------------------------------------------------------------------------- plans, made once for each cut
@@ -251,9 +253,10 @@ def _move_window(
 
 @dataclass(frozen=True)
 class _Planned:
-    """This rank's copies of every value that is cut so, and which part it has on each side.
+    """This rank's copies for one source cut and one target cut.
 
-    `receives`: it has a part of the target, an empty one too. `num_wanted`: the elements of that part, without padding.
+    `receives`: whether this rank holds a shard of the target, which may be empty. `num_wanted`: the elements of that shard,
+    without padding.
     """
 
     rank: int
@@ -264,24 +267,24 @@ class _Planned:
     num_wanted: int
 
     def check_filled(self, value: StateValue) -> None:
-        """Memory comes uninitialised: every element of it that is not padding has to be planned."""
+        """Raise StateError where the copies leave some of this rank's memory uninitialised."""
         if self.num_filled != self.num_wanted:
             raise StateError(
-                f"{value.fqn}: {value.name}: rank {self.rank} needs {counted_noun(self.num_wanted, 'element')}, "
-                f"{self.num_filled} were planned"
+                f"{value.fqn}: {value.name}: rank {self.rank} needs {counted_noun(self.num_wanted, 'element')}, and the plan "
+                f"brings {self.num_filled}"
             )
 
 
 class _Plans:
-    """The plans of one call. Values that are cut alike, as those of equal layers are, share one."""
+    """The plans of one call. Values that are cut alike, such as those of equal layers, share one plan."""
 
-    def __init__(self, callers: RankGroup) -> None:
-        self._callers = callers
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
         self._made: dict[tuple[Placement, Placement, int], _Planned] = {}
         self._last: tuple[Placement, Placement, _Planned] | None = None
 
     def of(self, value: StateValue, source: Placement, target: Placement) -> _Planned:
-        """The plan of a value that is cut as `source` and is to be cut as `target`."""
+        """The plan of a value from the cut `source` to the cut `target`."""
         last = self._last  # the values of one parameter share its placement and come one after the other
         if last is not None and last[0] is source and last[1] is target:
             return last[2]
@@ -294,14 +297,14 @@ class _Plans:
         return planned
 
     def _plan(self, value: StateValue, source: Placement, target: Placement, replica: int) -> _Planned:
-        rank = self._callers.rank
+        rank = self._group.rank
         gap = source.gap()
         if gap is not None:
             raise LayoutError(
                 f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
-                f"(of {len(source.ranks)} that have others)"
+                f"(the source has {counted_noun(len(source.ranks), 'rank')})"
             )
-        if len(self._callers.ranks) == 1:  # what other ranks would get of it is no matter of this call
+        if len(self._group.ranks) == 1:  # the copies to other ranks are not part of this call
             copies = copies_into(source, target, rank, replica)
         else:
             copies = copies_of(source, target, rank=rank, replica=replica)
@@ -319,24 +322,27 @@ class _Plans:
 
 
 def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[list[_Route]]:
-    """What is moved together, of routes with the elements to hold: as much as fits, or one value that is larger."""
-    for batch in in_batches(sized, lambda one: one[1] * one[0].value.dtype.itemsize, most_nbytes):
+    """Batches of routes to move together, from pairs (route, elements to hold): a value that is too large is a batch alone."""
+    for batch in in_batches(sized, lambda pair: pair[1] * pair[0].value.dtype.itemsize, most_nbytes):
         yield [route for route, _ in batch]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Elements [start, stop) of what each rank holds of a value."""
+    """Elements [start, stop) of the elements that each rank holds of a value."""
 
     start: int
     stop: int
 
-    def of(self, numel: int) -> int:
-        """How many of so many elements are in it."""
+    def numel_in(self, numel: int) -> int:
+        """How many elements of a local tensor with `numel` elements lie in the window."""
         return max(min(numel, self.stop) - self.start, 0)
 
 
 def _windows(batch: Sequence[_Route], numel: int, most_nbytes: int) -> Iterator[Window]:
-    """All of a batch at once, or its one value in as many windows as it needs; no rank holds more than `numel` of any."""
+    """One window for a batch of several values, or windows of bounded size for a single value.
+
+    `numel`: at least as many elements as any rank holds of a value.
+    """
     width = numel if len(batch) > 1 else max(most_nbytes // batch[0].value.dtype.itemsize, 1)
     return (Window(start, start + width) for start in range(0, numel, max(width, 1)))

@@ -1,4 +1,4 @@
-"""The options of all calls: checked where all ranks hear of it, and compared between ranks."""
+"""The options of all calls. The ranks compare them, and a wrong option raises the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_optim.errors import CheckpointError, StateError
 
 BUCKET_NBYTES = 64 << 20
-"""Bytes that a rank may hold beyond what it keeps, while a call moves data."""
+"""Bytes that a rank may hold for temporary buffers while a call moves data."""
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that ranks wait for each other before the missing ones are named."""
@@ -26,88 +26,92 @@ KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 Check = Literal["bitwise"]
 NameOf = Callable[[str, int], str]
-"""(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the whole job."""
+"""(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
 _MOST_SECONDS = 366 * 24 * 3600.0
 _MOST_STEPS = 1 << 63
 
 
-MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"said": None})
-"""The `metadata` of a field of `Asked` whose value may be another one on each rank."""
+MAY_DIFFER: Mapping[str, Any] = MappingProxyType({"compared_as": None})
+"""The `metadata` of a field of `Arguments` whose value may differ between ranks."""
 
 
-def said_as(said: Callable[[Any], object]) -> Mapping[str, Any]:
-    """The `metadata` of a field of `Asked` that ranks compare by something that all of them can name."""
-    return {"said": said}
+def compared_as(function: Callable[[Any], object]) -> Mapping[str, Any]:
+    """The `metadata` of a field of `Arguments` that ranks compare by `function(value)` in place of the value's `repr`."""
+    return {"compared_as": function}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Parent of the dataclasses of arguments. Making one never raises: the ranks have not met yet, and would wait for this one.
+class Arguments:
+    """Parent of the dataclasses of a call's arguments.
 
-    A new option is a new field. Ranks compare it by its `repr`, or as its metadata (`MAY_DIFFER`, `said_as`) say; what it can
-    be is said in `validate`.
+    The constructor never raises: the ranks have not met yet, and the others would wait for a rank that raised here.
+
+    A new option is a new field. Ranks compare the `repr` of its value, unless its metadata (`MAY_DIFFER`, `compared_as`)
+    says otherwise. `validate` checks the values.
     """
 
     def validate(self) -> None:
-        """Raise where an argument cannot be what it is. Called where every rank hears of it."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if isinstance(value, Asked):
+        """Raise an error for a wrong argument. The caller sees to it that all ranks raise the error."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, Arguments):
                 value.validate()
 
-    def said(self) -> str:
-        """Everything that has to be the same on all ranks."""
-        return ", ".join(text for one in fields(self) if (text := _said(one, getattr(self, one.name))))
+    def compared_text(self) -> str:
+        """The options that must be the same on all ranks, as text."""
+        return ", ".join(
+            text for option in fields(self) if (text := _compared_text(option, getattr(self, option.name)))
+        )
 
 
-def _said(one: Field[Any], value: Any) -> str:
-    if isinstance(value, Asked):
-        return value.said()
-    if "said" not in one.metadata:
-        return f"{one.name}={int(value)!r}" if is_integer(value) else f"{one.name}={value!r}"
-    said = one.metadata["said"]
-    return f"{one.name}={said(value)!r}" if said is not None else ""
+def _compared_text(option: Field[Any], value: Any) -> str:
+    if isinstance(value, Arguments):
+        return value.compared_text()
+    if "compared_as" not in option.metadata:
+        return f"{option.name}={int(value)!r}" if is_integer(value) else f"{option.name}={value!r}"
+    function = option.metadata["compared_as"]
+    return f"{option.name}={function(value)!r}" if function is not None else ""
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """A process group's name, which its ranks have in common; None stands for the group of all ranks."""
+    """The name of a process group, equal on all ranks of the group. None stands for the group of all ranks."""
     found = group if group is not None else dist.group.WORLD if dist.is_initialized() else None
     return str(getattr(found, "group_name", None))
 
 
 def is_integer(value: object) -> bool:
-    """Whether it counts something: True and False do not."""
+    """Whether a value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_one_of(name: str, value: object, choices: Sequence[object], error: type[Exception] = StateError) -> None:
-    """Raise for a value that is none of a few."""
+    """Raise an error for a value that is not among the choices."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
         *most, last = map(repr, choices)
         raise error(f"{name} has to be {', '.join(most)} or {last}, not {value!r}")
 
 
 def check_at_least(name: str, value: object, least: int, what: str = "", error: type[Exception] = StateError) -> None:
-    """Raise for a value that is no whole number, or too small a one."""
-    if not is_integer(value) or value < least:  # type: ignore[operator]  # a number
+    """Raise an error for a value that is not a whole number of at least `least`."""
+    if not is_integer(value) or value < least:  # type: ignore[operator]  # is_integer does not narrow the type
         raise error(f"{name} has to be at least {least}{what}, a whole number, not {value!r}")
 
 
 def check_rank(name: str, value: object) -> None:
-    """Raise for a value that is no rank."""
+    """Raise an error for a value that is not a whole number."""
     if not is_integer(value):
         raise StateError(f"{name} has to be a global rank, a whole number, not {value!r}")
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raise for a value that is neither a function nor None."""
+    """Raise an error for a value that is neither a function nor None."""
     if value is not None and not callable(value):
         raise StateError(f"{name} has to be a function or None, not {value!r}")
 
 
 def seconds_of(timeout: object) -> float | None:
-    """A timeout in seconds; None: as long as is usual. Raises StateError for what is none."""
+    """A timeout in seconds; None: the default timeout. Raises StateError for a value that is not a timeout."""
     if timeout is None:
         return None
     seconds: object = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
@@ -120,15 +124,15 @@ def seconds_of(timeout: object) -> float | None:
 
 
 @dataclass(frozen=True)
-class Options(Asked):
-    """What all collective calls accept besides the model and the optimizer."""
+class Options(Arguments):
+    """The options that all collective calls accept."""
 
     collect: Collect = "wrapper"
     name_of: NameOf | None = field(default=None, metadata=MAY_DIFFER)
-    process_group: dist.ProcessGroup | None = field(default=None, metadata=said_as(name_of_group))
+    process_group: dist.ProcessGroup | None = field(default=None, metadata=compared_as(name_of_group))
     timeout: float | timedelta | None = field(default=None, metadata=MAY_DIFFER)
     strict: bool = True
-    bucket_nbytes: int = BUCKET_NBYTES  # it cuts the messages, on both ends
+    bucket_nbytes: int = BUCKET_NBYTES  # equal on all ranks: both ends of a message derive the message's size from it
     on_replica_mismatch: OnReplicaMismatch = "error"
     groups: GroupsFrom = "saved"
 
@@ -142,7 +146,7 @@ class Options(Asked):
 
     @property
     def seconds(self) -> float:
-        """How long to wait for ranks that do not come; as usual where `timeout` is wrong, until all have heard of it."""
+        """How long to wait for missing ranks. A wrong `timeout` counts as the default until all ranks raise the error."""
         try:
             return seconds_of(self.timeout) or DEFAULT_TIMEOUT
         except StateError:
@@ -150,8 +154,8 @@ class Options(Asked):
 
 
 @dataclass(frozen=True)
-class GatherOptions(Asked):
-    """What gather and iterate are asked for."""
+class GatherOptions(Arguments):
+    """The options of gather and iterate."""
 
     call: Options
     recipient_rank: int | None = 0
@@ -165,8 +169,8 @@ class GatherOptions(Asked):
 
 
 @dataclass(frozen=True)
-class ScatterOptions(Asked):
-    """What scatter is asked for."""
+class ScatterOptions(Arguments):
+    """The options of scatter."""
 
     call: Options
     source_rank: int = 0
@@ -177,13 +181,13 @@ class ScatterOptions(Asked):
 
 
 @dataclass(frozen=True)
-class SaveOptions(Asked):
-    """What save accepts besides the model and the optimizer."""
+class SaveOptions(Arguments):
+    """The options of save."""
 
     call: Options
     step: int | None = None
     extra: Any = field(default=None, metadata=MAY_DIFFER)
-    per_rank_extra: Any = field(default=None, metadata=said_as(lambda value: value is not None))
+    per_rank_extra: Any = field(default=None, metadata=compared_as(lambda value: value is not None))
     overwrite: bool = False
     strategy: Strategy = "auto"
     max_file_size: int = 4_000_000_000
@@ -206,11 +210,11 @@ class SaveOptions(Asked):
 
 
 @dataclass(frozen=True)
-class LoadOptions(Asked):
-    """What load accepts besides the model and the optimizer."""
+class LoadOptions(Arguments):
+    """The options of load."""
 
     call: Options
-    keep: Sequence[str] = field(default=(), metadata=said_as(sorted))
+    keep: Sequence[str] = field(default=(), metadata=compared_as(sorted))
     verify: bool = True
     check: Check | None = None
     allow_pickle: bool = False

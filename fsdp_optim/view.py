@@ -1,4 +1,4 @@
-"""What an adapter says of a wrapped model: one Handle per live parameter, and where its original parameters live."""
+"""The description of a wrapped model by an adapter: one Handle per live parameter, with the placements of its originals."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fsdp_optim.memory import flatten, is_plain, own
 
 @dataclass(frozen=True)
 class Original:
-    """One original parameter inside a live one: its owner module and attribute there, and where its elements live.
+    """One original parameter inside a live parameter: the owner module and attribute, and where the elements live.
 
-    `place`: its position among those that the wrapper took out of their modules; None for one that stayed registered.
+    `place`: the position among the parameters that the wrapper took out of their modules; None for a parameter that stayed
+    registered.
     """
 
     module: nn.Module
@@ -30,22 +31,22 @@ class Original:
 
 @dataclass(frozen=True)
 class Handle:
-    """One live parameter on this rank, as an optimizer holds it: a flat parameter, a shard, or an ordinary one.
+    """One live parameter on this rank: the flat parameter, shard or ordinary parameter that an optimizer holds.
 
     Attributes:
-        param: the live parameter itself (identity matters: it is how an optimizer's groups are read).
-        originals: the original parameters in it, in their order inside the live one.
-        local_shape: the shape that state values have on this rank, padding included.
+        param: the live parameter itself (its identity matters: an optimizer's groups are matched by it).
+        originals: the original parameters inside the live parameter, in their order there.
+        local_shape: the shape of state values on this rank, padding included.
         num_padded: padding elements at the end of each group rank's chunk; empty when the wrapper pads nothing.
-        collected: False where the wrapper says that its state must not be collected (`no_broadcast_optim_state`).
+        collected: False where the wrapper forbids to collect the state (`no_broadcast_optim_state`).
         synchronized: True where the wrapper itself keeps replicas equal; False: equality has to be checked.
-        loose: True where no wrapper tells which ranks have it, so that its placement names all that share the model.
+        loose: True where no wrapper knows which ranks hold the parameter, so its placement names all ranks of the model.
         aliases: other (module, attribute) places of the originals, by position in `originals`.
-        kept: gives this rank's elements where the wrapper keeps them elsewhere than in `param` at times.
-        skipped: True where the wrapper gives this rank no element and no gradient, so that an optimizer never has state for it.
-        cast_by_wrapper: True where the wrapper casts it in the first forward pass, so that its dtype says little (buffers).
-        master: of a master (`Adapter.masters`), the name of the state value under which the optimizer's own state_dict() has
-            its elements, and from which load_state_dict() restores them.
+        kept: gives this rank's elements where the wrapper at times keeps them elsewhere than in `param`.
+        skipped: True where the wrapper gives this rank no element and no gradient, so no optimizer has state for it here.
+        cast_by_wrapper: True where the wrapper casts it in the first forward pass, so the present dtype says little (buffers).
+        master: for a master (`Adapter.masters`), the name of the state value that has the elements in the optimizer's own
+            state_dict(), and from which load_state_dict() restores them.
     """
 
     param: torch.Tensor
@@ -62,16 +63,16 @@ class Handle:
     master: str | None = None
 
     def weights(self) -> torch.Tensor:
-        """The parameter itself on this rank, in the form of its state values; shares its memory."""
+        """The parameter's elements on this rank, in the local shape; shares the parameter's memory."""
         return self.kept().detach() if self.kept is not None else self.param.detach()
 
     def install(self, flat: torch.Tensor) -> None:
-        """Overwrite the parameter on this rank with other elements, 1-D; those of `weights`."""
+        """Overwrite the elements that `weights` gives with those of a 1-D tensor."""
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             self.weights().copy_(flat.view(self.local_shape))
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of a state value as it lies in memory, or None when it is not cut like the parameter."""
+        """This rank's part of a state value, sharing its memory; None for a value that is not cut like the parameter."""
         return value.detach() if self.is_held(value) else None
 
     def is_held(self, value: torch.Tensor) -> bool:
@@ -79,44 +80,44 @@ class Handle:
         return is_plain(value) and value.shape == self.local_shape
 
     def local(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The same as a 1-D tensor: a copy where it is not contiguous."""
+        """The same as `held`, as a 1-D tensor: a copy where the value is not contiguous."""
         held = self.held(value)
         return flatten(held) if held is not None else None
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        """The inverse of `local`: a state value as the live optimizer holds it, from this rank's elements."""
+        """The inverse of `local`: a state value in the live optimizer's form, from this rank's elements."""
         return flat.view(self.local_shape)
 
     @property
     def marks(self) -> bool:
-        """Whether values that are cut like this parameter are of a class that says so (DTensor)."""
+        """Whether state values that are cut like this parameter have a class that records the cut (DTensor)."""
         return False
 
     def is_marked(self, value: torch.Tensor) -> bool:
-        """Whether a value says itself how it is cut."""
+        """Whether a state value records its own cut."""
         return False
 
     def placement_of(self, value: torch.Tensor) -> Placement | None:
-        """Where a state value lives that has a shape or a cut of its own and says so itself; None for all others."""
+        """The placement of a state value that records a shape or a cut of its own; None for all other values."""
         return None
 
     def place_like(self, shape: Shape, cut: str = "") -> Placement | None:
-        """How this wrapper would cut a value of another shape than the parameter's; None where it would not.
+        """How this wrapper would cut a value whose shape is not the parameter's; None where the wrapper cannot.
 
-        `cut`: how the value was cut when it was saved, where that is known (`cut_of`).
+        `cut`: the cut of the saved value as text (`cut_of`), where it is known.
         """
         return None
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a value that has a `placement_of` its own, as a 1-D tensor."""
-        raise WrapperError(f"a {type(value).__name__} does not say where it lives")
+        """This rank's elements, as a 1-D tensor, of a value for which `placement_of` gives a placement."""
+        raise WrapperError(f"a {type(value).__name__} does not record where its elements live")
 
     def from_placed(self, flat: torch.Tensor, placement: Placement) -> torch.Tensor:
         """The inverse of `placed_local`."""
         raise WrapperError(f"this wrapper cannot place a value of shape {list(placement.shape)}")
 
     def unwrap(self, value: Any) -> Any:
-        """An opaque value without anything that belongs to this process, so that it can travel."""
+        """An opaque value without references to objects of this process, so that it can be sent to another rank."""
         return value
 
     def rewrap(self, value: Any) -> Any:
@@ -129,7 +130,7 @@ class Handle:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank may hold only a part of it."""
+        """Whether a rank may hold only a part of the parameter."""
         return any(original.placement.num_shards > 1 for original in self.originals)
 
     @property
@@ -138,13 +139,13 @@ class Handle:
 
     @property
     def is_meta(self) -> bool:
-        """Whether it has no memory."""
+        """Whether the parameter is on the meta device, without memory."""
         return self.param.is_meta
 
 
 @dataclass(frozen=True)
 class NamedHandle:
-    """A Handle and the clean FQNs of its originals."""
+    """A Handle with the clean FQNs of its originals."""
 
     handle: Handle
     fqns: tuple[str, ...]
@@ -156,12 +157,12 @@ class NamedHandle:
 
 @dataclass(frozen=True)
 class ModuleValue:
-    """One entry that a module's state_dict() has besides its parameters and buffers.
+    """One entry of a module's state_dict() that is neither a parameter nor a buffer.
 
     Attributes:
-        key: its name in the module (`_extra_state`).
-        value: as the module gives it, which may share memory with it.
-        others: its names by other paths to the same module.
+        key: the entry's name in the module (`_extra_state`).
+        value: the entry's value, which may share memory with the module.
+        others: the entry's FQNs by other paths to the same module.
     """
 
     module: nn.Module
@@ -172,13 +173,13 @@ class ModuleValue:
 
 @dataclass(frozen=True)
 class ModuleValues:
-    """What state_dict() has of the modules on this rank besides parameters and buffers.
+    """The entries of state_dict() on this rank that are neither parameters nor buffers.
 
     Attributes:
-        values: by FQN.
-        takers: modules that may take values that they do not have now, by path.
-        lost: FQNs of values that their modules could not take back.
-        hooked: modules whose state_dict() is changed by hooks, which nobody has run.
+        values: the entries by FQN.
+        takers: modules that may load entries that they do not have now, by path.
+        lost: FQNs of entries that their modules cannot load.
+        hooked: modules whose state_dict() is changed by hooks, which this library does not run.
     """
 
     values: Mapping[str, ModuleValue] = field(default_factory=dict)
@@ -188,26 +189,26 @@ class ModuleValues:
 
     @property
     def aliases(self) -> dict[str, str]:
-        return {other: fqn for fqn, one in self.values.items() for other in one.others}
+        return {other: fqn for fqn, entry in self.values.items() for other in entry.others}
 
     def taker_of(self, fqn: str) -> tuple[nn.Module, str] | None:
-        """The innermost module that may take a value of this name, and its name there."""
+        """The innermost module that may load an entry with this FQN, and the entry's name in the module."""
         paths = [path for path in self.takers if not path or fqn.startswith(f"{path}.")]
         path = max(paths, key=len, default=None)
         return (self.takers[path], fqn[len(path) + 1 :] if path else fqn) if path is not None else None
 
 
 def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
-    """Refuse a model with parameters or buffers on the meta device: they have no memory to read or to fill.
+    """Refuse a model with parameters or buffers on the meta device, which have no memory to read or to fill.
 
-    Raises WrapperError that names the first of them and the way out.
+    Raises WrapperError that names the first such tensor and the way out.
     """
     on_meta = [fqn for named in handles if named.handle.is_meta for fqn in named.fqns]
     if on_meta:
         raise WrapperError(
-            f"{on_meta[0]}: on rank {rank} it is on the meta device, so it has no memory "
+            f"{on_meta[0]}: on rank {rank} this tensor is on the meta device and has no memory "
             f"({counted_noun(len(on_meta), 'such tensor')}): call model.to_empty(device=...) first, then "
-            "load a checkpoint into it, or initialize it"
+            "load a checkpoint into the model, or initialize it"
         )
 
 
@@ -218,13 +219,13 @@ class ModelView:
     Attributes:
         handles: every live parameter, in the order of the wrapped model's `parameters()`.
         order: the FQNs of the original parameters, in the order of the unwrapped model's `parameters()`.
-        aliases: other names of tied parameters, to the name in `order`.
+        aliases: other FQN of a tied parameter -> its FQN in `order`.
         ranks: the global ranks that share the model, sorted; this rank alone for a plain module.
         rank: this global rank.
-        given_names: this rank's own FQNs, to the names that `name_of` gave; empty without `name_of`.
-        wrapper_parts: what wrappers put into names, which is no part of an FQN.
-        mixed: for each module of which the wrapper took some parameters and left some, the FQNs of those that it took and of
-            those that it left. Their order among each other is lost; those that it took are put first.
+        given_names: FQN on this rank -> the name from `name_of`; empty without `name_of`.
+        wrapper_parts: name components that wrappers insert, and that are not part of an FQN.
+        mixed: for each module from which the wrapper took only some parameters, the FQNs of the parameters that it took and of
+            those that it left. The order between the two groups is lost; `order` has the taken parameters first.
         unit_order: FQNs as the wrapper's own full dict counts them, unit after unit; None where there is no such count.
     """
 
@@ -240,18 +241,20 @@ class ModelView:
 
     def __post_init__(self) -> None:
         if self.rank not in self.ranks:
-            raise WrapperError(f"rank {self.rank} calls for a model that lives on ranks {list(self.ranks)} only")
+            raise WrapperError(
+                f"rank {self.rank} makes a call for a model that lives on the ranks {list(self.ranks)} only"
+            )
 
     def handle_of(self, param: torch.Tensor) -> NamedHandle | None:
         return self._by_param.get(id(param))
 
     def position_of(self, named: NamedHandle) -> int:
-        """The place of a live parameter in the wrapped model's `parameters()`."""
+        """The index of a live parameter in the wrapped model's `parameters()`."""
         return self._positions[id(named.handle.param)]
 
     @cached_property
     def place_of(self) -> Mapping[str, int]:
-        """The place of each original parameter in the unwrapped model's `parameters()`."""
+        """The index of each original parameter in the unwrapped model's `parameters()`."""
         return {fqn: place for place, fqn in enumerate(self.order)}
 
     @cached_property
@@ -265,7 +268,7 @@ class ModelView:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """One rank's part of a DTensor that is in an opaque value: its elements, how it is cut (`cut_of`), and its whole shape."""
+    """One rank's part of a DTensor inside an opaque value: the local elements, the cut as text (`cut_of`), the whole shape."""
 
     local: Any
     cut: str
@@ -276,7 +279,7 @@ class LocalPart:
 
 
 def has_local_part(value: Any) -> bool:
-    """Whether something in a value is a part of a DTensor."""
+    """Whether a value is a LocalPart, or a container with one inside."""
     if type(value) is dict:
         return any(map(has_local_part, value.values()))
     if type(value) in (list, tuple):

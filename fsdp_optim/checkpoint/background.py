@@ -31,7 +31,7 @@ from fsdp_optim.checkpoint.writing import Writer
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.ours import OURS
-from fsdp_optim.move import Part, move
+from fsdp_optim.move import Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion
@@ -56,7 +56,7 @@ def async_save(
                 snapshot: Snapshot = []
                 completion: Completion | None = None
 
-                def keep(parts: Sequence[Part]) -> None:
+                def keep(parts: Sequence[Slice]) -> None:
                     runs = writer.runs_of(parts)
                     snapshot.append(runs if all(part.is_own for part in parts) else copied(runs))
 

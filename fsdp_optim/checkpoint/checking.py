@@ -15,8 +15,8 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue, elements_i
 from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Reader
-from fsdp_optim.memory import dtype_name, window
-from fsdp_optim.move import End, Key, Part, move
+from fsdp_optim.memory import dtype_name, flat_slice
+from fsdp_optim.move import End, Key, Slice, move
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.local import LocalParam, Optimizers
@@ -93,7 +93,7 @@ class _CompareEnd(End):
 
     is_stored = True
 
-    def drain(self, parts: Sequence[Part]) -> None:
+    def drain(self, parts: Sequence[Slice]) -> None:
         for part in parts:
             held, shard = self.live[part.value.key], part.cut.shard_of(self.rank)
             if held is None or part.flat is None or shard is None:
@@ -103,14 +103,14 @@ class _CompareEnd(End):
                     f"{part.value.fqn}: {part.value.name} is {dtype_name(held.dtype)} now, {dtype_name(part.value.dtype)} was "
                     "saved"
                 )
-            live = window(held, part.start, part.start + part.flat.numel()).cpu()
+            live = flat_slice(held, part.start, part.start + part.flat.numel()).cpu()
             differs = _first_difference(live, part.flat)
             if differs is not None:
                 self._tell(part, part.start + differs)
             if part.cut.holders(shard)[0] == self.rank:  # of replicas the first counts
                 self.nbytes += part.flat.nbytes
 
-    def _tell(self, part: Part, index: int) -> NoReturn:
+    def _tell(self, part: Slice, index: int) -> NoReturn:
         value, stored = part.value, stored_value(part.value).stored
         rank, there, _, _ = next(elements_in(stored.placement, part.cut, self.rank, index, 1))
         file, start = stored.place_on(rank)

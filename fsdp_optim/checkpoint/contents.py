@@ -16,7 +16,7 @@ from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
-from fsdp_optim.options import Asked, Options
+from fsdp_optim.options import Arguments, Options
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
@@ -113,7 +113,7 @@ def _as_optimizer(view: ModelView) -> LocalOptim:
     return LocalOptim(params, ({},), (tuple(p.local_id for p in params),), (None,), {})
 
 
-def read_weights(reader: ModelReader, callers: RankGroup, asked: Asked, options: Options, about: str) -> Half:
+def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, options: Options, about: str) -> Half:
     """Meet the other ranks about the model's parameters and buffers."""
     local, picture = meet(
         callers,
@@ -162,7 +162,7 @@ def is_buffer(param: torch.Tensor) -> bool:
 
 
 def read_state(
-    reader: ModelReader, optim: Optimizers, callers: RankGroup, asked: Asked, options: Options, about: str
+    reader: ModelReader, optim: Optimizers, callers: RankGroup, asked: Arguments, options: Options, about: str
 ) -> Half:
     """Meet the other ranks about the optimizer's state."""
     everything = replace(options, collect="all")

@@ -15,8 +15,8 @@ from fsdp_optim.formats.base import Reader, StoredTensor
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
-from fsdp_optim.move import End, Part, StateValue
-from fsdp_optim.plan import copies_into, part_into
+from fsdp_optim.move import End, Slice, StateValue
+from fsdp_optim.plan import clip_to_target, copies_into
 
 _CPU = torch.device("cpu")
 _CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them
@@ -93,8 +93,8 @@ class CheckpointEnd(End):
         ranks = other.ranks  # neighbours in a file are read together
         return Whole(other.shape, (ranks[stored.start // _CUT_FROM % len(ranks)],))
 
-    def fill(self, parts: Sequence[Part]) -> None:
-        rounds: list[list[Part]] = []  # a tensor that is wanted twice, because it was tied when saved, is read twice
+    def fill(self, parts: Sequence[Slice]) -> None:
+        rounds: list[list[Slice]] = []  # a tensor that is wanted twice, because it was tied when saved, is read twice
         times: dict[tuple[str, str], int] = {}
         for part in parts:
             stored = stored_value(part.value).stored
@@ -121,7 +121,7 @@ class CheckpointEnd(End):
         self.nbytes += nbytes
         self.progress(self.nbytes)
 
-    def _runs(self, part: Part) -> Iterator[tuple[str, Run]]:
+    def _runs(self, part: Slice) -> Iterator[tuple[str, Run]]:
         """In which file, and where in it, the elements of a part are, and the memory that they belong to."""
         if part.cut.local_range(self.rank)[1] <= part.start:
             return
@@ -141,7 +141,7 @@ def elements_in(
 ) -> Iterator[tuple[int, int, int, int]]:
     """(rank of storage, offset in what it has, offset from `first` on this rank, how many) of `num` of this rank's elements."""
     for copy in copies_into(stored, cut, rank):
-        for part in part_into(copy, first, first + num):
+        for part in clip_to_target(copy, first, first + num):
             for there, here, numel in runs_of(part):
                 yield copy.source_rank, there, here, numel
 

@@ -128,7 +128,7 @@ def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions, format:
         alike = False
         try:
             identity = json.dumps(checkpoint.identity, sort_keys=True).encode()
-            alike = compare(callers, f"opened with {options.said()}", identity)
+            alike = compare(callers, f"opened with {options.compared_text()}", identity)
         finally:
             if not alike:
                 checkpoint.close()

@@ -30,7 +30,7 @@ from fsdp_optim.formats.base import Half as HalfName
 from fsdp_optim.formats.base import Writer as FormatWriter
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.ours import OURS
-from fsdp_optim.move import End, Part, move
+from fsdp_optim.move import End, Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion, Staging, Store, StoreWriter
@@ -98,7 +98,7 @@ class Job:
         """Those that this rank makes and writes alone."""
         return [file for file in self.files if self.owners.get(file.name) == self.callers.rank]
 
-    def target(self, take: Callable[[Sequence[Part]], None]) -> FilesEnd:
+    def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
         """The files as an end, whose parts on this rank go to `take`."""
         owned = {
             value.key: self.owners[file.name]
@@ -134,7 +134,7 @@ def _write(job: Job, live: End, writer: Writer, progress: Progress) -> Told:
     """Write this rank's part, and tell the segments; the failure of any rank is raised on all, when all have stopped."""
     failure = Failure()
 
-    def write(parts: Sequence[Part]) -> None:
+    def write(parts: Sequence[Slice]) -> None:
         writer.write(writer.runs_of(parts))
         progress.up_to(writer.nbytes * len(job.callers.ranks))
 

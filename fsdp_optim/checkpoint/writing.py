@@ -15,8 +15,8 @@ from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import End, Key, Part, StateValue
-from fsdp_optim.plan import Copy, copies_of, part_from
+from fsdp_optim.move import End, Key, Slice, StateValue
+from fsdp_optim.plan import Copy, clip_to_source, copies_of
 from fsdp_optim.storage.base import StoreWriter
 
 
@@ -24,7 +24,7 @@ from fsdp_optim.storage.base import StoreWriter
 class FilesEnd(End):
     """The target of a save. `take` gets this rank's parts; `owners`: by key the rank that writes all of it, where one does."""
 
-    take: Callable[[Sequence[Part]], None]
+    take: Callable[[Sequence[Slice]], None]
     owners: Mapping[Key, int] = field(default_factory=dict)
 
     is_stored = True
@@ -32,7 +32,7 @@ class FilesEnd(End):
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return written_cut(value, other, self.owners.get(value.key))
 
-    def drain(self, parts: Sequence[Part]) -> None:
+    def drain(self, parts: Sequence[Slice]) -> None:
         self.take(parts)
 
 
@@ -61,7 +61,7 @@ class Writer:
         """The segments of what was written, by file."""
         return {name: numpy.concatenate([rows_of(()), *its]) for name, its in self._rows.items()}
 
-    def runs_of(self, parts: Sequence[Part]) -> dict[str, list[Run]]:
+    def runs_of(self, parts: Sequence[Slice]) -> dict[str, list[Run]]:
         """Which of this rank's elements of some tensors it has to write, and where."""
         runs: dict[str, list[Run]] = {}
         for part in parts:
@@ -76,12 +76,12 @@ class Writer:
                     )
                 runs.setdefault(name, []).extend(
                     memory.run(begin + (base + target) * itemsize, source, numel)
-                    for piece in part_from(copy, part.start, part.start + part.flat.numel())
+                    for piece in clip_to_source(copy, part.start, part.start + part.flat.numel())
                     for source, target, numel in runs_of(piece)
                 )
         return runs
 
-    def _copies(self, part: Part, start: int) -> Sequence[tuple[int, Copy]]:
+    def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
         """What this rank writes of a value, as copies to storage, each with the element at which its part of storage begins.
 
         Where several ranks could write a small value, its place in the file decides: neighbours are written by one of them.

@@ -1,7 +1,7 @@
-"""Where every element of every original parameter lives: Box, Piece, Placement, Layout. No torch, no ranks, no files.
+"""Where every element of every original parameter lives: Box, Piece, Placement, Layout. No torch, no processes, no files.
 
-A `Placement` says where one parameter lives, by arithmetic: any rank's Pieces come from a few integers. A `Layout` is
-one Placement per parameter. All numbers count elements; the rank numbers are global ranks.
+A `Placement` describes where one parameter lives: arithmetic on a few integers gives the Pieces of any rank. A `Layout` is
+one Placement per parameter. All numbers count elements; rank numbers are global ranks.
 """
 
 from fsdp_optim.layout.boxes import (

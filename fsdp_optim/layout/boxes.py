@@ -1,4 +1,4 @@
-"""Boxes of a parameter, and what they are in row-major order. All numbers count elements."""
+"""Boxes of a parameter, and the runs of row-major elements that make them up. All numbers count elements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 class Box:
     """An n-dimensional box of one parameter: element `i` is inside when `offsets <= i < offsets + sizes`.
 
-    The same words as torch.distributed.checkpoint and TensorStore use. A 0-dimensional Box holds one element.
+    torch.distributed.checkpoint and TensorStore use the same words. A 0-dimensional Box holds one element.
     """
 
     offsets: Shape
@@ -27,16 +27,18 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
-            raise LayoutError(f"a box needs as many offsets as sizes, not {self.offsets} and {self.sizes}")
+            raise LayoutError(
+                f"a box needs as many offsets as sizes, not offsets {self.offsets} and sizes {self.sizes}"
+            )
         if any(n < 0 for n in itertools.chain(self.offsets, self.sizes)):
-            raise LayoutError(f"a box has no negative numbers, not offsets {self.offsets}, sizes {self.sizes}")
+            raise LayoutError(f"a box needs numbers of at least 0, not offsets {self.offsets} and sizes {self.sizes}")
 
     @property
     def numel(self) -> int:
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, None when there is none."""
+        """The elements that both boxes have; None when they have none in common."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         ends = (
             min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -45,7 +47,7 @@ class Box:
         return Box(offsets, sizes) if all(n > 0 for n in sizes) else None
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """This box without `other`: at most two boxes per dimension, that do not overlap."""
+        """The elements of this box that are not in `other`: at most two boxes per dimension, which do not overlap."""
         common = self.intersect(other)
         if common is None:
             return (self,) if self.numel else ()
@@ -94,7 +96,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class RunTable:
-    """Many Runs, as arrays: `starts`, `stops` and `offsets` of each."""
+    """Many Runs as arrays: the `start`, `stop` and `offset` of each Run."""
 
     starts: NDArray[numpy.int64]
     stops: NDArray[numpy.int64]
@@ -102,11 +104,11 @@ class RunTable:
 
     @classmethod
     def of(cls, run: Run, times: int) -> RunTable:
-        """One Run as often as it is needed."""
+        """One Run, repeated `times` times."""
         return cls(*(numpy.full(times, number) for number in (run.start, run.stop, run.offset)))
 
     def rows(self, index: NDArray[numpy.int64]) -> RunTable:
-        """Some of them, in the order of `index`."""
+        """The Runs at some indices, in the order of `index`."""
         return RunTable(self.starts[index], self.stops[index], self.offsets[index])
 
 
@@ -119,7 +121,7 @@ def row_major_strides(sizes: Shape) -> Shape:
 
 
 def boxes_of_run(shape: Shape, start: int, stop: int) -> tuple[Box, ...]:
-    """The row-major elements [start, stop) of a parameter as Boxes, in order; at most 2n-1 of them.
+    """The row-major elements [start, stop) of a parameter as Boxes, in order; at most 2n-1 Boxes for n dimensions.
 
     # shape (4, 3), elements [2, 10):   . . a      head: the rest of a row
     #                                   b b b      whole rows
@@ -147,7 +149,7 @@ def boxes_of_run(shape: Shape, start: int, stop: int) -> tuple[Box, ...]:
 
 
 def bounds_of_box(shape: Shape, box: Box) -> tuple[int, int]:
-    """The row-major index of the first element of a Box that is not empty, and one past that of its last."""
+    """The row-major range [start, stop) from the first to the last element of a Box that is not empty."""
     strides = row_major_strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     last = sum((o + n - 1) * stride for o, n, stride in zip(box.offsets, box.sizes, strides, strict=True))

@@ -1,4 +1,4 @@
-"""A parameter in a flat one that is cut into equal chunks, without regard for the borders of parameters."""
+"""A parameter inside a flat parameter, which is cut into equal chunks without regard for parameter borders."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from fsdp_optim.layout.replicas import join_replicas
 
 @dataclass(frozen=True)
 class FlatChunks(Placement):
-    """A parameter that lies in a flat parameter, `start` elements in, cut into equal chunks without regard for borders.
+    """A parameter that begins at element `start` of a flat parameter, which is cut into equal chunks.
 
     # flat parameter  | a a a a a b b b c c |     chunk_numel = 4, three ranks
     # rank 0          | a a a a |
     # rank 1                    | a b b b |
-    # rank 2                              | c c . . |   dots are padding: held by nobody, never saved
+    # rank 2                              | c c . . |   dots are padding: they belong to no parameter, and are never saved
 
     Shard `i` is elements [i * chunk_numel, (i + 1) * chunk_numel) of the flat parameter, held by `replicas[k][i]` for
-    every k. `own_tensor`: the rank keeps this parameter's elements in a tensor of their own (torch FSDP1 with
+    every k. `own_tensor`: the rank keeps this parameter's elements in a separate tensor (torch FSDP1 with
     use_orig_params), not in the chunk of the flat parameter.
     """
 
@@ -42,9 +42,11 @@ class FlatChunks(Placement):
         object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
         sizes = {len(group) for group in self.replicas}
         if len(sizes) != 1 or 0 in sizes:
-            raise LayoutError(f"replicas of a flat parameter need groups of one size, not {self.replicas}")
+            raise LayoutError(
+                f"the replicas of a flat parameter need groups of ranks of equal size, not {self.replicas}"
+            )
         if self.start < 0 or self.chunk_numel < 0:
-            raise LayoutError(f"start {self.start} and chunk_numel {self.chunk_numel} must not be negative")
+            raise LayoutError(f"start and chunk_numel have to be at least 0, not {self.start} and {self.chunk_numel}")
         check_distinct(self.replicas)
 
     @cached_property
@@ -149,5 +151,5 @@ class FlatChunks(Placement):
 def flat_chunks(
     shape: Shape, start: int, chunk_numel: int, replicas: tuple[Ranks, ...], own_tensor: bool = False
 ) -> FlatChunks:
-    """As `FlatChunks(...)`, one value for all parameters that lie alike: layers do, and what it has computed serves them all."""
+    """The same as `FlatChunks(...)`, but cached: equal layers share one value, and with it the numbers that it caches."""
     return FlatChunks(shape, start, chunk_numel, replicas, own_tensor)

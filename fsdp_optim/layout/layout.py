@@ -1,4 +1,4 @@
-"""One Placement per parameter of a model."""
+"""Where all parameters of a model live: one Placement per parameter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import (
-    Piece,
-)
+from fsdp_optim.layout.boxes import Piece
 from fsdp_optim.layout.placement import Placement, Whole
 from fsdp_optim.layout.ranks import ranks_in_order
 
@@ -39,17 +37,17 @@ class Layout:
         return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """Everything that one rank holds, parameter by parameter."""
+        """The Pieces that one rank holds, parameter by parameter."""
         for fqn, placement in self.placements.items():
             shard = placement.shard_of(rank)
             for block in placement.blocks(shard) if shard is not None else ():
                 yield Piece(fqn, block.box, rank, block.offset)
 
     def only(self, fqns: Sequence[str]) -> Layout:
-        """The Layout of some of the parameters, in the order given."""
+        """The Layout of some of the parameters, in the order of `fqns`."""
         return Layout({fqn: self.placements[fqn] for fqn in fqns})
 
     def whole_on(self, ranks: Sequence[int]) -> Layout:
-        """The same parameters, each whole on every one of `ranks`, in a tensor of its own."""
+        """The same parameters, each of them whole on each of `ranks`, in separate tensors."""
         on = ranks_in_order(ranks)
         return Layout({fqn: Whole(p.shape, on) for fqn, p in self.placements.items()})

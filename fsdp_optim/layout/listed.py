@@ -1,4 +1,4 @@
-"""A parameter whose parts are listed, box by box."""
+"""A parameter whose shards are listed box by box."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import (
-    Block,
-    Box,
-    Shape,
-    runs_of_box,
-)
+from fsdp_optim.layout.boxes import Block, Box, Shape, runs_of_box
 from fsdp_optim.layout.placement import Placement
 
 
 @dataclass(frozen=True)
 class Boxes(Placement):
-    """Any Blocks on any ranks: what a file or a peer lists. Ranks may hold the same or overlapping Boxes.
+    """Any Blocks on any ranks, as a file or a peer lists them. Ranks may hold the same Boxes, or overlapping Boxes.
 
-    `is_open`: other ranks may hold Blocks too, which they list themselves; `join` puts the lists together.
+    `is_open`: the list may be incomplete, because other ranks list their own Blocks; `join` merges the lists.
     """
 
     full_shape: Shape
@@ -30,12 +25,12 @@ class Boxes(Placement):
     def __post_init__(self) -> None:
         ranks = [rank for rank, _ in self.by_rank]
         if len(ranks) != len(set(ranks)):
-            raise LayoutError(f"each rank may be listed once, not {ranks}")
+            raise LayoutError(f"each rank may be listed only once, not as in {ranks}")
         for rank, blocks in self.by_rank:
             for block in blocks:
                 ends = [o + n for o, n in zip(block.box.offsets, block.box.sizes, strict=True)]
                 if len(ends) != len(self.full_shape) or any(e > n for e, n in zip(ends, self.full_shape, strict=True)):
-                    raise LayoutError(f"rank {rank}: {block.box} lies outside of the shape {self.full_shape}")
+                    raise LayoutError(f"rank {rank}: {block.box} lies outside the shape {self.full_shape}")
 
     @property
     def shape(self) -> Shape:
@@ -43,7 +38,7 @@ class Boxes(Placement):
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[Block, ...], tuple[int, ...]], ...]:
-        """Ranks that list the same Blocks are one shard with several holders."""
+        """(Blocks, ranks) of each shard: ranks that list the same Blocks hold one shard."""
         holders: dict[tuple[Block, ...], list[int]] = {}
         for rank, blocks in self.by_rank:
             holders.setdefault(blocks, []).append(rank)
@@ -93,12 +88,12 @@ class Boxes(Placement):
         return self._overlapping
 
     def closed(self) -> Boxes:
-        """The same when all ranks have listed what they hold."""
+        """The same Placement, as the complete list of all ranks."""
         return replace(self, is_open=False) if self.is_open else self
 
     def on_lowest_ranks(self) -> Boxes:
         lowest = {min(ranks) for _, ranks in self._shards}
-        return replace(self, by_rank=tuple(one for one in self.by_rank if one[0] in lowest))
+        return replace(self, by_rank=tuple((rank, blocks) for rank, blocks in self.by_rank if rank in lowest))
 
     def gap(self) -> tuple[int, int] | None:
         missing: tuple[Box, ...] = (Box((0,) * len(self.shape), self.shape),) if self.numel else ()

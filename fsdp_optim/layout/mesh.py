@@ -20,16 +20,16 @@ from fsdp_optim.layout.replicas import join_replicas
 
 @dataclass(frozen=True)
 class MeshBoxes(Placement):
-    """A parameter on a mesh of ranks, as DTensor places it: one Box per rank, row-major in a tensor of its own.
+    """A parameter on a mesh of ranks, as DTensor places it: each rank holds one Box, row-major in a separate tensor.
 
-    `splits`: (mesh dimension, parameter dimension), in the order in which they cut; each cuts what the one before left,
-    into chunks of equal size, the last ones shorter or empty. Mesh dimensions that cut nothing hold replicas.
+    `splits`: pairs (mesh dimension, parameter dimension). Each split cuts the Boxes that the splits before it have made into
+    chunks of equal size, of which the last may be shorter or empty. Mesh dimensions without a split hold replicas.
 
     # shape (3, 4), mesh (2, 2), splits ((1, 1), (0, 0)):   | rank 0 | rank 1 |
     # first mesh dimension 1 cuts the columns,              | rank 0 | rank 1 |
     # then mesh dimension 0 the rows                        | rank 2 | rank 3 |
 
-    `replicas`: the ranks of each mesh that holds the parameter so, row-major.
+    `replicas`: the ranks of each mesh that holds the parameter in this way, row-major.
     """
 
     full_shape: Shape
@@ -40,12 +40,17 @@ class MeshBoxes(Placement):
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", tuple(ranks_in_order(group) for group in self.replicas))
         if not self.replicas or any(len(group) != prod(self.mesh_shape) for group in self.replicas):
-            raise LayoutError(f"a mesh of shape {self.mesh_shape} does not have the ranks {self.replicas}")
+            raise LayoutError(
+                f"a mesh of shape {self.mesh_shape} needs {prod(self.mesh_shape)} ranks in each replica, not {self.replicas}"
+            )
         if len({mesh_dim for mesh_dim, _ in self.splits}) != len(self.splits):
-            raise LayoutError(f"each mesh dimension may cut once, not {self.splits}")
+            raise LayoutError(f"each mesh dimension may be in one split only, not as in {self.splits}")
         for mesh_dim, dim in self.splits:
             if mesh_dim >= len(self.mesh_shape) or dim >= len(self.full_shape):
-                raise LayoutError(f"split {(mesh_dim, dim)} of shape {self.full_shape} on mesh {self.mesh_shape}")
+                raise LayoutError(
+                    f"the split {(mesh_dim, dim)} needs a mesh dimension of {self.mesh_shape} and a dimension of the shape "
+                    f"{self.full_shape}"
+                )
         check_distinct(self.replicas)
 
     @property
@@ -54,12 +59,12 @@ class MeshBoxes(Placement):
 
     @cached_property
     def _parts(self) -> Shape:
-        """How many parts each split makes."""
+        """The number of parts that each split makes."""
         return tuple(self.mesh_shape[mesh_dim] for mesh_dim, _ in self.splits)
 
     @cached_property
     def _split_parts(self) -> tuple[tuple[int, int], ...]:
-        """Each split: the dimension of the parameter, and how many parts it makes of it."""
+        """Each split as (parameter dimension, number of parts)."""
         return tuple((dim, parts) for (_, dim), parts in zip(self.splits, self._parts, strict=True))
 
     @property
@@ -91,7 +96,7 @@ class MeshBoxes(Placement):
         return _shard_at(place, self.mesh_shape, self._split_dims) if place is not None else None
 
     def box(self, shard: int) -> Box:
-        """What a shard holds; a Box without elements where the cut left it nothing."""
+        """The Box of a shard, which is empty where the cut left no elements for the shard."""
         return _box_of_shard(self.full_shape, self._split_parts, shard)
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
@@ -108,7 +113,7 @@ class MeshBoxes(Placement):
     def runs(self, shards: Sequence[int]) -> RunTable | None:
         if len(self.splits) != 1 or self.splits[0][1] != 0:
             return None
-        # One cut along the first dimension gives every shard whole rows.
+        # A single split along the first dimension gives every shard whole rows.
         row = prod(self.shape[1:])
         rows = -(-self.shape[0] // self._parts[0])
         edges = numpy.minimum(number_array(shards) * rows, self.shape[0])
@@ -130,7 +135,7 @@ class MeshBoxes(Placement):
         row = prod(self.shape[1:])
         first, last = start // row, (stop - 1) // row
         if len(self.splits) == 1 and self.splits[0][1] == 0:
-            rows = -(-self.shape[0] // self._parts[0])  # of one shard
+            rows = -(-self.shape[0] // self._parts[0])  # the rows of one shard
             return range(first // rows, min(last // rows + 1, self.num_shards))
         return _shards_over_rows(self.shape[0], self._split_parts, first, last)
 
@@ -141,7 +146,7 @@ class MeshBoxes(Placement):
 
     @property
     def most_numel(self) -> int:
-        return self.box(0).numel if self.num_shards else 0  # the first shard of each cut is the largest
+        return self.box(0).numel if self.num_shards else 0  # the first part of each split is the largest
 
     def on_lowest_ranks(self) -> MeshBoxes:
         sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
@@ -163,7 +168,7 @@ class MeshBoxes(Placement):
 
 @functools.lru_cache(maxsize=256)
 def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, ...], ...]:
-    """For each shard, the places in a mesh that hold it. Cached: parameters share their mesh."""
+    """For each shard, the row-major places in the mesh that hold the shard. Cached: parameters share their mesh."""
     places: list[list[int]] = [[] for _ in range(prod(mesh_shape[dim] for dim in split_dims))]
     for place in range(prod(mesh_shape)):
         places[_shard_at(place, mesh_shape, split_dims)].append(place)
@@ -172,7 +177,7 @@ def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, .
 
 @functools.lru_cache(maxsize=64)
 def _place_table(mesh_shape: Shape, split_dims: Shape) -> NDArray[numpy.int64]:
-    """The same as an array, by shard and place."""
+    """The same as `_places_by_shard`, as an array with a row for each shard."""
     return numpy.array(_places_by_shard(mesh_shape, split_dims), numpy.int64)
 
 
@@ -192,7 +197,7 @@ def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Box:
-    """What a shard holds when `splits`, (dimension, parts), cut a shape one after the other. Cached: layers are alike."""
+    """The Box of a shard when `splits`, pairs (dimension, parts), cut a shape in turn. Cached: layers are alike."""
     offsets, sizes = [0] * len(shape), list(shape)
     for (dim, parts), index in zip(splits, _coordinates(shard, tuple(parts for _, parts in splits)), strict=True):
         chunk = -(-sizes[dim] // parts)
@@ -203,8 +208,8 @@ def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int)
 
 
 def _shards_over_rows(num_rows: int, splits: tuple[tuple[int, int], ...], first: int, last: int) -> list[int]:
-    """The shards that may hold some of the rows [first, last], when `splits`, (dimension, parts), cut one after the other."""
-    found = [(0, 0, num_rows)]  # (number, its first row, its rows) of each part that is left by the splits so far
+    """The shards that may hold some of the rows [first, last], when `splits`, pairs (dimension, parts), cut in turn."""
+    found = [(0, 0, num_rows)]  # (number, first row, number of rows) of each part after the splits so far
     for dim, parts in splits:
         if dim != 0:
             found = [(number * parts + index, at, size) for number, at, size in found for index in range(parts)]
@@ -223,7 +228,7 @@ def _shards_over_rows(num_rows: int, splits: tuple[tuple[int, int], ...], first:
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:
-    """Where the row-major `index` lies in a grid."""
+    """The coordinates of a row-major `index` in a grid."""
     coordinates = []
     for size in reversed(shape):
         index, coordinate = divmod(index, size)
@@ -232,16 +237,16 @@ def _coordinates(index: int, shape: Shape) -> Shape:
 
 
 def cut_of(placement: Placement) -> str:
-    """How a placed value is cut, to be recorded: the mesh's number of dimensions, and mesh dimension:dimension of each cut."""
+    """The cut of a placed value as text: the mesh's number of dimensions, then `mesh dimension:dimension` of each split."""
     if not isinstance(placement, MeshBoxes):
         return ""
     return " ".join([str(len(placement.mesh_shape)), *(f"{mesh_dim}:{dim}" for mesh_dim, dim in placement.splits)])
 
 
 def cut_named(word: str) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """The inverse of `cut_of`: the mesh's number of dimensions and the splits; None where nothing is recorded.
+    """The inverse of `cut_of`: the mesh's number of dimensions and the splits; None for an empty text.
 
-    Raises ValueError for what no `cut_of` gives.
+    Raises ValueError for a text that `cut_of` does not write.
     """
     if not word:
         return None

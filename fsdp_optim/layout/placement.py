@@ -1,4 +1,4 @@
-"""Where one parameter lives: the parent of all Placements, and a parameter that is whole wherever it is."""
+"""Where one parameter lives: the parent of all Placements, and the Placement of a parameter that is not cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_i
 class Placement(ABC):
     """Where one parameter lives. Shards are numbered; every rank that holds a shard holds all of its Blocks.
 
-    Frozen values with arithmetic in them, so that any rank can compute any other's part.
+    Placements are frozen values that compute the shard of any rank, so every rank can plan for every other rank.
     """
 
     @property
@@ -30,7 +30,7 @@ class Placement(ABC):
 
     @abstractmethod
     def holders(self, shard: int) -> tuple[int, ...]:
-        """The global ranks that hold this shard, bit for bit alike."""
+        """The global ranks that hold this shard, with equal bits."""
 
     @abstractmethod
     def shard_of(self, rank: int) -> int | None:
@@ -38,24 +38,24 @@ class Placement(ABC):
 
     @abstractmethod
     def blocks(self, shard: int) -> tuple[Block, ...]:
-        """What a shard holds; empty when the cut left it nothing."""
+        """The Blocks of a shard; none when the cut left no elements for the shard."""
 
     def run(self, shard: int) -> Run | None:
-        """The shard as one Run, where it is one: a shortcut for plans, `blocks` says the same."""
+        """The shard as one Run, a shortcut for plans; None for a shard that consists of several runs."""
         return None
 
     def runs(self, shards: Sequence[int]) -> RunTable | None:
-        """Consecutive shards as Runs, where each is one and arithmetic gives them all at once: a shortcut for plans."""
+        """Consecutive shards as Runs, computed at once, a shortcut for plans; None where that is not possible."""
         return None
 
     def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        """The ranks that hold each of some consecutive shards, by replica and shard. All shards need equally many holders."""
+        """The ranks that hold consecutive shards, as an array by replica and shard. All shards need equally many holders."""
         by_shard: NDArray[numpy.int64] = numpy.array([self.holders(shard) for shard in shards], numpy.int64)
         by_replica: NDArray[numpy.int64] = by_shard.reshape(len(shards), -1).T
         return by_replica
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
-        """Shards that may hold some of the row-major elements [start, stop); never fewer than do."""
+        """All shards that hold some of the row-major elements [start, stop), possibly with shards that do not."""
         return range(self.num_shards)
 
     @property
@@ -65,29 +65,29 @@ class Placement(ABC):
 
     @property
     def has_replicas(self) -> bool:
-        """Whether several ranks hold the same shard. All shards of a placement have equally many holders, but for Boxes."""
+        """Whether several ranks hold the same shard. The shards of a Placement, except Boxes, have equally many holders."""
         return self.num_shards > 0 and len(self.holders(0)) > 1
 
     def join(self, other: Placement) -> Placement | None:
-        """One Placement for two groups of ranks that hold replicas, cut alike; None where they are cut differently."""
+        """One Placement for two groups of ranks that hold equally cut replicas; None where the cuts differ."""
         return self if self == other else None
 
     @abstractmethod
     def on_lowest_ranks(self) -> Placement:
-        """The same shards, by the same numbers, each held by the lowest of its ranks only."""
+        """The same shards with the same numbers, each of them held by its lowest rank only."""
 
     def gap(self) -> tuple[int, int] | None:
-        """The first row-major range of elements that no rank holds; None when all are held."""
+        """The first row-major range of elements that no rank holds; None when every element is held."""
         return None
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks hold each shard; the most of any, where shards differ in that."""
+        """How many ranks hold each shard; the maximum, where the shards of Boxes have different numbers of holders."""
         return len(self.holders(0)) if self.num_shards else 1
 
     @property
     def most_numel(self) -> int:
-        """At least as many elements as any rank holds, the same on all ranks."""
+        """A number of elements that no rank's shard exceeds, equal on all ranks."""
         return max((sum(b.box.numel for b in self.blocks(shard)) for shard in range(self.num_shards)), default=0)
 
     @property
@@ -96,12 +96,12 @@ class Placement(ABC):
 
     @property
     def first_holders(self) -> Ranks:
-        """One rank for each shard, the first that holds it; sorted, each once."""
+        """The first holder of each shard, as sorted ranks without duplicates."""
         return ranks_in_order(sorted({self.holders(shard)[0] for shard in range(self.num_shards)}))
 
     @property
     def rank_groups(self) -> tuple[Ranks, ...]:
-        """The ranks that hold it, in groups as they come: quick to compare, however many ranks there are."""
+        """The ranks that hold the parameter, in groups: quick to compare, even for thousands of ranks."""
         return (self.ranks,)
 
     @property
@@ -117,7 +117,7 @@ class Placement(ABC):
         return run.stop - run.start if run is not None else sum(b.box.numel for b in self.blocks(shard))
 
     def local_range(self, rank: int) -> tuple[int, int]:
-        """The elements [start, stop) of a rank's local tensor among which this parameter's are; (0, 0) where it holds none."""
+        """The range [start, stop) of a rank's local tensor that covers this parameter; (0, 0) for a rank that holds none."""
         shard = self.shard_of(rank)
         run = self.run(shard) if shard is not None else None
         if run is not None:

@@ -13,11 +13,11 @@ STORAGE = -1
 """In a plan, storage is modelled as ranks with negative numbers; this is the highest of them."""
 
 Ranks = Sequence[int]
-"""Global ranks in the order of their group: a range wherever they are evenly spaced, so that thousands cost nothing."""
+"""Global ranks in the order of their group: a range wherever they are evenly spaced, so thousands of ranks need no memory."""
 
 
 def ranks_in_order(ranks: Iterable[int]) -> Ranks:
-    """The same ranks as a range where they are evenly spaced, else as a tuple: equal ranks are equal values."""
+    """The same ranks as a range where they are evenly spaced, else as a tuple, so that equal ranks are equal values."""
     if isinstance(ranks, range) and ranks.step > 0:
         return ranks if ranks else range(0)
     listed = tuple(ranks)
@@ -32,15 +32,15 @@ def ranks_in_order(ranks: Iterable[int]) -> Ranks:
 
 
 def check_distinct(groups: tuple[Ranks, ...]) -> None:
-    """Refuse a rank that is listed twice: it would hold two parts in one place."""
+    """Refuse a rank that is listed twice, because a rank holds at most one shard."""
     if len(groups) == 1 and isinstance(groups[0], range):
         return
     if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
-        raise LayoutError(f"a rank is listed twice in {groups}")
+        raise LayoutError(f"each rank may be listed only once, but a rank is listed twice in {groups}")
 
 
 def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:
-    """Ranks, or numbers of shards, as an array; at once where they are evenly spaced."""
+    """Ranks or shard numbers as an array, made quickly for a range."""
     if isinstance(numbers, range):
         return numpy.arange(numbers.start, numbers.stop, numbers.step)
     return numpy.array(numbers, numpy.int64)

@@ -1,4 +1,4 @@
-"""Placements of one cut on several groups of ranks, joined into one."""
+"""Equally cut Placements on several groups of ranks, joined into one Placement."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class _HasReplicas(Protocol):
 _Replicated = TypeVar("_Replicated", bound=_HasReplicas)
 
 
-def join_replicas(one: _Replicated, other: _Replicated) -> _Replicated | None:
-    """Both groups of replicas, where no rank is in two of them."""
-    groups = tuple(dict.fromkeys((*one.replicas, *other.replicas)))
+def join_replicas(first: _Replicated, other: _Replicated) -> _Replicated | None:
+    """A Placement with the replicas of both; None where a rank would be in two replicas."""
+    groups = tuple(dict.fromkeys((*first.replicas, *other.replicas)))
     if len({rank for group in groups for rank in group}) != sum(map(len, groups)):
         return None
-    joined: _Replicated = replace(one, replicas=tuple(sorted(groups, key=lambda group: group[0])))  # type: ignore[type-var]
+    joined: _Replicated = replace(first, replicas=tuple(sorted(groups, key=lambda group: group[0])))  # type: ignore[type-var]
     return joined

@@ -1,4 +1,4 @@
-"""One copy of a plan: a strided block of elements, from one local tensor into another; and the parts of it in a window."""
+"""One copy of a plan: a strided block of elements from one local tensor into another, and the copy clipped to a window."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fsdp_optim.layout import Shape
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One strided block of elements of `fqn`, from `source_rank`'s local tensor into `target_rank`'s.
+    """One strided block of elements of `fqn`, from the local tensor of `source_rank` into the local tensor of `target_rank`.
 
     Element `i` (an index into `sizes`) moves from `source_offset + i . source_strides` to
-    `target_offset + i . target_strides`, all in elements of the two local tensors seen flat. Dimensions that are
-    contiguous on both sides are one, so a block that is contiguous on both sides has one size: it is a run.
+    `target_offset + i . target_strides`, in elements of the flattened local tensors. Dimensions that are contiguous on
+    both sides are merged, so a block that is contiguous on both sides has a single size and is called a run.
     """
 
     fqn: str
@@ -36,19 +36,20 @@ class Copy:
         return len(self.sizes) == 1 and self.source_strides == (1,) == self.target_strides
 
 
-def part_into(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """What of a copy goes to elements [start, stop) of the target's local tensor, as copies into those alone."""
-    for part in _clipped(copy, start, stop):
-        yield replace(part, target_offset=part.target_offset - start)
+def clip_to_target(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
+    """The part of a copy that fills elements [start, stop) of the target's local tensor, as copies into that slice alone."""
+    for clipped in _clipped(copy, start, stop):
+        yield replace(clipped, target_offset=clipped.target_offset - start)
 
 
-def part_from(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """What of a copy comes from elements [start, stop) of the source's local tensor, as copies from those alone."""
-    for part in _clipped(_turned(copy), start, stop):
-        yield _turned(replace(part, target_offset=part.target_offset - start))
+def clip_to_source(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
+    """The part of a copy that reads elements [start, stop) of the source's local tensor, as copies from that slice alone."""
+    for clipped in _clipped(_reversed(copy), start, stop):
+        yield _reversed(replace(clipped, target_offset=clipped.target_offset - start))
 
 
-def _turned(copy: Copy) -> Copy:
+def _reversed(copy: Copy) -> Copy:
+    """The copy with source and target swapped."""
     return Copy(
         copy.fqn,
         copy.target_rank,
@@ -62,11 +63,11 @@ def _turned(copy: Copy) -> Copy:
 
 
 def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
-    """The parts of a copy whose target elements are in [start, stop): a first row, whole rows, a last row, at every level."""
+    """The parts of a copy whose target elements lie in [start, stop): in each dimension part of a row, whole rows, a rest."""
     size, inner = copy.sizes[0], copy.sizes[1:]
     stride, first = copy.target_strides[0], copy.target_offset
-    span = 1 + sum((n - 1) * step for n, step in zip(inner, copy.target_strides[1:], strict=True))  # of one row
-    low = min(max(-(-(start - first) // stride), 0), size)  # rows [low, high) are inside
+    span = 1 + sum((n - 1) * step for n, step in zip(inner, copy.target_strides[1:], strict=True))  # length of one row
+    low = min(max(-(-(start - first) // stride), 0), size)  # rows [low, high) lie inside
     high = max(min((stop - first - span) // stride + 1, size), low)
     if low > 0 and first + (low - 1) * stride + span > start:
         yield from _clipped(_rows(copy, low - 1, low, whole=False), start, stop)
@@ -77,7 +78,7 @@ def _clipped(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
 
 
 def _rows(copy: Copy, low: int, high: int, *, whole: bool) -> Copy:
-    """Rows [low, high) of a copy; with `whole` False one of them, with a dimension less."""
+    """Rows [low, high) of a copy; with `whole` False, row `low` as a copy with a dimension less."""
     source = copy.source_offset + low * copy.source_strides[0]
     target = copy.target_offset + low * copy.target_strides[0]
     if whole:

@@ -1,4 +1,4 @@
-"""The copies that lead from one Layout to another, as plain values. No torch: every world size is planned in one process."""
+"""The copies from one Layout to another, as plain values. No torch: one process can plan for any world size."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fsdp_optim.plan.runs import BULK_FROM, Runs, runs_into, runs_out_of
 def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Copy, ...]:
     """The copies that fill every Piece of `target` from `source`.
 
-    Each target element is filled exactly once: from the target rank itself where it holds the element, else from one of
-    the replicas (`replica_of`). Padding is on neither side. With `rank`, only the copies that this rank
-    sends or receives, which cost only their own number to compute; between any two ranks they are the same, in the
-    same order, as in the whole plan. `source` may have more parameters than `target`.
+    Each target element is filled exactly once: from the target rank itself where that rank holds the element, else from one
+    of the replicas (`replica_of`). Padding is never copied. With `rank`, the result has only the copies that this rank sends
+    or receives, and takes time in proportion to their number; the copies between any two ranks are the same, in the same
+    order, as in the whole plan. `source` may have more parameters than `target`.
 
     Raises:
-        LayoutError: a parameter of `target` is missing from `source`, or has another shape there.
+        LayoutError: a parameter of `target` is missing from `source`, or has another shape in `source`.
     """
     return tuple(copy for parameter in _parameters(source, target) for copy in parameter.copies(rank))
 
 
 def copies_of(source: Placement, target: Placement, *, rank: int | None = None, replica: int = 0) -> Sequence[Copy]:
-    """As `plan`, of one parameter, whose copies have no FQN.
+    """The same as `plan` for a single parameter; the copies have no FQN.
 
     Args:
-        replica: ranks that do not hold an element themselves take it from the replica of this number, modulo how many there
-            are, or from one of the next.
+        replica: the number of the replica (modulo the number of replicas) that sends to ranks which do not hold an element
+            themselves; consecutive shards and target ranks take the next replicas in turn.
     """
     parameter = _parameter("", source, target, replica)
     if not source.numel:
@@ -43,7 +43,7 @@ def copies_of(source: Placement, target: Placement, *, rank: int | None = None, 
 
 
 def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> Sequence[Copy]:
-    """Of `copies_of`, only the copies that this rank receives, from itself or from others."""
+    """Those copies of `copies_of` that this rank receives, from itself or from other ranks."""
     parameter = _parameter("", source, target, replica)
     if not source.numel:
         return ()
@@ -52,10 +52,10 @@ def copies_into(source: Placement, target: Placement, rank: int, replica: int = 
 
 
 def replica_of(name: str) -> int:
-    """A number for the replica that sends what has this name: a function of the name alone.
+    """The number of the replica that sends the value with this name: a function of the name alone.
 
-    What is planned beside it does not matter, so batches and windows change no sender. Consecutive shards are sent by
-    consecutive replicas, and many names are spread evenly over them.
+    The other values of a plan do not matter, so batches and windows change no sender. Consecutive shards are sent by
+    consecutive replicas, and many names are spread evenly over the replicas.
     """
     return zlib.crc32(name.encode(errors="surrogatepass"))
 
@@ -65,9 +65,9 @@ def _parameters(source: Layout, target: Layout) -> Iterator[_Parameter]:
         from_ = source.placements.get(fqn)
         if from_ is None:
             raise LayoutError(f"{fqn}: the target has this parameter, the source does not")
-        one = _parameter(fqn, from_, to, replica_of(fqn))
+        parameter = _parameter(fqn, from_, to, replica_of(fqn))
         if from_.numel:
-            yield one
+            yield parameter
 
 
 def _parameter(fqn: str, source: Placement, target: Placement, replica: int) -> _Parameter:
@@ -87,9 +87,9 @@ class _Parameter:
     replica: int
 
     def in_bulk(self, rank: int, *, sends: bool = True) -> Runs | None:
-        """The copies of one rank as arrays; None where they are few, or are no runs, so that each is made by itself.
+        """The copies of one rank as arrays; None where the copies are few or strided, and so are made one by one.
 
-        `sends`: those that it sends to others too.
+        `sends`: include the copies that the rank sends to others.
         """
         mine, held = self.target.shard_of(rank), self.source.shard_of(rank) if sends else None
         if self.source.overlapping or not self._are_many(mine, held):
@@ -99,7 +99,7 @@ class _Parameter:
         return into.joined(out) if into is not None and out is not None else None
 
     def _are_many(self, mine: int | None, held: int | None) -> bool:
-        """Whether a rank with these shards of the target and the source may take part in many copies."""
+        """Whether a rank with the shard `mine` of the target and `held` of the source may take part in many copies."""
         here = _bounds(self.target, mine) if mine is not None else None
         there = _bounds(self.source, held) if held is not None else None
         num_received = len(self.source.shards_over(*here)) if here is not None else 0
@@ -122,13 +122,13 @@ class _Parameter:
             yield from self._out_of(held, rank)
 
     def into(self, rank: int) -> Iterator[Copy]:
-        """All copies that fill what one rank holds of the target."""
+        """All copies that fill the shard of the target that one rank holds."""
         mine = self.target.shard_of(rank)
         if mine is not None:
             yield from self._into(mine, rank)
 
     def _into(self, shard: int, target_rank: int) -> Iterator[Copy]:
-        """All copies that fill one shard of one target rank."""
+        """All copies that fill a shard on one target rank."""
         bounds = _bounds(self.target, shard)
         if bounds is None:
             return
@@ -140,7 +140,7 @@ class _Parameter:
             yield from self._between(source_shard, source_rank, shard, target_rank)
 
     def _out_of(self, shard: int, source_rank: int) -> Iterator[Copy]:
-        """All copies that one source rank sends to others."""
+        """All copies of a shard that one source rank sends to other ranks."""
         bounds = _bounds(self.source, shard)
         if bounds is None:
             return
@@ -156,7 +156,7 @@ class _Parameter:
         return holders[(self.replica + source_shard + self._target_index(target_rank)) % len(holders)]
 
     def _target_index(self, rank: int) -> int:
-        """Which of the target's ranks it is: ranks that take the same shard take it from replicas in turn."""
+        """The index of a rank among the target's ranks: ranks that need the same shard take it from the replicas in turn."""
         return bisect.bisect_left(self._target_ranks, rank)
 
     @cached_property
@@ -176,11 +176,11 @@ class _Parameter:
             for source in self.source.blocks(source_shard)
             if (common := source.box.intersect(target.box)) is not None
         ]
-        # Both ends list the copies between two ranks in this order, whichever end they start from.
+        # Both ranks have to list the copies between them in the same order, so the order does not depend on the side.
         yield from sorted(copies, key=lambda copy: (copy.target_offset, copy.source_offset))
 
     def _into_from_overlapping(self, shard: int, target_rank: int) -> Iterator[Copy]:
-        """Sources that overlap: take from each what is still missing, this rank's own first."""
+        """All copies from overlapping source shards: each shard fills what is still missing, the rank's own shard first."""
         order = sorted(range(self.source.num_shards), key=lambda s: target_rank not in self.source.holders(s))
         copies = []
         for target in self.target.blocks(shard):
@@ -195,7 +195,7 @@ class _Parameter:
 
 
 def _bounds(placement: Placement, shard: int) -> tuple[int, int] | None:
-    """The smallest row-major range of elements that has all of a shard; None for a shard that holds nothing."""
+    """The smallest row-major range of elements that covers a shard; None for a shard without elements."""
     run = placement.run(shard)
     if run is not None:
         return (run.start, run.stop) if run.start < run.stop else None
@@ -213,7 +213,7 @@ def _run_copy(fqn: str, source: Run, source_rank: int, target: Run, target_rank:
 
 
 def _block_copy(fqn: str, common: Box, source: Block, source_rank: int, target: Block, target_rank: int) -> Copy:
-    """The copy of one common Box, its dimensions joined wherever both sides are contiguous over them."""
+    """The copy of one common Box; dimensions over which both sides are contiguous are merged."""
     source_strides, target_strides = row_major_strides(source.box.sizes), row_major_strides(target.box.sizes)
     source_offset = source.offset + _index(common, source.box, source_strides)
     target_offset = target.offset + _index(common, target.box, target_strides)

@@ -1,4 +1,4 @@
-"""Many runs of one plan, as arrays: a recipient's part of a plan has a copy for each rank that holds a part of a parameter."""
+"""Many contiguous copies of a plan, as arrays: a recipient of thousands of shards has a copy for each of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fsdp_optim.layout import Placement, RunTable, number_array
 from fsdp_optim.plan.copies import Copy
 
 BULK_FROM = 48
-"""Copies; fewer are made one by one in less time."""
+"""The number of copies from which arrays are quicker than single copies."""
 
 Numbers = NDArray[numpy.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Runs(Sequence[Copy]):
-    """Copies that are runs on both sides: a sequence of `Copy` without FQNs, or columns of numbers."""
+    """Copies that are contiguous on both sides: a sequence of `Copy` without FQNs, stored as columns of numbers."""
 
     source_ranks: Numbers
     target_ranks: Numbers
@@ -30,22 +30,22 @@ class Runs(Sequence[Copy]):
 
     @classmethod
     def none(cls) -> Runs:
-        """No copies."""
+        """An empty sequence of copies."""
         return cls(*[numpy.empty(0, numpy.int64)] * 5)
 
     @property
     def columns(self) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """The source and target rank, the elements, and the source and target offset of each."""
+        """The source rank, target rank, number of elements, source offset and target offset of each copy."""
         return self.source_ranks, self.target_ranks, self.numels, self.source_offsets, self.target_offsets
 
     def joined(self, other: Runs) -> Runs:
-        """These, then the others."""
+        """These copies, followed by those of `other`."""
         if not len(self) or not len(other):
             return self if len(self) else other
         return Runs(*(numpy.concatenate(pair) for pair in zip(self.columns, other.columns, strict=True)))
 
     def rows(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """The columns' numbers of each copy."""
+        """The numbers of each copy, in the order of `columns`."""
         return zip(*(column.tolist() for column in self.columns), strict=True)
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Runs(Sequence[Copy]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(Copy.__eq__, self, other))
 
-    __hash__ = None  # type: ignore[assignment]  # it is compared with tuples, whose hashes are others
+    __hash__ = None  # type: ignore[assignment]  # Runs are equal to tuples of copies, whose hashes would differ
 
 
 def _copy(source_rank: int, target_rank: int, numel: int, source_offset: int, target_offset: int) -> Copy:
@@ -74,23 +74,23 @@ def _copy(source_rank: int, target_rank: int, numel: int, source_offset: int, ta
 
 
 def has_from(copies: Sequence[Copy], rank: int) -> bool:
-    """Whether any of some copies comes from a rank."""
+    """Whether a rank is the source of any of the copies."""
     if isinstance(copies, Runs):
         return bool((copies.source_ranks == rank).any())
     return any(copy.source_rank == rank for copy in copies)
 
 
 def num_into(copies: Sequence[Copy], rank: int) -> int:
-    """How many elements some copies bring to a rank."""
+    """The number of elements that the copies bring to a rank."""
     if isinstance(copies, Runs):
         return int(copies.numels[copies.target_ranks == rank].sum())
     return sum(copy.numel for copy in copies if copy.target_rank == rank)
 
 
 def runs_into(source: Placement, target: Placement, shard: int, rank: int, replica: int) -> Runs | None:
-    """All copies that fill one shard of a target rank, in the order of the source's shards; None where they are no runs.
+    """All copies that fill a shard on a target rank, in the order of the source's shards; None where some are strided.
 
-    Any shard of the source has its elements once (it does not overlap).
+    The shards of `source` must not overlap.
     """
     wanted = target.run(shard)
     if wanted is None:
@@ -105,7 +105,7 @@ def runs_into(source: Placement, target: Placement, shard: int, rank: int, repli
 
 
 def runs_out_of(source: Placement, target: Placement, shard: int, rank: int, replica: int) -> Runs | None:
-    """All copies that a source rank sends to others, in the order of the target's shards; None where they are no runs."""
+    """All copies that a source rank sends to others, in the order of the target's shards; None where some are strided."""
     held = source.run(shard)
     if held is None:
         return None
@@ -122,9 +122,9 @@ def runs_out_of(source: Placement, target: Placement, shard: int, rank: int, rep
 
 
 def _senders(source: Placement, shards: Sequence[int], to: Numbers, target: Placement, replica: int) -> Numbers:
-    """The rank that sends each of some shards to each of as many ranks, or one shard to each of some ranks.
+    """The sender of `shards[i]` to the rank `to[i]`, or of a single shard to each rank in `to`.
 
-    A rank that holds a shard sends it to itself; others take it from the replicas in turn.
+    A rank that holds a shard sends that shard to itself; other ranks take the shard from the replicas in turn.
     """
     holders = source.holders_of(shards)
     if len(holders) == 1:
@@ -137,7 +137,7 @@ def _senders(source: Placement, shards: Sequence[int], to: Numbers, target: Plac
 
 
 def _between(source: RunTable, source_ranks: Numbers, target: RunTable, target_ranks: Numbers) -> Runs:
-    """What each pair of runs has in common, without those that have nothing."""
+    """The copies of the elements that each pair of runs has in common."""
     start = numpy.maximum(source.starts, target.starts)
     numels = numpy.minimum(source.stops, target.stops) - start
     some = numels > 0

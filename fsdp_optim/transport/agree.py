@@ -102,7 +102,7 @@ def all_hear(group: RankGroup) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, FsdpOptimError) or not error.told:
+        if not isinstance(error, FsdpOptimError) or not error.on_all_ranks:
             agree(group, "failed", error)
         raise
 
@@ -144,7 +144,7 @@ def _end(other: Turn, group: RankGroup, error: FsdpOptimError) -> None:
 
 
 def _told(error: FsdpOptimError) -> FsdpOptimError:
-    error.told = True
+    error.on_all_ranks = True
     return error
 
 

@@ -20,7 +20,7 @@ class Failure:
         """`with failure:` notes what its block raises and goes on after it; what all ranks raise alike is raised on."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception) or (isinstance(error, FsdpOptimError) and error.told):
+        if not isinstance(error, Exception) or (isinstance(error, FsdpOptimError) and error.on_all_ranks):
             return False
         self.note(error)
         return True

@@ -221,9 +221,9 @@ class InProcessTransport:
                 for copy in item.copies:
                     source = target = None
                     if copy.source_rank == group.rank and item.source is not None:
-                        source = memory.source_block(copy, item.source)
+                        source = memory.source_view(copy, item.source)
                     if copy.target_rank == group.rank and item.target is not None:
-                        target = memory.target_block(copy, item.target)
+                        target = memory.target_view(copy, item.target)
                     if copy.source_rank == group.rank != copy.target_rank and source is not None:
                         outgoing.setdefault(copy.target_rank, []).append(source)
                     elif copy.target_rank == group.rank != copy.source_rank:

@@ -119,7 +119,7 @@ class Streams:
             view = None
             if flat is not None:
                 try:
-                    view = way.source_block(flat) if way.is_sent else way.target_block(flat)
+                    view = way.source_view(flat) if way.is_sent else way.target_view(flat)
                 except Exception as error:  # the message keeps its place, so that both ends stay in step
                     failure.note(error)
             way.stream.add(way, item.dtype, view)
@@ -147,7 +147,7 @@ class Streams:
 
     def _add_here(self, way: _Way, source: torch.Tensor, target: torch.Tensor, failure: Failure) -> None:
         with failure:
-            pair = way.target_block(target), way.source_block(source)
+            pair = way.target_view(target), way.source_view(source)
             if failure.error is None:
                 self._here.append(pair)
                 self._here_nbytes += pair[0].nbytes
@@ -185,17 +185,17 @@ class _Way(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         return (self.numel,) if self.strided is None else self.strided.sizes
 
-    def source_block(self, flat: torch.Tensor) -> torch.Tensor:
+    def source_view(self, flat: torch.Tensor) -> torch.Tensor:
         """The elements of a 1-D local tensor that are read."""
         if self.strided is None:
             return flat.narrow(0, self.source_at, self.numel)
-        return memory.source_block(self.strided, flat)
+        return memory.source_view(self.strided, flat)
 
-    def target_block(self, flat: torch.Tensor) -> torch.Tensor:
+    def target_view(self, flat: torch.Tensor) -> torch.Tensor:
         """The elements of a 1-D local tensor that are written."""
         if self.strided is None:
             return flat.narrow(0, self.target_at, self.numel)
-        return memory.target_block(self.strided, flat)
+        return memory.target_view(self.strided, flat)
 
 
 def _row_of(copy: Copy) -> tuple[int, int, int, int, int, Copy | None]:

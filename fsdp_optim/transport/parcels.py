@@ -90,7 +90,7 @@ def _ends(
         if window.parcel in packed:
             part = packed[window.parcel].parts[window.part]
             start, stop = window.start // part.itemsize, window.stop // part.itemsize
-            return memory.window(part, start, stop).view(torch.uint8), None
+            return memory.flat_slice(part, start, stop).view(torch.uint8), None
         if window.parcel in arrived:
             return None, arrived[window.parcel][window.part][window.start : window.stop]
     return None, None

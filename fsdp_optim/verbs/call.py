@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Boxes, Placement, Ranks, Shape
-from fsdp_optim.options import Asked, OnReplicaMismatch, Options
+from fsdp_optim.options import Arguments, OnReplicaMismatch, Options
 from fsdp_optim.state.draw import draw
 from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -140,7 +140,7 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 
 @contextmanager
 def calling(
-    call: str, models: Sequence[nn.Module], asked: Asked, options: Options, *, all_of_plain: bool = False
+    call: str, models: Sequence[nn.Module], asked: Arguments, options: Options, *, all_of_plain: bool = False
 ) -> Iterator[tuple[list[ModelReader], RankGroup]]:
     """A call about some models, from its first word to its last: readers of them, and the ranks that make the call.
 
@@ -186,7 +186,7 @@ def _group(world: World, options: Options, call: str, ranks: Sequence[int]) -> R
 def meet(
     callers: RankGroup,
     read: Callable[[], Local],
-    asked: Asked,
+    asked: Arguments,
     more: str = "",
     *,
     with_state: bool,
@@ -204,7 +204,7 @@ def meet(
     local, failure, report = None, Failure(), RankReport("")
     with failure:
         local = read()
-        call = ", ".join(part for part in (more, asked.said()) if part)
+        call = ", ".join(part for part in (more, asked.compared_text()) if part)
         report = _report(
             local,
             f"{callers.turn.call}({call})",

@@ -15,7 +15,7 @@ from fsdp_optim import move as executor
 from fsdp_optim.errors import FsdpOptimError, LayoutError, StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import End, Part, StateValue, move
+from fsdp_optim.move import End, Slice, StateValue, move
 from fsdp_optim.plan import copies_of
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import alone
@@ -69,7 +69,7 @@ class Stored(End):
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return FlatChunks(other.shape, 0, max(other.numel, 1), ((0,),)) if self.cut == "runs" else other
 
-    def fill(self, parts: Sequence[Part]) -> None:
+    def fill(self, parts: Sequence[Slice]) -> None:
         self._note("fill", parts)
         for part in parts:
             if part.flat is not None:
@@ -78,13 +78,13 @@ class Stored(End):
                     assert copy.is_run
                 part.flat.copy_(stored[part.start : part.start + len(part.flat)])
 
-    def drain(self, parts: Sequence[Part]) -> None:
+    def drain(self, parts: Sequence[Slice]) -> None:
         self._note("drain", parts)
         for part in parts:
             if part.flat is not None:
                 self.tensors[part.value.fqn][part.start : part.start + len(part.flat)] = part.flat
 
-    def _note(self, what: str, parts: Sequence[Part]) -> None:
+    def _note(self, what: str, parts: Sequence[Slice]) -> None:
         self.log += [f"{what} {part.value.fqn} {part.start}" for part in parts]
         own = sum(part.flat.nbytes for part in parts if part.flat is not None and part.is_own)
         self.most_nbytes = max(self.most_nbytes, own)
@@ -174,7 +174,7 @@ class MoveTest(unittest.TestCase):
             into: dict[str, list[tuple[int, list[float]]]] = {"a": [], "b": []}
 
             class Takes(Stored):
-                def drain(self, parts: Sequence[Part]) -> None:
+                def drain(self, parts: Sequence[Slice]) -> None:
                     for part in parts:
                         if part.flat is not None:
                             into[part.value.fqn].append((part.start, part.flat.tolist()))  # noqa: B023
@@ -192,7 +192,7 @@ class MoveTest(unittest.TestCase):
 
     def test_a_failure_at_an_end_is_noted(self) -> None:
         class Full(Stored):
-            def drain(self, parts: Sequence[Part]) -> None:
+            def drain(self, parts: Sequence[Slice]) -> None:
                 raise OSError("no space left")
 
         for cut in (None, "runs"):
@@ -216,7 +216,7 @@ class MoveTest(unittest.TestCase):
             run(Half({"layer.weight": torch.ones(2)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
         with (
             mock.patch.object(executor, "copies_into", return_value=()),
-            self.assertRaisesRegex(StateError, "layer.weight: exp_avg: rank 0 needs 4 elements, 0 were planned"),
+            self.assertRaisesRegex(StateError, "layer.weight: exp_avg: rank 0 needs 4 elements, and the plan brings 0"),
         ):
             run(Live({"layer.weight": torch.ones(4)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
 

@@ -20,12 +20,12 @@ from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, 
 from fsdp_optim.plan import (
     Copy,
     Runs,
+    clip_to_source,
+    clip_to_target,
     copies_into,
     copies_of,
     has_from,
     num_into,
-    part_from,
-    part_into,
     plan,
     planner,
     replica_of,
@@ -76,7 +76,7 @@ def test_windows_of_the_local_tensors_make_up_every_copy(pair: tuple[Layout, Lay
     """Element by element, in order, whichever side the window is on."""
     for copy in plan(*pair):
         whole = oracle.addresses(copy)
-        for side, part in ((0, part_from), (1, part_into)):
+        for side, part in ((0, clip_to_source), (1, clip_to_target)):
             found = []
             for start in range(0, max(address[side] for address in whole) + 1, width):
                 for piece in part(copy, start, start + width):

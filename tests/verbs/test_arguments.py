@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.errors import FsdpOptimError
-from fsdp_optim.options import Asked, GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
+from fsdp_optim.options import Arguments, GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
 
@@ -208,17 +208,17 @@ class AskedTest(unittest.TestCase):
         differs = {"name_of", "timeout", "extra", "progress"}
         for asked in self.options:
             names = {f.name for one in (asked, asked.call) for f in dataclasses.fields(one)} - {"call"}
-            said = {part.split("=")[0] for part in asked.said().split(", ") if "=" in part}
+            said = {part.split("=")[0] for part in asked.compared_text().split(", ") if "=" in part}
             self.assertEqual(names - said, names & differs, type(asked))
 
     def test_a_new_field_is_compared_without_another_line(self) -> None:
         @dataclasses.dataclass(frozen=True)
-        class More(Asked):
+        class More(Arguments):
             call: Options
             groups: str = "saved"
 
-        self.assertIn("groups='live'", More(Options(), "live").said())
-        self.assertNotEqual(More(Options()).said(), More(Options(strict=False)).said())
+        self.assertIn("groups='live'", More(Options(), "live").compared_text())
+        self.assertNotEqual(More(Options()).compared_text(), More(Options(strict=False)).compared_text())
 
     def test_no_options_raise_when_they_are_made(self) -> None:
         """Else a rank would raise before the others can hear of it."""
