@@ -17,5 +17,5 @@ def common_store(callers: RankGroup, place: Place) -> Store:
     """
     mine = store_at(place)
     content = os.fsencode(mine.where)
-    told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", said=content)
-    return mine if told.alike else store_told(place, mine, os.fsdecode(told.by(callers.ranks[0])))
+    told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", compared=content)
+    return mine if told.alike else store_told(place, mine, os.fsdecode(told.content_of(callers.ranks[0])))

@@ -34,7 +34,7 @@ from fsdp_optim.move import End, Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion, Staging, Store, StoreWriter
-from fsdp_optim.transport.agree import Told, agree, tell
+from fsdp_optim.transport.agree import MeetingResult, agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
@@ -123,14 +123,14 @@ def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveO
                 told, failure = _write(job, live, writer, progress), Failure()
                 with failure:
                     if job.leads:
-                        finish(job, [told.by(rank) for rank in job.callers.ranks])
+                        finish(job, [told.content_of(rank) for rank in job.callers.ranks])
                 agree(job.callers, "committed", failure.error)
                 progress.done()
     log_saved(job)
     return job.saved(writer.nbytes)
 
 
-def _write(job: Job, live: End, writer: Writer, progress: Progress) -> Told:
+def _write(job: Job, live: End, writer: Writer, progress: Progress) -> MeetingResult:
     """Write this rank's part, and tell the segments; the failure of any rank is raised on all, when all have stopped."""
     failure = Failure()
 
@@ -181,8 +181,8 @@ def begin(
                 make_files(staging, _files(writer, options, weights, state, callers, strategy, shared)[0])
             durable = options.durable or _removes(store, staging, options, prepared.content)
             content = json.dumps([store.where, staging.address, strategy, shared, durable]).encode()
-        told = tell(callers, "folder", content, said=store.machine_id().encode())
-        leaders_place, address, strategy, shared, durable = json.loads(told.by(callers.ranks[0]))
+        told = tell(callers, "folder", content, compared=store.machine_id().encode())
+        leaders_place, address, strategy, shared, durable = json.loads(told.content_of(callers.ranks[0]))
         store, options = store_told(path, store, leaders_place, format), replace(options, durable=durable)
         if strategy == _BY_MACHINES:
             strategy = "in_place" if told.alike else "per_rank_files"

@@ -72,8 +72,8 @@ def _tells() -> list[list[bytes]]:
     world, found = world_here(), []
     for nbytes in (0, 1, 1000, _LARGE):
         content = bytes([world.rank + 1]) * (nbytes * (world.rank + 1) // world.size)
-        told = tell(_group(), "contents", content, said=b"%d" % world.rank)
-        found.append([told.by(rank) for rank in range(world.size)])
+        told = tell(_group(), "contents", content, compared=b"%d" % world.rank)
+        found.append([told.content_of(rank) for rank in range(world.size)])
     return found
 
 
@@ -159,7 +159,7 @@ def _some_of_the_ranks() -> list[list[bytes]]:
     for ranks in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)):
         if world.rank in ranks:
             told = tell(_group(ranks=ranks), "some", b"%d" % world.rank)
-            found.append([told.by(rank) for rank in ranks])
+            found.append([told.content_of(rank) for rank in ranks])
     return found
 
 
@@ -195,7 +195,7 @@ def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
     for number in rounds:
         for index in range(number):
             agree(_group(), "one")
-            tell(_group(), "two", b"content" * index, said=b"%d" % world.rank)
+            tell(_group(), "two", b"content" * index, compared=b"%d" % world.rank)
             error_of(lambda: agree(_group(), "three", OSError("no") if world.rank == 1 else None))
             error_of(lambda: agree(_group(), "four" if world.rank else "five"))
         for _ in range(2):  # whatever a meeting has left, the next one takes away

@@ -1,7 +1,7 @@
-"""All ranks agree, or all ranks raise the same error. No rank hangs: one that does not come is named.
+"""All ranks agree, or all ranks raise the same error. No rank hangs: the error names the ranks that did not come.
 
-The ranks meet by the `Control` of their world (`base.py`). What ranks tell each other is there when a meeting ends, so that
-reading it waits for nobody.
+The ranks meet through the `Control` of their world (`base.py`). The contents that the ranks bring to a meeting are available
+when the meeting ends, so nobody waits to read them.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from fsdp_optim.transport.verdict import Reason, Statement
 
 
 def agree(group: RankGroup, step: str, error: Exception | None = None, *, fatal: bool = False) -> None:
-    """Meet the other ranks at one step of a call, or tell them `error`. All ranks go on, or all raise.
+    """Meet the other ranks at one step of a call, or report `error` to them. All ranks go on, or all ranks raise.
 
-    Called by all ranks of `group`, the same number of times on each.
+    Called by all ranks of `group`, the same number of times on each rank.
 
     Args:
-        step: what this rank has done. Ranks that are at different steps, or in different calls, all raise RankError.
-        fatal: this rank's `error` broke the connection to another rank, which may never come: tell the others now.
+        step: the step that this rank has reached. Ranks that meet at different steps, or in different calls, raise RankError.
+        fatal: this rank's `error` broke the connection to another rank, which may never come, so the others must not wait.
 
     Raises:
-        The error of the ranks that gave one, on all ranks alike: with its own class where that is one of this
-        library's and all failed ranks agree on it, else RankError. The message names the ranks and their reasons.
-        RankTimeoutError: a rank did not come within the timeout; the message names it.
+        The error that ranks have brought, on all ranks alike. Its class is that of the failed ranks' errors where they
+        have the same class of this library, else RankError. The message names the failed ranks and their reasons.
+        RankTimeoutError: some ranks did not come within the timeout; the message names these ranks.
     """
     tell(group, step, b"", error=error, fatal=fatal)
 
 
-def compare(group: RankGroup, step: str, said: bytes, error: Exception | None = None) -> bool:
-    """As `agree`; returns whether all ranks said the same, the same answer on all of them."""
-    return tell(group, step, b"", said, error).alike
+def compare(group: RankGroup, step: str, compared: bytes, error: Exception | None = None) -> bool:
+    """The same as `agree`; returns, on all ranks alike, whether `compared` is equal on all ranks."""
+    return tell(group, step, b"", compared, error).alike
 
 
 @dataclass(frozen=True)
-class Told:
-    """What ranks told in a meeting. To be read before this rank comes to the next one.
+class MeetingResult:
+    """The contents that ranks brought to a meeting. Read them before this rank comes to its next meeting.
 
-    `alike`: whether all ranks said the same.
+    `alike`: whether `compared` was equal on all ranks.
     """
 
     alike: bool
     _content_of: Callable[[int], bytes]
 
-    def by(self, rank: int) -> bytes:
-        """What `rank` told: it is there already, so nobody waits for anybody."""
+    def content_of(self, rank: int) -> bytes:
+        """The content of `rank`, which is available without waiting."""
         return self._content_of(rank)
 
 
@@ -60,36 +60,39 @@ def tell(
     group: RankGroup,
     step: str,
     content: bytes,
-    said: bytes = b"",
+    compared: bytes = b"",
     error: Exception | None = None,
     *,
     fatal: bool = False,
-) -> Told:
-    """As `agree`, and every rank can read the `content` of every other afterwards. It need not be alike, nor need `said`."""
-    error = error or group.turn.spoilt
+) -> MeetingResult:
+    """The same as `agree`; afterwards every rank can read the `content` of every other rank.
+
+    `content` and `compared` may differ between ranks.
+    """
+    error = error or group.turn.conflict
     if len(group.ranks) == 1:
         if error is not None:
             raise error
-        return Told(True, lambda rank: content)
-    verdict = group.world.control.meet(group, Statement(f"{group.turn.call}: {step}", said, content, error, fatal))
+        return MeetingResult(True, lambda rank: content)
+    verdict = group.world.control.meet(group, Statement(f"{group.turn.call}: {step}", compared, content, error, fatal))
     if group.rank in verdict.missing:
-        raise _told(RankTimeoutError(f"rank {group.rank} came too late: {verdict.text}"))
+        raise _on_all_ranks(RankTimeoutError(f"rank {group.rank} came too late: {verdict.text}"))
     if verdict.missing:
-        raise _told(RankError(verdict.text) if verdict.is_deadlock else RankTimeoutError(verdict.text))
+        raise _on_all_ranks(RankError(verdict.text) if verdict.is_deadlock else RankTimeoutError(verdict.text))
     if verdict.reasons:
-        common = _the_error(verdict.reasons, len(group.ranks))
-        raise _told(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
-    return Told(verdict.alike, verdict.content_of)
+        common = _common_error(verdict.reasons, len(group.ranks))
+        raise _on_all_ranks(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
+    return MeetingResult(verdict.alike, verdict.content_of)
 
 
 def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> None:
-    """Move every item. Called by all ranks of `group`; the ranks must agree afterwards whether all went well.
+    """Move every item. Called by all ranks of `group`; the ranks must agree afterwards whether all of them succeeded.
 
-    Everything that needs memory is done first, and the ranks agree that all of them are ready: an error in `failure`, or one
-    met here, is raised on all ranks before data moves. From then on nothing that one rank alone can see is raised: it is
-    put into `failure`, and this rank goes on sending and receiving, so that its peers finish.
+    First every rank allocates its memory, and the ranks agree that all of them are ready: an error in `failure`, or an error
+    of the preparation, is raised on all ranks before data moves. After that an error of this rank alone is not raised but
+    noted in `failure`, and this rank goes on to send and receive, so that its peers finish.
 
-    Holds at most `budget`, which is the same on all ranks, beyond the items' own tensors.
+    Holds at most `budget`, which is equal on all ranks, beyond the items' own tensors.
     """
     send = group.world.transport.prepare(group, items, failure, budget)
     agree(group, "ready to move", failure.error)
@@ -98,7 +101,7 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
 
 @contextmanager
 def all_hear(group: RankGroup) -> Iterator[None]:
-    """An exception on this rank, between two meetings, is told in the next one; the others come to it anyway."""
+    """Report an exception that this rank raises between two meetings in the next meeting, to which all ranks come."""
     try:
         yield
     except Exception as error:
@@ -109,9 +112,9 @@ def all_hear(group: RankGroup) -> Iterator[None]:
 
 @contextmanager
 def in_turn(group: RankGroup) -> Iterator[None]:
-    """A call in flight. Raises RankError at once where another one is, whose messages would mix with those of this one.
+    """Mark a call as in flight. Raises RankError at once where another call is in flight whose messages would mix with it.
 
-    The ranks of that other call hear of it too: some of them may take part in the one call, some in the other.
+    The ranks of the other call raise the error too: some of them may take part in the first call, some in the second.
     """
     turn = group.turn
     if len(group.ranks) == 1:
@@ -119,7 +122,7 @@ def in_turn(group: RankGroup) -> Iterator[None]:
         return
     other = group.world.turns.enter(turn)
     if other is not None:
-        error = _told(refusal(turn, other, group.rank))
+        error = _on_all_ranks(refusal(turn, other, group.rank))
         _end(other, group, error)
         raise error
     try:
@@ -129,37 +132,37 @@ def in_turn(group: RankGroup) -> Iterator[None]:
 
 
 def _end(other: Turn, group: RankGroup, error: FsdpOptimError) -> None:
-    """Tell the ranks of a call in flight that it is over: in its next meeting, or now, where its next is nobody knows when."""
-    other.spoilt = other.spoilt or RankError(str(error))
+    """End a call in flight on all its ranks: in the call's next meeting, or at once where the call is suspended."""
+    other.conflict = other.conflict or RankError(str(error))
     if not other.running.acquire(blocking=False):
         return
     try:
-        if other.over is None:
-            theirs = replace(group, ranks=other.ranks, process_group=other.process_group, turn=other)
+        if other.ended_by is None:
+            others_group = replace(group, ranks=other.ranks, process_group=other.process_group, turn=other)
             with suppress(FsdpOptimError):
-                agree(theirs, "ended", other.spoilt, fatal=True)
-            other.over = _told(RankError(str(error)))
+                agree(others_group, "ended", other.conflict, fatal=True)
+            other.ended_by = _on_all_ranks(RankError(str(error)))
     finally:
         other.running.release()
 
 
-def _told(error: FsdpOptimError) -> FsdpOptimError:
+def _on_all_ranks(error: FsdpOptimError) -> FsdpOptimError:
     error.on_all_ranks = True
     return error
 
 
-def _the_error(reasons: tuple[Reason, ...], num_ranks: int) -> FsdpOptimError:
-    """One error that is the same on all ranks, from what each failed rank said."""
+def _common_error(reasons: tuple[Reason, ...], num_ranks: int) -> FsdpOptimError:
+    """One error, equal on all ranks, made of the reasons of the failed ranks."""
     names = {name for _, name, _ in reasons}
     known = getattr(errors, next(iter(names)), None) if len(names) == 1 else None
     ours = isinstance(known, type) and issubclass(known, FsdpOptimError)
-    kind: type[FsdpOptimError] = known if ours and known is not None else RankError
+    cls: type[FsdpOptimError] = known if ours and known is not None else RankError
     by_reason: dict[str, list[int]] = {}
     for rank, name, message in reasons:
         by_reason.setdefault(message if ours else f"{name}: {message}", []).append(rank)
     if ours and len(by_reason) == 1 and len(reasons) == num_ranks:
-        return kind(next(iter(by_reason)))
-    return kind(
+        return cls(next(iter(by_reason)))
+    return cls(
         "\n".join(
             f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {reason}"
             for reason, ranks in by_reason.items()

@@ -1,6 +1,6 @@
-"""The seams between ranks: a `Control` lets them agree, a `Transport` moves their bytes, and a `World` says which are used.
+"""The protocols between ranks: a `Control` lets ranks agree, a `Transport` moves their bytes, a `World` has one of each.
 
-Everything above this room uses a `RankGroup`: the ranks of one call, with what they agree and move by.
+All other rooms use a `RankGroup`: the ranks of one call, with their World.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from fsdp_optim.transport.verdict import Statement, Verdict
 
 
 class Control(Protocol):
-    """How the ranks of a job agree. `agree`, `compare` and `tell` (`agree.py`) are made of it.
+    """How the ranks of a job agree; the basis of `agree`, `compare` and `tell` (`agree.py`).
 
     The order of calls, on every rank of a group: `meet`, the same number of times on each, by one thread at a time. A meeting
     never hangs: it ends when the last rank has come, when a rank has come with a fatal error, or when the timeout of the
-    group is over. Then all ranks that came get the same verdict, whatever came of the others. `claim` and `release` are
+    group is over. Then all ranks that came get the same verdict, even if other ranks are missing. `claim` and `release` are
     called at any time, by any rank. `fsdp_optim.testing.ControlConformance` proves a control.
     """
 
     def meet(self, group: RankGroup, statement: Statement) -> Verdict:
         """Come to the next meeting of these ranks, and wait until it ends.
 
-        A rank that comes with an error does not keep the others waiting: they hear of it when all have come, or at once where
-        it is fatal. Ranks that come at another step than the first one come with an error. Who waits looks for missing ranks
-        that wait for it in another meeting, and is warned after half a minute. What a meeting needs goes when the next one of
-        the same ranks has ended. A rank that comes too late finds itself among `missing`; where the others have gone on to a
-        later meeting, it goes there.
+        The other ranks learn of a rank's error when all ranks have come, or at once where the error is fatal. A rank that comes
+        at another step than the first rank counts as a rank with an error. A waiting rank looks for missing ranks that wait
+        for this rank in another meeting, and logs a warning after half a minute. The resources of a meeting are freed when the
+        next meeting of the same ranks has ended. A rank that comes too late finds itself among `missing`; where the others
+        have gone on to a later meeting, the late rank goes to that meeting.
         """
 
     def claim(self, who: str, place: str) -> str:
-        """Who has a place: `who`, unless others have it. Gives back the place that `who` had before; others may have it then."""
+        """Claim a place for `who`, and release the place that `who` had before. Returns the owner of the place."""
 
     def release(self, who: str, place: str) -> None:
-        """Let others have a place."""
+        """Release a place, so that others can claim the place."""
 
 
 class Item(NamedTuple):
     """One tensor to move: the copies of one state value of one parameter that this rank takes part in.
 
-    Ranks list the items that they share in the same order. `source` and `target` are this rank's local tensors, 1-D;
-    None where it has no part on that side, and a `target` of None where its elements are to be dropped.
+    Two ranks list the items that both take part in in the same order. `source` and `target` are this rank's 1-D local tensors,
+    or None where the rank is not on that side; with copies to this rank, a `target` of None drops the elements.
     """
 
     copies: Sequence[Copy]
@@ -61,35 +61,35 @@ class Item(NamedTuple):
 
 
 Send = Callable[[Failure], None]
-"""The second half of an exchange: what is left to do when all ranks are ready."""
+"""The second half of an exchange, which sends and receives when all ranks are ready."""
 
 
 class Transport(Protocol):
     """How bytes move between the ranks of a group.
 
-    The order of calls, on every rank of a group: `empty` for memory that elements arrive in, then `prepare`; the ranks then
-    agree that all of them are ready, and only if they are, each calls what `prepare` gave it. `exchange` (`agree.py`) does the
-    last three. The ranks agree again afterwards, before anybody reads what has arrived or changes what was sent.
+    The order of calls, on every rank of a group: `empty` for memory that receives elements, then `prepare`; the ranks then
+    agree that all of them are ready, and only then every rank calls the `Send` that `prepare` returned. `exchange` (`agree.py`)
+    does the last three. The ranks agree again afterwards, before any rank reads the targets or changes the sources.
     `fsdp_optim.testing.TransportConformance` proves a transport.
     """
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised contiguous memory that peers may fill. Targets may be other memory too."""
+        """Uninitialised contiguous memory that peers may fill. Items may have targets from elsewhere too."""
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
-        """Do everything that could fail, copy what this rank sends to itself, and give what moves the rest.
+        """Do everything that could fail, copy the elements that this rank sends to itself, and return the `Send` for the rest.
 
-        What goes wrong is put into `failure`, where it may be already: then nothing is copied. Holds at most `budget`, which is
-        the same on all ranks, beyond the items' own tensors. Nobody waits here.
+        An error is noted in `failure`; nothing is copied once `failure` has an error. Holds at most `budget`, which is equal on
+        all ranks, beyond the items' own tensors. This method waits for no other rank.
 
-        What is given must be called by all ranks or none. It raises nothing: what goes wrong is put into its `failure`, and the
-        rank goes on, so that its peers finish. A peer that does not answer within the timeout of the group is named, by a
-        RankError that is fatal.
+        All ranks must call the returned `Send`, or none. `Send` raises nothing: an error is noted in its `failure`, and the rank
+        goes on, so that its peers finish. A peer that does not answer within the timeout of the group is named in a fatal
+        RankError.
         """
 
 
 class World(ABC):
-    """The ranks that run together, seen from one of them, and what they agree and move by."""
+    """The ranks of one job, seen from one rank, with the Control and the Transport that the ranks use."""
 
     rank: int
     size: int
@@ -98,15 +98,15 @@ class World(ABC):
     turns: Turns
     is_initialized: bool = True
     process_group: Any = None
-    """That of all ranks, which a call without one uses."""
+    """The process group of all ranks, which carries the messages of calls without `process_group`."""
 
     @abstractmethod
     def ranks_of(self, process_group: Any) -> tuple[int, ...]:
-        """The ranks of a process group that a user gave. Raises WrapperError for what is none that this rank is in."""
+        """The ranks of a user's process group. Raises WrapperError for any other value, and for a group without this rank."""
 
     @abstractmethod
     def group_rank(self, process_group: Any) -> int:
-        """This rank's place in a process group (None: in the world); negative where it is not in it."""
+        """This rank's group rank in a process group (None: in the world); negative where this rank is not in the group."""
 
     def group(
         self,
@@ -116,19 +116,19 @@ class World(ABC):
         timeout: float = DEFAULT_TIMEOUT,
         bucket_nbytes: int = BUCKET_NBYTES,
     ) -> RankGroup:
-        """This rank and others that make a call. `call`: the name of the public function."""
-        inside = tuple(sorted(ranks))
-        wire = process_group if process_group is not None else self.process_group
-        return RankGroup(self, inside, process_group, timeout, bucket_nbytes, Turn(call, inside, wire))
+        """The group of the ranks that make a call. `call`: the name of the public function."""
+        in_order = tuple(sorted(ranks))
+        carrier = process_group if process_group is not None else self.process_group
+        return RankGroup(self, in_order, process_group, timeout, bucket_nbytes, Turn(call, in_order, carrier))
 
 
 @dataclass(frozen=True)
 class RankGroup:
     """The global ranks that make a call together, sorted, and the process group that carries their messages.
 
-    `process_group` None: that of the world carries them, also between some of its ranks only. `timeout`: seconds.
-    `bucket_nbytes`: what a rank may hold beyond what it keeps, the same on all of them. `turn`: this call among those of the
-    process.
+    `process_group` None: the process group of the world carries the messages, even if only some of its ranks make the call.
+    `timeout`: seconds. `bucket_nbytes`: the bytes that each rank may hold for temporary buffers. `turn`: this call among the
+    calls of the process.
     """
 
     world: World
@@ -149,12 +149,12 @@ class RankGroup:
 
     @property
     def budget(self) -> Budget:
-        """What a rank may hold beyond what it keeps, while this call moves data."""
+        """The memory that a rank may hold for temporary buffers while this call moves data."""
         return Budget(self.bucket_nbytes)
 
     @property
     def position(self) -> int:
-        """This rank's place among the ranks."""
+        """The index of this rank among the ranks of the call."""
         return self.ranks.index(self.rank)
 
     @property

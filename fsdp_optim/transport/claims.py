@@ -1,4 +1,4 @@
-"""Ranks of one job that do not know of each other, and write to one place: the first keep it, the others hear of it."""
+"""Claims on places for checkpoints: the first ranks of a job that claim a place keep it, and other ranks of the job fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_optim.transport.base import Control, RankGroup
 
 @dataclass(frozen=True)
 class Claim:
-    """A place that some of a job's ranks write to. Made by one of them; `control` None: they are all of the job."""
+    """A place that some ranks of a job write to, claimed by one of them. `control` None: all ranks of the job write to it."""
 
     control: Control | None
     who: str
@@ -25,13 +25,13 @@ class Claim:
         holder = group.world.control.claim(who, place)
         if holder != who:
             raise CheckpointError(
-                f"{place}: the ranks [{who}] save to it, and so do the ranks [{holder}] of the same job, without "
-                "knowing of each other. Where they belong together, give process_group= with all of them; else give each a path "
-                "of its own"
+                f"{place}: the ranks [{who}] save to this path, and so do the ranks [{holder}] of the same job, in separate "
+                "calls. If all of these ranks save one checkpoint, give process_group= with all of them; else give each call a "
+                "path of its own"
             )
         return cls(group.world.control, who, place)
 
     def release(self) -> None:
-        """Let others have the place, after a failure."""
+        """Release the place after a failure, so that others can claim the place."""
         if self.control is not None:
             self.control.release(self.who, self.place)

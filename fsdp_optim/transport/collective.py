@@ -1,6 +1,6 @@
-"""Bytes move between ranks: bounded messages, point to point, straight from the shard and straight into place.
+"""The `Transport` over torch.distributed: bounded point-to-point messages, without copies where the memory is contiguous.
 
-Works over any process group and backend. What the messages are is planned in `messages.py`; here they are posted.
+It works over any process group and backend. `messages.py` plans the messages; this file posts them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_optim.transport.messages import Message, Round, Streams, rounds_of
 
 _PEERS_AT_ONCE = 16
 _ROUNDS_IN_FLIGHT = 2
-_WIDEST = 16  # bytes of one element of the widest dtype: no message is smaller
+_WIDEST = 16  # bytes of one element of the widest dtype, the lower bound of a message's limit
 
 log = logging.getLogger("fsdp_optim")
 
@@ -31,11 +31,11 @@ class CollectiveTransport:
     """The `Transport` of torch.distributed's ranks."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `Transport.empty`: any memory will do."""
+        """As `Transport.empty`: any memory is suitable."""
         return empty(shape, dtype, device)
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
-        """As `Transport.prepare`: plan all messages, and make their buffers."""
+        """As `Transport.prepare`: plan all messages, and allocate their buffers."""
         width = min(max(len(group.ranks) - 1, 1), _PEERS_AT_ONCE)
         message = budget.share(2 * _ROUNDS_IN_FLIGHT * width, "a buffer to and from each peer, in each round in flight")
         streams = Streams(group.rank, max(message.nbytes // _WIDEST * _WIDEST, _WIDEST))
@@ -51,10 +51,10 @@ class CollectiveTransport:
 
 
 def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failure) -> None:
-    """Send and receive, a few rounds at a time. The peers wait for every message: nothing here can fail without a guard."""
+    """Send and receive, a few rounds at a time. Peers wait for every message, so every operation that can fail is guarded."""
     lost: set[int] = set()
     in_flight: list[tuple[Sequence[dist.Work], Sequence[_Posting]]] = []
-    for this in (*rounds, *([()] * _ROUNDS_IN_FLIGHT)):
+    for postings_of_round in (*rounds, *([()] * _ROUNDS_IN_FLIGHT)):
         if len(in_flight) == _ROUNDS_IN_FLIGHT:
             for work, posting in zip(*in_flight.pop(0), strict=True):
                 try:
@@ -67,16 +67,17 @@ def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failu
                     with failure:
                         _unpack(posting, failure)
         with failure:
-            _pack(this)
-        postings = [one for one in this if one.peer not in lost]
+            _pack(postings_of_round)
+        postings = [posting for posting in postings_of_round if posting.peer not in lost]
         works: Sequence[dist.Work] = ()
         if postings:
             try:
-                works = dist.batch_isend_irecv([one.operation for one in postings])
+                works = dist.batch_isend_irecv([posting.operation for posting in postings])
             except Exception as error:
-                lost.update(one.peer for one in postings)
+                peers = {posting.peer for posting in postings}
+                lost |= peers
                 with failure:
-                    failure.note(_connection_lost(group, {one.peer for one in postings}, error), fatal=True)
+                    failure.note(_connection_lost(group, peers, error), fatal=True)
         if len(works) == 1:  # NCCL gives one handle for the whole batch
             works = [works[0]] * len(postings)
         in_flight.append((works, postings if works else ()))
@@ -84,7 +85,7 @@ def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failu
 
 @dataclass(frozen=True)
 class _Posting:
-    """A message with everything that is needed to post it. `buffer`: its bytes, where it does not lie in a local tensor."""
+    """A message with the operation that posts it. `buffer`: the bytes of a message that does not lie in a local tensor."""
 
     operation: dist.P2POp
     peer: int
@@ -94,21 +95,21 @@ class _Posting:
 
 
 def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
-    """All that a rank needs to post its rounds. Rounds that are not under way together share buffers."""
-    wire = wire_of(group)
-    sizes = [[m.nbytes for _, m in (*one.receive, *one.send) if m.find(wire) is None] for one in rounds]
-    longest = max((nbytes for its in sizes for nbytes in its), default=0)
+    """The postings of a rank's rounds. Rounds that are never in flight together share buffers."""
+    comm_device = comm_device_of(group)
+    sizes = [[m.nbytes for _, m in (*step.receive, *step.send) if m.find(comm_device) is None] for step in rounds]
+    longest = max((nbytes for sizes_of_round in sizes for nbytes in sizes_of_round), default=0)
     num = max(map(len, sizes), default=0)
     slots = [
-        [torch.empty(longest, dtype=torch.uint8, device=wire) for _ in range(num)]
+        [torch.empty(longest, dtype=torch.uint8, device=comm_device) for _ in range(num)]
         for _ in range(min(_ROUNDS_IN_FLIGHT, len(rounds)))
     ]
     made = []
-    for index, one in enumerate(rounds):
+    for index, step in enumerate(rounds):
         free = iter(slots[index % _ROUNDS_IN_FLIGHT])
         postings = []
-        for received, its in ((True, one.receive), (False, one.send)):
-            for peer, message in its:
+        for received, messages in ((True, step.receive), (False, step.send)):
+            for peer, message in messages:
                 buffer = next(free).narrow(0, 0, message.nbytes) if message.lies is None else None
                 tensor = buffer if buffer is not None else message.lies
                 if tensor is None:
@@ -119,8 +120,8 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
     return made
 
 
-def wire_of(group: RankGroup) -> torch.device:
-    """The device whose memory the group's messages come from: the CPU wherever the backend takes it."""
+def comm_device_of(group: RankGroup) -> torch.device:
+    """The device whose memory the group's backend can send: the CPU where the backend supports it, else the GPU."""
     backends = str(dist.get_backend_config(group.process_group))
     if "cpu:" in backends or "cuda:" not in backends:
         return torch.device("cpu")
@@ -128,26 +129,26 @@ def wire_of(group: RankGroup) -> torch.device:
 
 
 def _pack(postings: Sequence[_Posting]) -> None:
-    """Fill the buffers of what is sent. Where it fails, what goes out is garbage, and no rank will use it."""
-    for one in postings:
-        if one.buffer is not None and not one.received:
-            copy_all([(inside, view) for view, inside in _inside(one.message, one.buffer)])
+    """Fill the buffers of sent messages. After an error here a buffer has wrong bytes, which no rank will use."""
+    for posting in postings:
+        if posting.buffer is not None and not posting.received:
+            copy_all([(packed, view) for view, packed in _blocks(posting.message, posting.buffer)])
 
 
-def _unpack(one: _Posting, failure: Failure) -> None:
-    if one.buffer is not None and one.received and failure.error is None:
-        copy_all(_inside(one.message, one.buffer))
+def _unpack(posting: _Posting, failure: Failure) -> None:
+    if posting.buffer is not None and posting.received and failure.error is None:
+        copy_all(_blocks(posting.message, posting.buffer))
 
 
 def _connection_lost(group: RankGroup, peers: set[int], error: Exception) -> RankError:
     names = ", ".join(f"rank {peer}" for peer in sorted(peers))
     log.error("rank %d lost the connection to %s: %s", group.rank, names, error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return RankError(f"lost the connection to {names}, or it did not answer within {group.timeout:g} s: {reason}")
+    return RankError(f"lost the connection to {names}, or there was no answer within {group.timeout:g} s: {reason}")
 
 
-def _inside(message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The blocks of a message that this rank has: (the local tensor's part, the same elements in the buffer)."""
+def _blocks(message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The blocks of a message that this rank has, as pairs (view of the local tensor, the same elements in the buffer)."""
     found = []
     for span in message.spans:
         nbytes = sum(span.numels) * span.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What went wrong on one rank, kept until all ranks meet, so that no rank waits for one that has stopped."""
+"""The error of one rank, kept until all ranks meet, so that no rank waits for a rank that has stopped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fsdp_optim.errors import FsdpOptimError
 
 
 class Failure:
-    """The first error of this rank in a step that all ranks take. `fatal`: it broke the connection to another rank."""
+    """The first error of this rank in a step that all ranks take. `fatal`: the error broke the connection to another rank."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -17,7 +17,7 @@ class Failure:
         self.fatal = self.fatal or fatal
 
     def __enter__(self) -> None:
-        """`with failure:` notes what its block raises and goes on after it; what all ranks raise alike is raised on."""
+        """`with failure:` notes an error of its block and goes on after the block; an error of all ranks is not caught."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         if not isinstance(error, Exception) or (isinstance(error, FsdpOptimError) and error.on_all_ranks):

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process: they agree under one lock, and copy from each other's memory.
 
-For tests, which then need no process for each rank (`fsdp_optim.testing.run_on_threads`), and a second implementation of what
-`base.py` promises.
+Tests use them to need no process for each rank (`fsdp_optim.testing.run_on_threads`); they are also a second implementation of
+the protocols in `base.py`.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ log = logging.getLogger("fsdp_optim")
 
 _WARN_AFTER = 30.0  # seconds
 
-Ranks = tuple[int, ...]
+RankTuple = tuple[int, ...]
 
 
 @dataclass
 class _Meeting:
-    """One meeting: what those said who have come, and how it ended."""
+    """One meeting: the statements of the ranks that have come, and the verdict."""
 
     statements: dict[int, Statement] = field(default_factory=dict)
     verdict: Verdict | None = None
     is_whole: bool = False
 
     def come(self, rank: int, statement: Statement) -> None:
-        """A rank has come. It comes with an error where it is at another step than the first one."""
+        """Add the statement of a rank; a rank at another step than the first rank counts as a rank with an error."""
         first = next(((r, s) for r, s in self.statements.items() if s.error is None), None)
         if first is not None and statement.error is None and first[1].step != statement.step:
             error = RankError(at_another_step(statement.step, first[0], first[1].step))
-            statement = Statement(statement.step, statement.said, b"", error)
+            statement = Statement(statement.step, statement.compared, b"", error)
         self.statements[rank] = statement
 
     def end(self, *, is_whole: bool) -> None:
-        """Nobody else is waited for."""
+        """Make the verdict from the statements so far. `is_whole`: all ranks have come."""
         came = self.statements
         reasons = sorted(
             (rank, type(s.error).__name__, str(s.error)) for rank, s in came.items() if s.error is not None
         )
-        alike = is_whole and not reasons and len({s.said for s in came.values()}) == 1
+        alike = is_whole and not reasons and len({s.compared for s in came.values()}) == 1
         contents = {rank: s.content for rank, s in came.items() if s.error is None}
         self.is_whole = is_whole
         self.verdict = Verdict(alike, tuple(reasons), content_of=lambda rank: contents.get(rank, b""))
 
 
-class _Place(NamedTuple):
-    """Where a rank waits: in which meeting, and what for. `is_alone`: it has no other call in flight that could go on."""
+class _WaitingRank(NamedTuple):
+    """The meeting in which a rank waits, and for whom. `is_alone`: the rank has no other call in flight that could go on."""
 
-    ranks: Ranks
+    ranks: RankTuple
     number: int
     waiting: Waiting
     is_alone: bool
@@ -71,27 +71,28 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Letter:
-    """What a rank sends to another in one exchange: parts of its local tensors, in the order of the plan."""
+    """The blocks of local tensors that a rank sends to another rank in one exchange, in the order of the plan."""
 
-    parts: Sequence[torch.Tensor]
+    blocks: Sequence[torch.Tensor]
     is_taken: bool = False
 
 
 class Shared:
-    """What the ranks of one in-process world have in common. `changed` guards everything, and is notified of every change."""
+    """The common state of the ranks of one in-process world. `changed` guards all of it, and is notified of every change."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.meetings: dict[tuple[Ranks, int], _Meeting] = {}
-        self.came: defaultdict[tuple[Ranks, int], int] = defaultdict(int)  # by ranks and rank: its meetings with them
-        self.waiting: dict[int, _Place] = {}
-        self.letters: dict[tuple[Ranks, int, int], _Letter] = {}  # by ranks, sender and recipient
-        self.claims: dict[str, str] = {}  # who has a place
+        self.meetings: dict[tuple[RankTuple, int], _Meeting] = {}
+        # The number of meetings that a rank has come to, by (ranks of the meetings, rank).
+        self.came: defaultdict[tuple[RankTuple, int], int] = defaultdict(int)
+        self.waiting: dict[int, _WaitingRank] = {}
+        self.letters: dict[tuple[RankTuple, int, int], _Letter] = {}  # (ranks, sender, receiver) -> letter
+        self.claims: dict[str, str] = {}  # place -> owner
         self.is_over = False
 
     def end(self) -> None:
-        """Nobody is waited for any more: every rank that waits, or comes to wait, raises RankError."""
+        """End the world: every rank that waits, or comes to wait, raises RankError."""
         with self.changed:
             self.is_over = True
             self.changed.notify_all()
@@ -99,7 +100,7 @@ class Shared:
     def wait(self, seconds: float) -> None:
         """Wait for a change, holding `changed`. Raises RankError when the world is over."""
         if self.is_over:
-            raise RankError("the world of this rank is over")
+            raise RankError("the in-process world of this rank has ended")
         self.changed.wait(max(seconds, 0.0))
 
 
@@ -131,12 +132,12 @@ class InProcessControl:
         if meeting.verdict is None and (is_whole or statement.fatal):
             meeting.end(is_whole=is_whole)
             shared.changed.notify_all()
-        if meeting.is_whole:  # then everyone has left the meetings before it
+        if meeting.is_whole:  # every rank has left the earlier meetings
             for key in [key for key in shared.meetings if key[0] == group.ranks and key[1] < number]:
                 del shared.meetings[key]
         if meeting.verdict is None:
             waiting = Waiting(group.rank, group.ranks, statement.step, reason_of(statement.error))
-            shared.waiting[group.rank] = _Place(group.ranks, number, waiting, group.is_alone)
+            shared.waiting[group.rank] = _WaitingRank(group.ranks, number, waiting, group.is_alone)
             try:
                 return self._wait(group, number, meeting)
             finally:
@@ -144,7 +145,7 @@ class InProcessControl:
         return meeting.verdict
 
     def _wait(self, group: RankGroup, number: int, meeting: _Meeting) -> Verdict:
-        """Until the meeting has ended; end it when the patience does, or when a missing rank waits elsewhere for this one."""
+        """Wait until the meeting has a verdict. End it at the timeout, or when a missing rank waits elsewhere for this rank."""
         shared, begun, warn_at = self._shared, time.monotonic(), _WARN_AFTER
         step = meeting.statements[group.rank].step
         while meeting.verdict is None:
@@ -163,24 +164,25 @@ class InProcessControl:
                 shared.wait(min(group.timeout, warn_at) - waited)
         return meeting.verdict
 
-    def _missing(self, ranks: Ranks, number: int) -> Ranks:
+    def _missing(self, ranks: RankTuple, number: int) -> RankTuple:
         return tuple(rank for rank in ranks if self._shared.came[ranks, rank] < number)
 
     def _look(self, group: RankGroup) -> None:
-        """End two meetings whose ranks wait for each other: neither could go on."""
+        """End two meetings whose ranks wait for each other, because neither meeting could go on."""
         here = self._shared.waiting[group.rank]
         for rank in self._missing(here.ranks, here.number):
             there = self._shared.waiting.get(rank)
             if there is None or there.ranks == here.ranks or group.rank not in there.ranks:
                 continue
-            both = {one: self._shared.meetings[one.ranks, one.number] for one in (here, there)}
+            both = {place: self._shared.meetings[place.ranks, place.number] for place in (here, there)}
             if here.is_alone and there.is_alone and all(meeting.verdict is None for meeting in both.values()):
                 text = deadlock(here.waiting, there.waiting)
-                absent = {one: self._missing(one.ranks, one.number) for one in both}
-                for one, other in ((here, there), (there, here)):
-                    for waiting in set(absent[one]) & (set(other.ranks) - set(absent[other])):
-                        self._shared.came[one.ranks, waiting] = one.number  # it hears of it where it waits
-                    both[one].verdict = Verdict(missing=absent[one], text=text, is_deadlock=True)
+                absent = {place: self._missing(place.ranks, place.number) for place in both}
+                for place, other in ((here, there), (there, here)):
+                    for waiting in set(absent[place]) & (set(other.ranks) - set(absent[other])):
+                        # The rank gets the verdict of the meeting in which it waits.
+                        self._shared.came[place.ranks, waiting] = place.number
+                    both[place].verdict = Verdict(missing=absent[place], text=text, is_deadlock=True)
                 self._shared.changed.notify_all()
                 return
 
@@ -190,7 +192,7 @@ class InProcessControl:
             claims = self._shared.claims
             holder = claims.setdefault(place, who)
             if holder == who:
-                for other in [other for other, its in claims.items() if its == who and other != place]:
+                for other in [other for other, owner in claims.items() if owner == who and other != place]:
                     del claims[other]
             return holder
 
@@ -202,17 +204,17 @@ class InProcessControl:
 
 
 class InProcessTransport:
-    """The `Transport` of ranks that are threads: each copies what it needs out of its peers' tensors."""
+    """The `Transport` of ranks that are threads: each rank copies blocks out of its peers' tensors."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `Transport.empty`: any memory will do."""
+        """As `Transport.empty`: any memory is suitable."""
         return memory.empty(shape, dtype, device)
 
     def prepare(self, group: RankGroup, items: Iterable[Item], failure: Failure, budget: Budget) -> Send:
-        """As `Transport.prepare`. No memory is needed."""
+        """As `Transport.prepare`, without any buffers."""
         outgoing: dict[int, list[torch.Tensor]] = {}
         incoming: dict[int, list[torch.Tensor | None]] = {}
         here: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -242,7 +244,7 @@ class InProcessTransport:
         failure: Failure,
     ) -> None:
         deadline = time.monotonic() + group.timeout
-        letters = {(group.ranks, group.rank, peer): _Letter(parts) for peer, parts in outgoing.items()}
+        letters = {(group.ranks, group.rank, peer): _Letter(blocks) for peer, blocks in outgoing.items()}
         self._post(letters)
         try:
             for peer, targets in incoming.items():
@@ -263,17 +265,17 @@ class InProcessTransport:
                 for key in letters:
                     self._shared.letters.pop(key, None)
 
-    def _post(self, letters: dict[tuple[Ranks, int, int], _Letter]) -> None:
+    def _post(self, letters: dict[tuple[RankTuple, int, int], _Letter]) -> None:
         with self._shared.changed:
             self._shared.letters.update(letters)
             self._shared.changed.notify_all()
 
     def _take(self, letter: _Letter, targets: Sequence[torch.Tensor | None], failure: Failure) -> None:
-        """Copy what has come, and let the sender go on."""
+        """Copy the blocks of a letter, and let the sender go on."""
         try:
             if failure.error is None:
-                pairs = zip(targets, letter.parts, strict=True)
-                memory.copy_all([(target, part) for target, part in pairs if target is not None])
+                pairs = zip(targets, letter.blocks, strict=True)
+                memory.copy_all([(target, block) for target, block in pairs if target is not None])
         finally:
             with self._shared.changed:
                 letter.is_taken = True
@@ -287,30 +289,30 @@ class InProcessTransport:
 
     @staticmethod
     def _no_answer(group: RankGroup, peer: int) -> RankError:
-        return RankError(f"lost the connection to rank {peer}, or it did not answer within {group.timeout:g} s")
+        return RankError(f"lost the connection to rank {peer}, or there was no answer within {group.timeout:g} s")
 
 
 @dataclass(frozen=True)
 class InProcessGroup:
     """Some ranks of an in-process world, for `process_group=`."""
 
-    ranks: Ranks
+    ranks: RankTuple
 
     @property
     def group_name(self) -> str:
-        """As a process group's, the same on all ranks."""
+        """The name of the group, equal on all ranks."""
         return f"ranks {list(self.ranks)}"
 
 
 class InProcessWorld(World):
-    """One rank of an in-process world; all of them have the same `shared`."""
+    """One rank of an in-process world; all ranks have the same `shared`."""
 
     def __init__(self, shared: Shared, rank: int) -> None:
         self.rank, self.size = rank, shared.size
         self.shared = shared
         self.control, self.transport, self.turns = InProcessControl(shared), InProcessTransport(shared), Turns()
 
-    def ranks_of(self, process_group: Any) -> Ranks:
+    def ranks_of(self, process_group: Any) -> RankTuple:
         """As `World.ranks_of`."""
         if not isinstance(process_group, InProcessGroup) or self.rank not in process_group.ranks:
             raise WrapperError(

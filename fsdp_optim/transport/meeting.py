@@ -1,7 +1,7 @@
-"""One meeting of ranks in the rendezvous store: who came, what they said, and one verdict for all of them.
+"""One meeting of ranks in the rendezvous store: the ranks that came, their statements, and one verdict for all of them.
 
-Any set of ranks can meet, and nothing is pending in the process group when a rank does not come. A meeting is a handful of
-store operations per rank, whatever the number of ranks. The last of them to leave a meeting takes its keys away.
+Any set of ranks can meet, and a missing rank leaves nothing pending in the process group. A meeting takes a handful of store
+operations per rank, whatever the number of ranks. The keys of a meeting are deleted in the next meeting of the same ranks.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fsdp_optim")
 
-_MAX_REASONS = 64  # of as many failed ranks the reasons are told
-_PART_NBYTES = 4 << 20  # of what ranks tell each other, in one value of the store
-_WATCHERS = 16  # of the ranks that wait, so many look for those that do not come: each asks about every rank
+_MAX_REASONS = 64  # failed ranks whose reasons the error names
+_PART_NBYTES = 4 << 20  # bytes of a content in one value of the store
+_WATCHERS = 16  # waiting ranks that look for missing ranks; each of them asks the store about every rank
 
-_QUIET = 5.0  # seconds; who waits longer looks where the others are
+_QUIET = 5.0  # seconds; a rank that waits longer looks for the missing ranks
 _ASK_EVERY = 0.5  # seconds
-_LOOK_AGAIN = 1.5  # times as long
+_LOOK_AGAIN = 1.5  # a rank looks again when it has waited this many times as long
 _WARN_AFTER = 30.0  # seconds
 
-# One number counts those that are here, those of them that say something else, and those that tell or fail: one operation.
+# One number, and so one store operation, counts the ranks that came, those whose bytes differ, and those with content or error.
 _DIFFERS, _HAS_MORE = 1 << 20, 1 << 40
 
 
 @dataclass(frozen=True)
-class Record:
-    """A verdict as it is in the store.
+class StoredVerdict:
+    """A verdict in the form that is put into the store.
 
     Attributes:
         alike, reasons, missing, text, is_deadlock: as in `Verdict`.
-        whole: all ranks had come when it was given.
-        told: (rank, number of parts of what it told).
-        num_errors: errors that are in the store.
+        whole: all ranks had come when the verdict was made.
+        contents: (rank, number of parts of the rank's content in the store).
+        num_errors: the number of errors in the store.
     """
 
     alike: bool = False
@@ -55,28 +55,28 @@ class Record:
     missing: tuple[int, ...] = ()
     text: str = ""
     is_deadlock: bool = False
-    told: tuple[tuple[int, int], ...] = ()
+    contents: tuple[tuple[int, int], ...] = ()
     num_errors: int = 0
 
     def encoded(self) -> str:
-        """For the store."""
-        parts = (self.reasons, self.missing, self.text, self.is_deadlock, self.told, self.num_errors)
-        return json.dumps([self.alike, self.whole, *parts])
+        """The verdict as JSON."""
+        fields = (self.reasons, self.missing, self.text, self.is_deadlock, self.contents, self.num_errors)
+        return json.dumps([self.alike, self.whole, *fields])
 
     @classmethod
-    def decoded(cls, encoded: bytes) -> Record:
+    def decoded(cls, encoded: bytes) -> StoredVerdict:
         """The inverse of `encoded`."""
-        alike, whole, reasons, missing, text, is_deadlock, told, num_errors = json.loads(encoded)
+        alike, whole, reasons, missing, text, is_deadlock, contents, num_errors = json.loads(encoded)
         named = tuple((rank, name, message) for rank, name, message in reasons)
-        parts = tuple((rank, num) for rank, num in told)
-        return cls(alike, whole, named, tuple(missing), text, is_deadlock, parts, num_errors)
+        sizes = tuple((rank, num_parts) for rank, num_parts in contents)
+        return cls(alike, whole, named, tuple(missing), text, is_deadlock, sizes, num_errors)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The keys of one meeting in the store: `number` counts this rank's meetings with these ranks.
+    """The keys of one meeting in the store. `number` counts this rank's meetings with these ranks.
 
-    One rank decides for all, so that all read the same verdict: the last to come, or the first whose patience ends.
+    One rank writes the verdict for all ranks: the last rank to come, or the first rank whose timeout ends.
     """
 
     group: RankGroup
@@ -93,24 +93,24 @@ class Meeting:
         return cls(group, store, prefix, store.add(_came(prefix, group.rank), 1))
 
     def key(self, name: str) -> str:
-        """Every key of the meeting begins with its number."""
+        """The full key of `name` in this meeting."""
         return f"{self.prefix}/{self.number}/{name}"
 
     def content(self, rank: int, num_parts: int) -> bytes:
-        """What a rank told: it is in the store before the verdict is."""
-        return b"".join(bytes(self.store.get(self.key(f"told/{rank}/{part}"))) for part in range(num_parts))
+        """The content of a rank, which is in the store before the verdict is."""
+        return b"".join(bytes(self.store.get(self.key(f"content/{rank}/{part}"))) for part in range(num_parts))
 
-    def conclude(self, statement: Statement) -> Record:
-        """Say it, wait for the others, and read how it ended."""
-        number = self.store.add(self.key("here"), 1 + self._say(statement))
+    def conclude(self, statement: Statement) -> StoredVerdict:
+        """Publish this rank's statement, wait for the other ranks, and read the verdict."""
+        number = self.store.add(self.key("here"), 1 + self._publish(statement))
         is_last = number % _DIFFERS == len(self.group.ranks)
         if (is_last or statement.fatal) and self.decides():
             has_more = number >= _HAS_MORE
-            verdict = Record(
+            verdict = StoredVerdict(
                 alike=is_last and number % _HAS_MORE < _DIFFERS,
                 whole=is_last,
                 reasons=self._reasons() if has_more else (),
-                told=tuple(self._tellers()) if has_more else (),
+                contents=tuple(self._contents()) if has_more else (),
                 num_errors=self.store.add(self.key("errors"), 0) if has_more else 0,
             )
             self.write(verdict)
@@ -119,18 +119,18 @@ class Meeting:
             return verdict
         if not self._sees_verdict(_QUIET):
             _Wait(self, statement, watches=number % _DIFFERS <= _WATCHERS).until_verdict()
-        return Record.decoded(self.store.get(self.key("verdict")))
+        return StoredVerdict.decoded(self.store.get(self.key("verdict")))
 
-    def _say(self, statement: Statement) -> int:
-        """Put everything that this rank says into the store; what it adds to the number of those that are here."""
+    def _publish(self, statement: Statement) -> int:
+        """Put this rank's statement into the store. Returns the summand (`_DIFFERS`, `_HAS_MORE`) for the count of ranks."""
         error, differs = statement.error, 0
         if error is None:
-            digest = hashlib.blake2b(statement.said, digest_size=16).hexdigest()
+            digest = hashlib.blake2b(statement.compared, digest_size=16).hexdigest()
             mine = json.dumps([self.group.rank, statement.step, digest])
-            rank, step, theirs = json.loads(self.store.compare_set(self.key("first"), "", mine))
+            rank, step, first_digest = json.loads(self.store.compare_set(self.key("first"), "", mine))
             if step != statement.step:
                 error = RankError(at_another_step(statement.step, rank, step))
-            differs = _DIFFERS if theirs != digest else 0
+            differs = _DIFFERS if first_digest != digest else 0
         if error is not None:
             index = self.store.add(self.key("errors"), 1)
             if index <= _MAX_REASONS:
@@ -146,34 +146,34 @@ class Meeting:
         num_parts = -(-len(content) // _PART_NBYTES)
         for part in range(num_parts):
             piece = content[part * _PART_NBYTES : (part + 1) * _PART_NBYTES]
-            self.store.set(self.key(f"told/{self.group.rank}/{part}"), piece)  # type: ignore[arg-type]  # takes bytes
-        index = self.store.add(self.key("tellers"), 1)
-        self.store.set(self.key(f"teller/{index}"), json.dumps([self.group.rank, num_parts]))
+            self.store.set(self.key(f"content/{self.group.rank}/{part}"), piece)  # type: ignore[arg-type]  # takes bytes
+        index = self.store.add(self.key("contents"), 1)
+        self.store.set(self.key(f"contents/{index}"), json.dumps([self.group.rank, num_parts]))
 
     def decides(self) -> bool:
-        """Whether this rank decides how the meeting ended: the first that asks."""
+        """Whether this rank makes the verdict: the first rank that calls this does."""
         return bool(self.store.add(self.key("decided"), 1) == 1)
 
-    def write(self, verdict: Record) -> None:
-        """Let all who are here go."""
+    def write(self, verdict: StoredVerdict) -> None:
+        """Put the verdict into the store, which ends the meeting for all waiting ranks."""
         self.store.set(self.key("verdict"), verdict.encoded())
 
     def _sees_verdict(self, seconds: float) -> bool:
-        """Wait for the verdict, at most so long."""
+        """Wait for the verdict for at most `seconds`; returns whether the verdict is there."""
         try:
             self.store.wait([self.key("verdict")], timedelta(seconds=min(seconds, self.group.timeout)))
         except RuntimeError:
-            return bool(self.store.check([self.key("verdict")]))  # raises where the store is gone
+            return bool(self.store.check([self.key("verdict")]))  # raises an error if the store is gone
         return True
 
     def _reasons(self) -> tuple[Reason, ...]:
         number = min(self.store.add(self.key("errors"), 0), _MAX_REASONS)
-        told = [json.loads(self.store.get(self.key(f"error/{index + 1}"))) for index in range(number)]
-        return tuple(sorted((rank, name, message) for rank, name, message in told))
+        reasons = [json.loads(self.store.get(self.key(f"error/{index + 1}"))) for index in range(number)]
+        return tuple(sorted((rank, name, message) for rank, name, message in reasons))
 
-    def _tellers(self) -> Iterator[tuple[int, int]]:
-        for index in range(self.store.add(self.key("tellers"), 0)):
-            rank, num_parts = json.loads(self.store.get(self.key(f"teller/{index + 1}")))
+    def _contents(self) -> Iterator[tuple[int, int]]:
+        for index in range(self.store.add(self.key("contents"), 0)):
+            rank, num_parts = json.loads(self.store.get(self.key(f"contents/{index + 1}")))
             yield rank, num_parts
 
     def missing(self) -> tuple[int, ...]:
@@ -181,10 +181,10 @@ class Meeting:
         came = {rank: self.store.add(_came(self.prefix, rank), 0) for rank in self.group.ranks}
         return tuple(rank for rank, number in came.items() if number < self.number)
 
-    def catch_up(self, verdict: Record) -> bool:
-        """Go to the meeting that the others are in now, where they are in a later one than this; else stay.
+    def catch_up(self, verdict: StoredVerdict) -> bool:
+        """Whether the other ranks are in a later meeting than this one; if so, this rank's next meeting is that meeting.
 
-        A rank that skipped a call would else be one meeting behind for the rest of the job.
+        Otherwise a rank that skipped a call would be one meeting behind for the rest of the job.
         """
         others = (rank for rank in self.group.ranks if rank not in verdict.missing)
         newest = self.store.add(_came(self.prefix, next(others, self.group.rank)), 0)
@@ -194,37 +194,36 @@ class Meeting:
         return True
 
     def pass_by(self, rank: int, number: int) -> None:
-        """A rank is not going to come to its meetings up to `number` any more."""
+        """Count a rank as come to its meetings up to `number`, so that it skips them."""
         key = _came(self.prefix, rank)
-        while (
-            came := self.store.add(key, 0)
-        ) < number:  # in one operation: it may come meanwhile, or be passed by twice
+        while (came := self.store.add(key, 0)) < number:
+            # compare_set, because the rank may come meanwhile, or another rank may do the same for it.
             if self.store.compare_set(key, str(came), str(number)) == str(number).encode():
                 return
 
     def _forget_the_previous(self) -> None:
-        """Every rank has left the previous meeting when all are in this one: its keys can go.
+        """Delete the keys of the previous meeting, which every rank has left when all ranks have come to this one.
 
-        One to which not all came has not taken away the keys of the one before it, so they go now.
+        A meeting with missing ranks has not deleted the keys of the meeting before it, so these are deleted here too.
         """
         previous = replace(self, number=self.number - 1)
         while self.store.check([previous.key("verdict")]):
-            verdict = Record.decoded(self.store.get(previous.key("verdict")))
+            verdict = StoredVerdict.decoded(self.store.get(previous.key("verdict")))
             previous._forget(verdict)
             if verdict.whole:
                 return
             previous = replace(previous, number=previous.number - 1)
 
-    def _forget(self, verdict: Record) -> None:
-        """Take away all keys of this meeting."""
-        told, num_errors = verdict.told, verdict.num_errors
-        if not verdict.whole:  # ranks that came later may have said more
-            told, num_errors = tuple(self._tellers()), self.store.add(self.key("errors"), 0)
+    def _forget(self, verdict: StoredVerdict) -> None:
+        """Delete all keys of this meeting."""
+        contents, num_errors = verdict.contents, verdict.num_errors
+        if not verdict.whole:  # ranks that came after the verdict may have added contents and errors
+            contents, num_errors = tuple(self._contents()), self.store.add(self.key("errors"), 0)
         names = ["verdict", "here", "decided", "first"]
-        if told or num_errors or not verdict.whole:
-            names += ["errors", "tellers", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_REASONS)))]
-            names += [f"teller/{index + 1}" for index in range(len(told))]
-            names += [f"told/{rank}/{part}" for rank, num_parts in told for part in range(num_parts)]
+        if contents or num_errors or not verdict.whole:
+            names += ["errors", "contents", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_REASONS)))]
+            names += [f"contents/{index + 1}" for index in range(len(contents))]
+            names += [f"content/{rank}/{part}" for rank, num_parts in contents for part in range(num_parts)]
         for name in names:
             self.store.delete_key(self.key(name))
 
@@ -235,10 +234,10 @@ def _came(prefix: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class _Wait:
-    """A rank that waits for others longer than usual: it says where it is, looks where they are, and gives up at last.
+    """A rank that waits longer than usual: it publishes where it waits, looks for the missing ranks, and gives up in the end.
 
-    Ranks that wait for each other in two meetings, because they were given different process groups or make calls about
-    different ranks, find each other so, and raise long before the timeout.
+    Ranks that wait for each other in two meetings, because their process groups or their calls are for different ranks, find
+    each other in this way, and raise long before the timeout.
     """
 
     meeting: Meeting
@@ -246,7 +245,7 @@ class _Wait:
     watches: bool
 
     def until_verdict(self) -> None:
-        """Return when there is a verdict; give one when the patience ends."""
+        """Return when there is a verdict; at the timeout, make the verdict."""
         timeout, begun = self.meeting.group.timeout, time.monotonic() - min(_QUIET, self.meeting.group.timeout)
         warned, look_at = False, 0.0
         self.store.set(self._place(self.meeting.group.rank), self._where())
@@ -276,13 +275,13 @@ class _Wait:
         return f"fsdp_optim/waits/{rank}"
 
     def _where(self) -> str:
-        """Where this rank waits, for the others to read."""
+        """Where this rank waits, as JSON for the other ranks."""
         group = self.meeting.group
         place = (self.meeting.prefix, self.meeting.number, group.ranks)
         return json.dumps([*place, self.statement.step, reason_of(self.statement.error), group.is_alone])
 
     def _look(self) -> None:
-        """Look for a rank that waits for this one somewhere else; then neither can go on, and both raise."""
+        """Look for a rank that waits for this rank in another meeting: neither of them can go on, so both raise."""
         me = self.meeting.group.rank
         for rank in self.meeting.missing()[:_WATCHERS] if self.meeting.group.is_alone else ():
             if not self.store.check([self._place(rank)]):
@@ -298,23 +297,23 @@ class _Wait:
             return
 
     def _part(self, other: Meeting, text: str) -> None:
-        """End this meeting and another one whose ranks wait for each other."""
+        """End this meeting and another meeting, whose ranks wait for each other."""
         if not other.decides():
             return
-        absent = {one: one.missing() for one in (other, self.meeting)}
+        absent = {meeting: meeting.missing() for meeting in (other, self.meeting)}
         decided = {other: self.meeting, **({self.meeting: other} if self.meeting.decides() else {})}
-        for one, elsewhere in decided.items():
-            for rank in set(absent[one]) & (set(elsewhere.group.ranks) - set(absent[elsewhere])):
-                one.pass_by(rank, one.number)  # it hears of it where it waits
-        for one in decided:
-            one.write(Record(missing=absent[one] or (-1,), text=text, is_deadlock=True))
+        for meeting, elsewhere in decided.items():
+            for rank in set(absent[meeting]) & (set(elsewhere.group.ranks) - set(absent[elsewhere])):
+                meeting.pass_by(rank, meeting.number)  # the rank gets the verdict of the meeting in which it waits
+        for meeting in decided:
+            meeting.write(StoredVerdict(missing=absent[meeting] or (-1,), text=text, is_deadlock=True))
 
     def _give_up(self) -> None:
         if self.meeting.decides():
             absent = self.meeting.missing()
             text = self._absence(absent, self.meeting.group.timeout)
-            self.meeting.write(Record(missing=absent or (-1,), text=text))
-        else:  # another rank is about to write what it has decided
+            self.meeting.write(StoredVerdict(missing=absent or (-1,), text=text))
+        else:  # another rank is about to write the verdict
             self.store.wait([self.meeting.key("verdict")], timedelta(seconds=max(self.meeting.group.timeout, _QUIET)))
 
     def _absence(self, missing: tuple[int, ...], seconds: float) -> str:

@@ -1,7 +1,7 @@
-"""What a rank sends and receives, as messages of bounded size: cut from the plan alone, alike at both ends.
+"""The messages of bounded size that a rank sends and receives, derived from the plan alone, alike at both ends.
 
-Each rank turns its copies into one stream of messages per peer. A large run travels as it lies in memory; small and strided
-blocks are packed. Nothing here sends anything.
+Each rank turns its copies into one stream of messages per peer. A large run is sent from its memory without a copy; small and
+strided blocks are packed. This file sends nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsdp_optim.plan import Copy, Runs
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import Failure
 
-_ALONE_FROM = 1 << 20  # bytes; a longer run travels alone, without packing
+_ALONE_FROM = 1 << 20  # bytes; a longer run is a message by itself, without packing
 
 
 class Span(NamedTuple):
-    """Blocks of one dtype that lie together in a message, `offset` bytes into it; of each, a view of the local tensor or None."""
+    """Consecutive blocks of one dtype in a message, from byte `offset` on; `views` of the local tensor, or None for no memory."""
 
     dtype: torch.dtype
     offset: int
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Message:
-    """Blocks that travel together. `lies`: the message in the local tensor, where it needs no buffer."""
+    """Blocks that are sent together. `lies`: the message's bytes in the local tensor; None where it needs a buffer."""
 
     __slots__ = ("lies", "nbytes", "spans")
 
@@ -50,36 +50,38 @@ class Message:
         self.nbytes += numel * dtype.itemsize
 
     def start(self, dtype: torch.dtype) -> int:
-        """Where the next block would begin: where its dtype can be viewed."""
+        """The byte at which a next block of this dtype would begin, aligned for a view of the dtype."""
         return -(-self.nbytes // dtype.itemsize) * dtype.itemsize
 
-    def in_place(self, wire: torch.device) -> torch.Tensor | None:
-        """The message as it lies in the local tensor, where one contiguous block on the right device is all of it."""
+    def in_place(self, comm_device: torch.device) -> torch.Tensor | None:
+        """The bytes in the local tensor of a message that is one contiguous block on the device; None for all others."""
         if len(self.spans) != 1 or len(self.spans[0].views) != 1 or self.spans[0].views[0] is None:
             return None
         view = self.spans[0].views[0]
-        is_run = view.dim() == 1 and view.stride(0) == 1  # one element is contiguous at any stride, but no bytes then
-        return view.view(torch.uint8) if is_run and view.device == wire else None
+        is_run = (
+            view.dim() == 1 and view.stride(0) == 1
+        )  # a single element may have another stride, and no view as bytes
+        return view.view(torch.uint8) if is_run and view.device == comm_device else None
 
-    def find(self, wire: torch.device) -> torch.Tensor | None:
-        """Find out where the message lies, before anything is posted."""
-        self.lies = self.in_place(wire)
+    def find(self, comm_device: torch.device) -> torch.Tensor | None:
+        """Set `lies`, before anything is posted."""
+        self.lies = self.in_place(comm_device)
         return self.lies
 
 
 @dataclass(frozen=True)
 class Round:
-    """At most one message to and from each of some peers: (peer, message)."""
+    """At most one message to and one from each of some peers, as pairs (peer, message)."""
 
     send: list[tuple[int, Message]]
     receive: list[tuple[int, Message]]
 
 
 def rounds_of(ranks: Sequence[int], rank: int, streams: Streams, width: int) -> list[Round]:
-    """What `rank` sends to and receives from the other `ranks`, with one set of peers after the other.
+    """The rounds in which `rank` exchanges messages with the other `ranks`, with one set of `width` peers after the other.
 
-    Everyone meets its peers in the same order, and every pair its messages: the rank that is furthest behind never waits
-    for one that has not posted yet.
+    All ranks take their peers in the same order, and two peers their messages, so the rank that is furthest behind never
+    waits for a message that its peer has not posted.
     """
     num, here = len(ranks), ranks.index(rank)
     rounds = []
@@ -102,14 +104,14 @@ class Streams:
 
     def __init__(self, rank: int, limit: int) -> None:
         self._rank, self._limit = rank, limit
-        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # from this rank to itself, not copied yet
+        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) on this rank, still to be copied
         self._here_nbytes = 0
         self._to: dict[int, _Stream] = {}
         self._from: dict[int, _Stream] = {}
         self._ways_of: dict[int, tuple[Sequence[Copy], list[_Way]]] = {}
 
     def add(self, item: Item, failure: Failure) -> None:
-        """The copies of one item that this rank takes part in, as blocks of messages."""
+        """Add the copies of one item that this rank takes part in, as blocks of messages."""
         for way in self._ways(item.copies):
             if way.stream is None:
                 if item.source is not None and item.target is not None:
@@ -125,12 +127,12 @@ class Streams:
             way.stream.add(way, item.dtype, view)
 
     def _ways(self, copies: Sequence[Copy]) -> list[_Way]:
-        """Values that are cut alike share their copies, so this is found out once for all of them."""
+        """The copies as this rank's ways, computed once for all values that share the copies."""
         found = self._ways_of.get(id(copies))
         if found is None:
             rows = copies.rows() if isinstance(copies, Runs) else map(_row_of, copies)
             ways = [self._way(*row) for row in rows if self._rank in (row[0], row[1])]
-            found = self._ways_of[id(copies)] = (copies, ways)  # the copies stay alive, and their id stays theirs
+            found = self._ways_of[id(copies)] = (copies, ways)  # a reference to the copies keeps their id unique
         return found[1]
 
     def _way(
@@ -151,11 +153,11 @@ class Streams:
             if failure.error is None:
                 self._here.append(pair)
                 self._here_nbytes += pair[0].nbytes
-                if self._here_nbytes >= _ALONE_FROM:  # what was made for an item is not kept for long
+                if self._here_nbytes >= _ALONE_FROM:  # bounds the memory of temporary source tensors
                     self.copy_here()
 
     def copy_here(self) -> None:
-        """Copy what this rank has itself, in calls of torch for many blocks each."""
+        """Copy the blocks from this rank to itself, many blocks in one call of torch."""
         pairs, self._here, self._here_nbytes = self._here, [], 0
         copy_all(pairs)
 
@@ -169,9 +171,10 @@ class Streams:
 
 
 class _Way(NamedTuple):
-    """One copy as this rank sees it: which stream it is a block of (None: it stays on this rank), and where the block lies.
+    """One copy, seen from this rank: the stream that carries the block (None: the block stays on this rank) and its memory.
 
-    `source_at`, `target_at`: elements into the local tensors. `strided`: the copy, where it is no run.
+    `source_at`, `target_at`: offsets of the block in the local tensors, in elements. `strided`: the copy itself, if it is
+    not a run.
     """
 
     stream: _Stream | None
@@ -186,13 +189,13 @@ class _Way(NamedTuple):
         return (self.numel,) if self.strided is None else self.strided.sizes
 
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of a 1-D local tensor that are read."""
+        """The elements that the copy reads from a 1-D local tensor."""
         if self.strided is None:
             return flat.narrow(0, self.source_at, self.numel)
         return memory.source_view(self.strided, flat)
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of a 1-D local tensor that are written."""
+        """The elements that the copy writes in a 1-D local tensor."""
         if self.strided is None:
             return flat.narrow(0, self.target_at, self.numel)
         return memory.target_view(self.strided, flat)
@@ -212,7 +215,7 @@ class _Stream:
         self._packed: list[Message] = [Message()]
 
     def add(self, way: _Way, dtype: torch.dtype, view: torch.Tensor | None) -> None:
-        """The block of one copy: in the message that is being packed, as most are, or in messages of its own."""
+        """Add the block of one copy to the message that is being packed, or as messages by itself."""
         message, nbytes = self._packed[-1], way.numel * dtype.itemsize
         if nbytes < self._alone_from and message.start(dtype) + nbytes <= self._limit:
             message.add(view, way.numel, dtype)

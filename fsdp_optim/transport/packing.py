@@ -1,4 +1,4 @@
-"""Any value as bytes: tensors and arrays as they lie in memory, without a copy, and a pickle of all that is around them."""
+"""Any value as bytes: the memory of its tensors and arrays, without a copy, and a pickle of the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LENGTH = 8  # bytes of a number
 
 @dataclass(frozen=True)
 class Packed:
-    """A value in parts: the pickle, then tensors and the memory of arrays. The parts share memory with the value."""
+    """A value in parts: the pickle, then the memory of arrays, then tensors. The parts share memory with the value."""
 
     parts: tuple[torch.Tensor, ...]
 
@@ -27,7 +27,7 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Take a value apart."""
+    """Split a value into a pickle and the memory of its arrays and tensors."""
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(value)
@@ -37,7 +37,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(parts: Sequence[torch.Tensor]) -> Any:
-    """Put a value together from its parts, 1-D tensors of bytes, whose memory it keeps."""
+    """The inverse of `pack`, from parts as 1-D byte tensors. The value uses the memory of the parts."""
     around, *rest = parts
     data = around.numpy().data
     num_arrays = int.from_bytes(data[:_LENGTH], "big")
@@ -61,7 +61,7 @@ class _Packer(pickle.Pickler):
         return self._index[id(value)], dtype_name(value.dtype), tuple(value.shape)
 
     def reducer_override(self, value: Any) -> Any:
-        """A tensor of a class of its own is what its parts are; pickled by itself it would be in the pickle twice over."""
+        """Split a tensor subclass into its inner tensors; its own pickle would contain the elements twice."""
         if (
             not isinstance(value, torch.Tensor)
             or not hasattr(value, "__tensor_flatten__")
@@ -75,13 +75,13 @@ class _Packer(pickle.Pickler):
     def _add_array(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if not raw.nbytes or raw.readonly:
-            return True  # stays in the pickle
+            return True  # the array stays in the pickle
         self.arrays.append(torch.frombuffer(raw, dtype=torch.uint8))
         return False
 
 
-def _of_parts(kind: Any, parts: dict[str, Any], context: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Any:
-    return kind.__tensor_unflatten__(parts, context, torch.Size(size), stride)
+def _of_parts(cls: Any, parts: dict[str, Any], context: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Any:
+    return cls.__tensor_unflatten__(parts, context, torch.Size(size), stride)
 
 
 class _Unpacker(pickle.Unpickler):

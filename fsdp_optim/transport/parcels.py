@@ -1,4 +1,4 @@
-"""Values of any kind on their way from one rank to some others: as bytes, a bounded number at a time."""
+"""Values of any class sent from one rank to other ranks, as a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fsdp_optim.transport.reports import exchange_reports
 
 _ALIGNED = 16  # bytes of one element of the widest dtype
 NOTHING = object()
-"""What a rank says that is to send a value and has none: then nobody gets one."""
+"""The result of `value_of` on a source rank that has no value to send: then no rank receives the parcel."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """One value that a rank has and others need."""
+    """One value that the rank `source` has and the ranks `targets` need."""
 
     source: int
     targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Window:
-    """Bytes [start, stop) of one part of a parcel."""
+class _ByteRange:
+    """Bytes [start, stop) of one part of a packed parcel."""
 
     parcel: int
     part: int
@@ -44,10 +44,11 @@ class _Window:
 def send(
     group: RankGroup, parcels: Sequence[Parcel], value_of: Callable[[int], Any], failure: Failure
 ) -> dict[int, Any]:
-    """The values of the parcels that this rank is a target of, by their index. Called by all ranks, with the same parcels.
+    """The values of the parcels that this rank is a target of, by index. Called by all ranks, with the same parcels.
 
-    `value_of(index)`: the value, asked for on its source only. An error in `failure`, or one met here, is raised on all ranks
-    before data moves. Holds at most `group.budget` beyond the values, and the pickle of what is no tensor in them.
+    `value_of(index)`: the value, called on the source rank only. An error in `failure`, or an error of this preparation, is
+    raised on all ranks before data moves. Holds at most `group.budget` beyond the values and their pickles, which contain no
+    tensors.
     """
     packed: dict[int, Packed] = {}
     with failure:
@@ -56,10 +57,10 @@ def send(
                 value = value_of(index)
                 if value is not NOTHING:
                     packed[index] = pack(value)
-    content = json.dumps({index: one.nbytes for index, one in packed.items()}).encode()
+    content = json.dumps({index: value.nbytes for index, value in packed.items()}).encode()
     sizes: dict[int, list[int]] = {}
-    for told in exchange_reports(group, content, failure.error):
-        sizes.update((int(index), nbytes) for index, nbytes in json.loads(told).items())
+    for report in exchange_reports(group, content, failure.error):
+        sizes.update((int(index), nbytes) for index, nbytes in json.loads(report).items())
     arrived: dict[int, list[torch.Tensor]] = {}
     with failure:
         for index in sorted(sizes):
@@ -67,42 +68,45 @@ def send(
                 arrived[index] = [
                     group.world.transport.empty((n,), torch.uint8, torch.device("cpu")) for n in sizes[index]
                 ]
-    half = group.budget.share(2, "windows of parcels, and the messages that carry them")
-    for windows in _batches(sizes, half.nbytes):
+    half = group.budget.share(2, "byte ranges of parcels, and the messages that carry them")
+    for byte_ranges in _batches(sizes, half.nbytes):
         items = []
-        for window in windows:
-            parcel = parcels[window.parcel]
+        for byte_range in byte_ranges:
+            parcel = parcels[byte_range.parcel]
             targets = tuple(rank for rank in parcel.targets if rank != parcel.source)
-            shape = (window.stop - window.start,)
+            shape = (byte_range.stop - byte_range.start,)
             copies = copies_of(Whole(shape, (parcel.source,)), Whole(shape, targets), rank=group.rank)
-            items.append(Item(copies, torch.uint8, *_ends(window, packed, arrived, failure)))
+            items.append(Item(copies, torch.uint8, *_memory_of(byte_range, packed, arrived, failure)))
         exchange(group, items, failure, half)
     if failure.error is not None:
         return {}
     return {index: unpack(parts) for index, parts in arrived.items()}
 
 
-def _ends(
-    window: _Window, packed: Mapping[int, Packed], arrived: Mapping[int, Sequence[torch.Tensor]], failure: Failure
+def _memory_of(
+    byte_range: _ByteRange,
+    packed: Mapping[int, Packed],
+    arrived: Mapping[int, Sequence[torch.Tensor]],
+    failure: Failure,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """This rank's memory for a window, on the one side or the other."""
+    """This rank's memory for a byte range, as (source, target)."""
     with failure:
-        if window.parcel in packed:
-            part = packed[window.parcel].parts[window.part]
-            start, stop = window.start // part.itemsize, window.stop // part.itemsize
+        if byte_range.parcel in packed:
+            part = packed[byte_range.parcel].parts[byte_range.part]
+            start, stop = byte_range.start // part.itemsize, byte_range.stop // part.itemsize
             return memory.flat_slice(part, start, stop).view(torch.uint8), None
-        if window.parcel in arrived:
-            return None, arrived[window.parcel][window.part][window.start : window.stop]
+        if byte_range.parcel in arrived:
+            return None, arrived[byte_range.parcel][byte_range.part][byte_range.start : byte_range.stop]
     return None, None
 
 
-def _batches(sizes: Mapping[int, Sequence[int]], most_nbytes: int) -> Iterator[list[_Window]]:
-    """What moves together: at most so many bytes. The same on all ranks."""
+def _batches(sizes: Mapping[int, Sequence[int]], most_nbytes: int) -> Iterator[list[_ByteRange]]:
+    """Batches of byte ranges with at most `most_nbytes` in each, the same on all ranks."""
     most = max(most_nbytes // _ALIGNED * _ALIGNED, _ALIGNED)
-    windows = (
-        _Window(index, part, start, min(start + most, nbytes))
+    byte_ranges = (
+        _ByteRange(index, part, start, min(start + most, nbytes))
         for index in sorted(sizes)
         for part, nbytes in enumerate(sizes[index])
         for start in range(0, nbytes, most)
     )
-    return memory.in_batches(windows, lambda window: window.stop - window.start, most)
+    return memory.in_batches(byte_ranges, lambda byte_range: byte_range.stop - byte_range.start, most)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def rendezvous_store() -> Store:
-    """Where any ranks of the job can meet without a collective call.
+    """The store in which any ranks of the job can meet without a collective call.
 
-    Not that of a process group that a user gave: ranks that are given different groups, or only some of them one, have to
-    find each other, so that all of them can be told.
+    The store of a user's process group would not do: ranks with different values of `process_group=` have to find each other,
+    so that all of them raise the error.
 
     Raises WrapperError where torch.distributed is not initialized.
     """

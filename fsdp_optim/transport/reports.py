@@ -1,4 +1,4 @@
-"""Every rank hears every rank's report, over any set of ranks and any backend."""
+"""An exchange in which every rank gets the report of every rank, over any set of ranks and any backend."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ _LENGTH = 8  # bytes of a report's length
 
 
 def exchange_reports(group: RankGroup, content: bytes, error: Exception | None = None) -> list[bytes]:
-    """The reports of all ranks, in the order of `group.ranks`, on all of them; or the `error` of any, on all of them.
+    """The reports of all ranks, in the order of `group.ranks`. An `error` of any rank is raised on all ranks.
 
-    The lowest rank joins them, so that what is read grows with the number of ranks, not with its square.
+    The lowest rank joins the reports, so the bytes that are read grow with the number of ranks, not with its square.
     """
-    told = tell(group, "report", content, error=error)
+    result = tell(group, "report", content, error=error)
     joined, failure = b"", Failure()
     if group.rank == group.ranks[0]:
         with failure:
-            joined = _join([told.by(rank) for rank in group.ranks])
-    return _split(tell(group, "all reports", joined, error=failure.error).by(group.ranks[0]))
+            joined = _join([result.content_of(rank) for rank in group.ranks])
+    return _split(tell(group, "all reports", joined, error=failure.error).content_of(group.ranks[0]))
 
 
 def _join(reports: list[bytes]) -> bytes:
     return b"".join(len(report).to_bytes(_LENGTH, "big") + report for report in reports)
 
 
-def _split(everything: bytes) -> list[bytes]:
+def _split(joined: bytes) -> list[bytes]:
     reports, at = [], 0
-    while at < len(everything):
-        length = int.from_bytes(everything[at : at + _LENGTH], "big")
-        reports.append(everything[at + _LENGTH : at + _LENGTH + length])
+    while at < len(joined):
+        length = int.from_bytes(joined[at : at + _LENGTH], "big")
+        reports.append(joined[at + _LENGTH : at + _LENGTH + length])
         at += _LENGTH + length
     return reports

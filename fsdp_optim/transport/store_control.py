@@ -1,4 +1,4 @@
-"""Ranks agree through the rendezvous store of their job: any set of them, with nothing pending when one does not come."""
+"""The `Control` over the rendezvous store of the job: any set of ranks can agree, and a missing rank leaves nothing pending."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StoreControl:
             record = meeting.conclude(statement)
             if group.rank not in record.missing or not meeting.catch_up(record):
                 break
-        num_parts = dict(record.told)
+        num_parts = dict(record.contents)
         return Verdict(
             record.alike,
             record.reasons,
@@ -33,7 +33,7 @@ class StoreControl:
         )
 
     def claim(self, who: str, place: str) -> str:
-        """As `Control.claim`. Two keys for each `who`, however many places it has had."""
+        """As `Control.claim`. The store keeps two keys for each `who`, whatever the number of earlier places."""
         store = rendezvous_store()
         holder = bytes(store.compare_set(place_key(place), "", who)).decode()
         if holder == who:
@@ -52,5 +52,5 @@ class StoreControl:
 
 
 def place_key(place: str) -> str:
-    """Under which key a claimed place is in the store."""
+    """The key of a claimed place in the store."""
     return f"{_CLAIMS}/at/{hashlib.blake2b(place.encode(errors='surrogateescape'), digest_size=16).hexdigest()}"

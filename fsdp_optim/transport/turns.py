@@ -1,4 +1,4 @@
-"""One call at a time on the same ranks: the calls that are in flight on this process, and why one of them has to end."""
+"""One call at a time on the same ranks: the calls that are in flight in this process, and the error of a second call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_optim.errors import RankError
 
-_PATIENCE = 10.0  # seconds for another thread to tell the ranks of a suspended call that it is over
+_PATIENCE = 10.0  # seconds in which another thread can end a suspended call on all its ranks
 
 
 @dataclass(eq=False)
@@ -19,29 +19,31 @@ class Turn:
     """One call in flight on this rank.
 
     Attributes:
-        spoilt: another call was made while this one was in flight; the ranks hear of it in its next meeting.
-        over: the error that ended the call on all ranks while it was suspended.
+        conflict: the error of another call that was made while this call was in flight, raised in this call's next meeting.
+        ended_by: the error that ended this call on all ranks while it was suspended.
+        is_suspended: whether this call is an iterator that the caller has not resumed.
+        running: a lock that is held except while this call is suspended.
     """
 
     call: str
     ranks: tuple[int, ...]
     process_group: Any = None
-    spoilt: Exception | None = None
-    over: Exception | None = None
+    conflict: Exception | None = None
+    ended_by: Exception | None = None
     is_suspended: bool = False
-    running: threading.Lock = field(default_factory=threading.Lock)  # held but while it is suspended
+    running: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.running.acquire()
 
     def meets(self, other: Turn) -> bool:
-        """Whether two calls share a meeting place, or messages between two ranks."""
+        """Whether two calls share their meetings, or messages between two ranks."""
         same_wire = self.process_group is other.process_group
         return self.ranks == other.ranks or (same_wire and len(set(self.ranks) & set(other.ranks)) > 1)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """The caller has the word: until it comes back, this call has no meeting under way."""
+        """Suspend this call while the user's code runs between two items of an iterator: no meeting is under way then."""
         self.is_suspended = True
         self.running.release()
         try:
@@ -49,27 +51,27 @@ class Turn:
         finally:
             self.running.acquire(timeout=_PATIENCE)
             self.is_suspended = False
-        if self.over is not None:
-            raise self.over
+        if self.ended_by is not None:
+            raise self.ended_by
 
 
 class Turns:
     """The calls in flight on one rank of a world.
 
-    Whatever model or thread a call is for, it shares the rank's control and transport with the others. It cannot belong to a
-    model or a group alone: two models meet in one store, and two groups of the same ranks meet there too.
+    All calls share the rank's control and transport, whatever their models and threads. The turns cannot belong to a model or
+    to a group: two models meet in one store, and two groups of the same ranks meet in that store too.
     """
 
     def __init__(self) -> None:
-        # Collecting garbage can close an iterator, and so end a call, while this thread is in here.
+        # Garbage collection can close an iterator, and so end a call, while this thread holds the lock.
         self._lock = threading.RLock()
         self.in_flight: tuple[Turn, ...] = ()  # oldest first
 
     def enter(self, turn: Turn) -> Turn | None:
-        """Begin a call, or give the one that is in its way."""
+        """Begin a call, or return the call in flight that prevents it."""
         other = self._enter(turn)
         if other is not None and other.is_suspended:
-            gc.collect()  # an iterator that nobody has any more is in nobody's way
+            gc.collect()  # closes an iterator that the user has dropped
             other = self._enter(turn)
         return other
 
@@ -82,13 +84,13 @@ class Turns:
         return None
 
     def leave(self, turn: Turn) -> None:
-        """The call is over."""
+        """End a call."""
         with self._lock:
             self.in_flight = tuple(other for other in self.in_flight if other is not turn)
 
 
 def refusal(turn: Turn, other: Turn, rank: int) -> RankError:
-    """What a call raises that was made while another was in flight."""
+    """The error of a call that was made while another call was in flight."""
     way_out = (
         "exhaust the iterator first, or close it"
         if other.is_suspended

@@ -1,4 +1,4 @@
-"""What a rank comes with to a meeting, and how the meeting ends: the same for every `Control`."""
+"""The statement that a rank brings to a meeting, and the verdict of the meeting: the same for every `Control`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Reason = tuple[int, str, str]
 
 
 class Statement(NamedTuple):
-    """What a rank comes with.
+    """The statement of one rank in a meeting.
 
     Attributes:
-        step: where it is in which call; this has to be the same on all ranks.
-        said: what ranks compare: the verdict says whether it is the same on all of them.
-        content: what every rank can read afterwards.
-        error: what went wrong on this rank.
-        fatal: the error broke the connection to another rank, which may never come: the others hear of it now.
+        step: the call and the step that the rank has reached; it has to be equal on all ranks.
+        compared: bytes that the ranks compare: the verdict tells whether they are equal on all ranks.
+        content: bytes that every rank can read afterwards.
+        error: the error of this rank.
+        fatal: the error broke the connection to another rank, which may never come, so the meeting ends at once.
     """
 
     step: str
-    said: bytes = b""
+    compared: bytes = b""
     content: bytes = b""
     error: Exception | None = None
     fatal: bool = False
@@ -34,13 +34,14 @@ def _nothing(rank: int) -> bytes:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a meeting ended, the same on all ranks: all came, or ranks failed, or ranks were waited for in vain.
+    """The result of a meeting, equal on all ranks: all ranks came, or some ranks failed, or some ranks did not come.
 
     Attributes:
-        alike: all ranks came without an error, and said the same.
-        reasons: the errors that ranks came with, sorted.
-        missing: ranks that did not come; then `text` says so, and `text` is the whole error of those that came.
-        is_deadlock: the missing ranks were found waiting for these ones elsewhere, long before the timeout.
+        alike: all ranks came without an error, and their `compared` bytes are equal.
+        reasons: the errors of the failed ranks, sorted.
+        missing: the ranks that did not come.
+        text: the error message about the missing ranks, which the ranks that came raise.
+        is_deadlock: the missing ranks wait for these ranks in another meeting, which was noticed before the timeout.
         content_of: the content of a rank's statement, which can be read until this rank comes to its next meeting.
     """
 
@@ -53,7 +54,7 @@ class Verdict:
 
 
 def at_another_step(step: str, rank: int, other: str) -> str:
-    """What a rank says that comes to a meeting at another step than the first one."""
+    """The error message of a rank that comes to a meeting at another step than the first rank."""
     return (
         f"at {step!r}, where rank {rank} is at {other!r}: every rank has to make the same calls in the same order, one after "
         "the other"
@@ -61,7 +62,7 @@ def at_another_step(step: str, rank: int, other: str) -> str:
 
 
 def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds: float) -> str:
-    """Who did not come, in the same words while they are waited for and when they are given up."""
+    """The message about missing ranks, in the same words as a warning and as an error."""
     names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
     return (
         f"{step}: {names} did not arrive within {seconds:g} s; {len(ranks) - len(missing)} of the ranks {list(ranks)} did. Every "
@@ -70,7 +71,7 @@ def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds
 
 
 class Waiting(NamedTuple):
-    """A rank that waits for others: which ranks it waits for, at which step, and the error that it came with."""
+    """A rank that waits for others: the ranks of the meeting, the step, and the error that the rank brought as text."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -78,15 +79,15 @@ class Waiting(NamedTuple):
     reason: str = ""
 
 
-def deadlock(one: Waiting, other: Waiting) -> str:
-    """What two ranks raise that wait for each other in two meetings."""
+def deadlock(first: Waiting, second: Waiting) -> str:
+    """The error message of two ranks that wait for each other in two meetings."""
     text = "; ".join(
         f"rank {rank} is at {step!r} with the ranks {list(ranks)}" + (f" ({reason})" if reason else "")
-        for rank, ranks, step, reason in sorted((one, other))
+        for rank, ranks, step, reason in sorted((first, second))
     )
     return f"{text}: they wait for each other; every rank has to make the same call, with the same process_group="
 
 
 def reason_of(error: Exception | None) -> str:
-    """The error that a rank came with, for the others to read."""
+    """The error of a rank as text, for the other ranks."""
     return f"{type(error).__name__}: {error}" if error is not None else ""

@@ -1,4 +1,4 @@
-"""Which world this rank is in: that of torch.distributed, one that a program has entered, or a process by itself."""
+"""The world of this rank: torch.distributed's, a world that a program has entered, or this process alone."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fsdp_optim.transport.turns import Turns
 
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)
 _turns: WeakKeyDictionary[dist.ProcessGroup, Turns] = WeakKeyDictionary()
-"""By the default group of a torch.distributed world: the calls in flight of one that was destroyed go with it."""
+"""The calls in flight by torch.distributed's default group, so that the calls of a destroyed group are dropped with it."""
 
 
 def world_here() -> World:
-    """The world that this thread has entered; else that of torch.distributed, which may have one rank."""
+    """The world that this thread has entered; else torch.distributed's world, which may have a single rank."""
     return _entered.get() or TorchWorld()
 
 
 @contextlib.contextmanager
 def entered(world: World) -> Iterator[None]:
-    """Calls that are made inside, by this thread, are calls of a rank of `world`."""
+    """A context in which this thread's calls are calls of a rank of `world`."""
     token = _entered.set(world)
     try:
         yield
@@ -64,7 +64,7 @@ class TorchWorld(World):
 
 
 class _ByItself(TorchWorld):
-    """One rank, 0, whatever world its process is in."""
+    """A world with the single rank 0, whatever torch.distributed says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,5 +72,5 @@ class _ByItself(TorchWorld):
 
 
 def alone(call: str) -> RankGroup:
-    """This process by itself, for what is no matter of other ranks."""
+    """A group of this process alone, for calls that do not concern other ranks."""
     return _ByItself().group(call, (0,))

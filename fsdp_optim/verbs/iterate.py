@@ -73,7 +73,7 @@ def _tells_when_stopped(callers: RankGroup, *, at_end: bool) -> Iterator[None]:
     except GeneratorExit:
         stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
         with suppress(Exception):  # heard by the others; here the caller wanted it so
-            if callers.turn.over is not None:
+            if callers.turn.ended_by is not None:
                 pass  # they have heard that it is over
             elif at_end:  # has seen everything, and only did not ask whether there is more
                 agree(callers, "end")

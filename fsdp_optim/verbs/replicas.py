@@ -15,7 +15,7 @@ from fsdp_optim.layout import Placement
 from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
-from fsdp_optim.transport.agree import Told, compare, tell
+from fsdp_optim.transport.agree import MeetingResult, compare, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
@@ -99,9 +99,11 @@ def _shared_in(picture: Picture) -> list[_Shared]:
     return shared
 
 
-def _differing(told: Told, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
+def _differing(told: MeetingResult, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
     """Of what is shared, by number, that which differs on this rank from what its leader has."""
-    theirs = {leader: told.by(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})}
+    theirs = {
+        leader: told.content_of(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})
+    }
     return [
         index
         for index, (mine, leader) in enumerate(zip(digests, leaders, strict=True))

@@ -121,7 +121,7 @@ def _tell_contents(
         _check_whole(state, local.order, source_rank)
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
         content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
-    contents: Contents = pickle.loads(tell(callers, "contents", content).by(source_rank))
+    contents: Contents = pickle.loads(tell(callers, "contents", content).content_of(source_rank))
     opaque = _scatter_opaque(callers, picture, state, contents, source_rank)
     return state, replace(contents, opaque=opaque, is_own=state is None)
 

@@ -252,11 +252,11 @@ def watch(folder: str) -> dict[str, Any]:
         found["told"].append(len(content))
         told = real_tell(callers, step, content, **more)
 
-        def by(rank: int) -> bytes:
+        def content_of(rank: int) -> bytes:
             found["read"].append(rank)
-            return told.by(rank)
+            return told.content_of(rank)
 
-        return mock.Mock(by=by)
+        return mock.Mock(content_of=content_of)
 
     def exchange(*args: Any, **kwargs: Any) -> Any:
         found["exchanged"] += 1
