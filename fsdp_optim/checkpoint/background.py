@@ -23,8 +23,6 @@ from fsdp_optim.checkpoint.save import (
     encode_note,
     finish,
     log_saved,
-    make_files,
-    write_extras,
 )
 from fsdp_optim.checkpoint.stores import Place
 from fsdp_optim.checkpoint.writing import Writer
@@ -62,7 +60,7 @@ def async_save(
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
-                move(job.values, live, job.target(keep), job.callers, job.callers.budget, failure)
+                move(job.values, live, job.target(keep), job.callers, job.budget, failure)
                 agree(job.callers, "copied", failure.error, fatal=failure.fatal)
                 if completion is None:  # agree() has raised
                     raise RuntimeError("unreachable: a rank that cannot hear how it ends cannot agree")
@@ -87,8 +85,7 @@ def _write(job: Job, writer: Writer, snapshot: Snapshot, completion: Completion)
         total, num = job.saved(0).nbytes, len(job.callers.ranks)
         with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
             try:
-                make_files(writer.hand, job.own_files)
-                write_extras(job, writer.hand)
+                job.start(writer)
                 while snapshot:
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)

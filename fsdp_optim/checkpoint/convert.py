@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from fsdp_optim.checkpoint.contents import RECORDS, SavedValue
+from fsdp_optim.checkpoint.file_plan import FilePlan
 from fsdp_optim.checkpoint.files import planned_files
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue
@@ -15,8 +16,6 @@ from fsdp_optim.checkpoint.save import (
     abandoned_on_failure,
     encode_note,
     finish,
-    make_files,
-    write_extras,
 )
 from fsdp_optim.checkpoint.stores import Place, store_at
 from fsdp_optim.formats.base import Contents, Format, Prepared, Reader, StoredTensor, Writer
@@ -58,11 +57,11 @@ def convert(
             )
         store = store_at(target, format)
         staging = store.begin(overwrite=overwrite, durable=durable)
-        job = Job(here, options, store, format, staging.address, tuple(files), (), writer, extras, prepared, staging)
+        plan = FilePlan(tuple(files), {file.name: here.rank for file in files}, is_alone=True)
+        job = Job(here, options, store, format, staging.address, plan, (), writer, extras, prepared, staging)
         with abandoned_on_failure(job):
             hand, failure = job.hand(), Failure()
-            make_files(hand.hand, files)
-            write_extras(job, hand.hand)
+            job.start(hand)
             source_end = CheckpointEnd(
                 checkpoint, here.rank, here.budget.share(2, "what lies on a device, by way of the host")
             )

@@ -25,6 +25,15 @@ class DeviceRun:
 
 
 Run = Extent | DeviceRun
+
+
+def clipped(run: Run, start: int, stop: int) -> Run:
+    """The bytes of a run that belong in [start, stop)."""
+    first, last = max(start - run.start, 0), min(stop - run.start, len(run.memory))
+    part = run.memory[first : max(last, first)]
+    return DeviceRun(run.start + first, part) if isinstance(part, torch.Tensor) else Extent(run.start + first, part)
+
+
 Runs = Mapping[str, Sequence[Run]]
 """By file name"""
 

@@ -17,23 +17,33 @@ from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
 from fsdp_optim.checkpoint.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
 from fsdp_optim.checkpoint.described import describe
-from fsdp_optim.checkpoint.files import File, planned_files
+from fsdp_optim.checkpoint.file_plan import (
+    BY_MACHINES,
+    IN_PARTS,
+    IN_PLACE,
+    PER_RANK,
+    FilePlan,
+    FilesEnd,
+    make_files,
+    strategy_for,
+)
+from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, folder_of, name_of, store_at, store_told
-from fsdp_optim.checkpoint.writing import FilesEnd, Writer
+from fsdp_optim.checkpoint.writing import Writer
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import COMMON, MODULES, Contents, Format, Prepared, Stamp, Written, of_rank
-from fsdp_optim.formats.base import Half as HalfName
 from fsdp_optim.formats.base import Writer as FormatWriter
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.ours import OURS
+from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.storage.base import Completion, Staging, Store, StoreWriter
+from fsdp_optim.storage.base import Capabilities, Completion, Staging, Store
 from fsdp_optim.transport.agree import MeetingResult, agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -42,8 +52,6 @@ from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.ends import LiveEnd
 
 _LENGTH = 8  # bytes of a number in a note
-_BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several
-_STRATEGIES = {"anywhere": "in_place", "on one machine": _BY_MACHINES, "no": "per_rank_files"}
 
 log = logging.getLogger("fsdp_optim")
 
@@ -57,16 +65,25 @@ class Job:
     store: Store
     format: Format
     address: str  # of the save that is under way in the store
-    files: tuple[File, ...]
+    plan: FilePlan
     absent: tuple[str, ...]
     writer: FormatWriter
     extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
     prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that made the folder
     claim: Claim | None = None  # on the same rank
-    owners: Mapping[str, int] = field(
-        default_factory=dict
-    )  # by file, the rank that makes and writes it alone, where one does
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return self.plan.files
+
+    @property
+    def budget(self) -> Budget:
+        """For elements on their way to the ranks that write them. A store in parts holds as much of what is sent to it."""
+        whole = self.callers.budget
+        return (
+            whole.share(2, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
+        )
 
     @property
     def leads(self) -> bool:
@@ -81,32 +98,33 @@ class Job:
         return self.store.completion(self.address, callers.rank, callers.ranks, callers.timeout)
 
     def hand(self) -> Writer:
+        rank, budget = self.callers.rank, self.budget
+        hand = self.store.join(
+            self.address, durable=self.options.durable, who=f"rank {rank}", budget_nbytes=budget.nbytes
+        )
         return Writer(
-            self.store.join(self.address, durable=self.options.durable, who=f"rank {self.callers.rank}"),
+            hand,
             self.files,
-            self.callers.rank,
+            rank,
             checksums=self.options.checksums,
-            budget=self.callers.budget.share(2, "what lies on a device, by way of the host"),
+            budget=budget.share(2, "what lies on a device, by way of the host"),
+            stretches=self.plan.stretches_on(rank),
         )
 
     @property
     def values(self) -> tuple[SavedValue, ...]:
         return tuple(value for file in self.files for value in file.values)
 
-    @property
-    def own_files(self) -> list[File]:
-        """Those that this rank makes and writes alone."""
-        return [file for file in self.files if self.owners.get(file.name) == self.callers.rank]
-
     def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
-        """The files as an end, whose parts on this rank go to `take`."""
-        owned = {
-            value.key: self.owners[file.name]
-            for file in self.files
-            if file.name in self.owners
-            for value in file.values
-        }
-        return FilesEnd(take, owned)
+        """The files as an end, whose elements on this rank go to `take`."""
+        return FilesEnd(self.plan, take)
+
+    def start(self, writer: Writer) -> None:
+        """Make and begin what this rank writes alone: its files, heads and small files."""
+        make_files(writer.hand, self.plan.own_files(self.callers.rank))
+        self.plan.write_heads(writer.hand, self.callers.rank)
+        for name, data in self.extras.items():
+            writer.hand.put(name, data)
 
     def saved(self, nbytes_written: int) -> Saved:
         nbytes = sum(file.plan.nbytes_of_data for file in self.files)
@@ -140,10 +158,9 @@ def _write(job: Job, live: End, writer: Writer, progress: Progress) -> MeetingRe
 
     try:
         with failure:
-            make_files(writer.hand, job.own_files)
-            write_extras(job, writer.hand)
+            job.start(writer)
         with failure:
-            move(job.values, live, job.target(write), job.callers, job.callers.budget, failure)
+            move(job.values, live, job.target(write), job.callers, job.budget, failure)
         with failure:
             if failure.error is None:
                 writer.finish()
@@ -170,41 +187,49 @@ def begin(
     extras = _encode_extras(writer, options, callers)
     prepared: Prepared | None = None
     staging, claim, content = None, None, b""
+
+    def planned(strategy: str, shared: str, can: Capabilities) -> FilePlan:
+        return FilePlan.of(writer, options, weights, state, callers.ranks, strategy, shared, can)
+
     try:
         if callers.rank == callers.ranks[0]:
             contents = _contents(callers, weights, state)
             prepared = _prepared(writer, contents, options, weights, state, extras)
             claim = Claim.lay(callers, store.where)
             staging = store.begin(overwrite=options.overwrite, durable=options.durable)
-            strategy, shared = _strategy(staging, options), prepared.shared
-            if strategy == "in_place":
-                make_files(staging, _files(writer, options, weights, state, callers, strategy, shared)[0])
+            can = staging.capabilities
+            strategy, shared = strategy_for(can, options.strategy), prepared.shared
+            if strategy in (IN_PLACE, IN_PARTS):
+                make_files(staging, planned(strategy, shared, can).files)
             durable = options.durable or _removes(store, staging, options, prepared.content)
-            content = json.dumps([store.where, staging.address, strategy, shared, durable]).encode()
+            parts = can.part_nbytes, can.most_parts
+            content = json.dumps([store.where, staging.address, strategy, shared, durable, *parts]).encode()
         told = tell(callers, "folder", content, compared=store.machine_id().encode())
-        leaders_place, address, strategy, shared, durable = json.loads(told.content_of(callers.ranks[0]))
+        leaders_place, address, strategy, shared, durable, part_nbytes, most_parts = json.loads(
+            told.content_of(callers.ranks[0])
+        )
+        can = Capabilities(part_nbytes=part_nbytes, most_parts=most_parts)
         store, options = store_told(path, store, leaders_place, format), replace(options, durable=durable)
-        if strategy == _BY_MACHINES:
-            strategy = "in_place" if told.alike else "per_rank_files"
-            if strategy == "in_place":
+        if strategy == BY_MACHINES:
+            strategy = IN_PLACE if told.alike else PER_RANK
+            if strategy == IN_PLACE:
                 if staging is not None:
-                    make_files(staging, _files(writer, options, weights, state, callers, strategy, shared)[0])
+                    make_files(staging, planned(strategy, shared, can).files)
                 agree(callers, "files are made")
-        files, owners = _files(writer, options, weights, state, callers, strategy, shared)
+        plan = planned(strategy, shared, can)
         job = Job(
             callers,
             options,
             store,
             format,
             address,
-            tuple(files),
+            plan,
             _absent(state),
             writer,
             extras,
             prepared,
             staging,
             claim,
-            owners,
         )
         return job, HalvesEnd(LiveEnd(weights.local), LiveEnd(state.local) if state is not None else None)
     except BaseException:
@@ -228,47 +253,6 @@ def _removes(store: Store, staging: Staging, options: SaveOptions, content: str)
     return bool(outdated(path, Series.of(path, content, options.step, options.keep_last), options.keep_last))
 
 
-def _strategy(staging: Staging, options: SaveOptions) -> str:
-    """How to write to a store. Where several machines cannot write to one file, it depends on where the ranks are."""
-    if options.strategy != "auto":
-        if options.strategy == "in_place" and staging.capabilities.part_nbytes:
-            raise CheckpointError('strategy="in_place" needs a store in which several ranks can write to one file')
-        return options.strategy
-    return _STRATEGIES[staging.capabilities.writes_ranges]
-
-
-def _files(
-    writer: FormatWriter,
-    options: SaveOptions,
-    weights: Half,
-    state: Half | None,
-    callers: RankGroup,
-    strategy: str,
-    shared: str,
-) -> tuple[list[File], dict[str, int]]:
-    """The files, and by name the rank that makes and writes each alone, where one does."""
-    num = len(callers.ranks)
-    files = []
-    halves: tuple[tuple[HalfName, Half | None], ...] = (("model", weights), ("optim", state))
-    for half, one in halves:
-        if one is None:
-            continue
-        most = options.max_file_size
-        if strategy == "per_rank_files":
-            total = sum(tensor.nbytes for tensor in one.tensors)
-            most = min(most, max(-(-total // num), 1))
-        files += planned_files(writer, half, one.tensors, shared, most_nbytes=most, num_ranks=num)
-    if strategy != "per_rank_files":
-        return files, {}
-    load = dict.fromkeys(callers.ranks, 0)
-    owners = {}
-    for file in files:
-        owner = min(load, key=lambda rank: (load[rank], rank))
-        load[owner] += file.plan.nbytes
-        owners[file.name] = owner
-    return files, owners
-
-
 def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
     """This rank's small files. Refuses what cannot be saved before anything is written; `extra` counts on the lowest rank."""
     found = []
@@ -278,18 +262,6 @@ def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGrou
         name = of_rank(callers.position)
         found.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
     return dict(found)
-
-
-def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
-    """Files with their headers, in their full length."""
-    for file in files:
-        maker.create(file.name, file.plan.nbytes, file.plan.head)
-
-
-def write_extras(job: Job, hand: StoreWriter) -> None:
-    """Write this rank's small files."""
-    for name, data in job.extras.items():
-        hand.put(name, data)
 
 
 def finish(job: Job, notes: Sequence[bytes]) -> None:

@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy
 
-from fsdp_optim.checkpoint.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on, written_cut
-from fsdp_optim.checkpoint.runs import LocalMemory, Run, Runs, in_host_memory, runs_of
+from fsdp_optim.checkpoint.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on
+from fsdp_optim.checkpoint.parts import Stretch
+from fsdp_optim.checkpoint.runs import LocalMemory, Run, Runs, clipped, in_host_memory, runs_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
-from fsdp_optim.layout import Placement
+from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.memory import Budget
-from fsdp_optim.move import End, Key, Slice, StateValue
+from fsdp_optim.move import Key, Slice
 from fsdp_optim.plan import Copy, clip_to_source, copies_of
 from fsdp_optim.storage.base import StoreWriter
-
-
-@dataclass(frozen=True)
-class FilesEnd(End):
-    """The target of a save. `take` gets this rank's parts; `owners`: by key the rank that writes all of it, where one does."""
-
-    take: Callable[[Sequence[Slice]], None]
-    owners: Mapping[Key, int] = field(default_factory=dict)
-
-    is_stored = True
-
-    def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        return written_cut(value, other, self.owners.get(value.key))
-
-    def drain(self, parts: Sequence[Slice]) -> None:
-        self.take(parts)
 
 
 class Writer:
     """Writes this rank's part of some files, and keeps the checksums of what it wrote, by file.
 
-    `hand`: this rank's hand in the store; `receipt`: what it gave when it had finished.
+    `hand`: this rank's hand in the store; `receipt`: what it gave when it had finished. `stretches`: this rank's bytes of values
+    whose files are put in parts.
     """
 
-    def __init__(self, hand: StoreWriter, files: Sequence[File], rank: int, *, checksums: bool, budget: Budget) -> None:
+    def __init__(
+        self,
+        hand: StoreWriter,
+        files: Sequence[File],
+        rank: int,
+        *,
+        checksums: bool,
+        budget: Budget,
+        stretches: Mapping[Key, Stretch],
+    ) -> None:
         self.nbytes = 0
         self.hand, self.receipt = hand, b""
         self._files = {file.name: file for file in files}
@@ -53,7 +47,7 @@ class Writer:
         }
         self._planned: dict[tuple[Placement, Placement, int], list[tuple[int, Copy]]] = {}
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
-        self._rank, self._checksums = rank, checksums
+        self._rank, self._checksums, self._stretches = rank, checksums, stretches
         self._budget = budget
 
     @property
@@ -69,6 +63,13 @@ class Writer:
                 continue  # all of it is in windows before
             (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
             memory = LocalMemory(part.flat) if part.flat is not None else None
+            stretch = self._stretches.get(part.value.key)
+            if isinstance(part.cut, FlatRuns):
+                if stretch is not None and memory is not None and part.flat is not None:
+                    run = memory.run(begin + (stretch.first + part.start) * itemsize, 0, part.flat.numel())
+                    offset = self._files[name].plan.offset
+                    runs.setdefault(name, []).append(clipped(run, stretch.start - offset, stretch.stop - offset))
+                continue
             for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
                     raise CheckpointError(

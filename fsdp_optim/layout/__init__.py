@@ -16,6 +16,7 @@ from fsdp_optim.layout.boxes import (
     row_major_strides,
 )
 from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
+from fsdp_optim.layout.flat_runs import FlatRuns
 from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
@@ -28,6 +29,7 @@ __all__ = [
     "Box",
     "Boxes",
     "FlatChunks",
+    "FlatRuns",
     "Layout",
     "MeshBoxes",
     "Piece",

@@ -71,14 +71,24 @@ class Capabilities:
 
     Attributes:
         writes_ranges: whether several processes can write ranges of one file at the same time: from every machine, from one
-            machine only, or not at all. Without that ability each file is written by one process.
+            machine only, in whole parts ("parts": each of the file's equal parts by one process), or not at all. Without that
+            ability each file is written by one process.
         renames: whether a checkpoint gets its name by one rename. False: its manifest is put last.
         part_nbytes: the size of the equal parts in which the store uploads a file, in bytes. 0: the store writes any range.
+        most_parts: the highest number of parts of a file; 0: any number. The parts of a large file are larger for it.
     """
 
-    writes_ranges: Literal["anywhere", "on one machine", "no"] = "anywhere"
+    writes_ranges: Literal["anywhere", "on one machine", "parts", "no"] = "anywhere"
     renames: bool = True
     part_nbytes: int = 0
+    most_parts: int = 0
+
+    def part_nbytes_of(self, nbytes: int) -> int:
+        """The size of the parts of a file of `nbytes` bytes: `part_nbytes`, doubled until the parts are few enough."""
+        size = self.part_nbytes
+        while self.most_parts and size * self.most_parts < nbytes:
+            size *= 2
+        return size
 
 
 class Store(Protocol):
@@ -97,8 +107,12 @@ class Store(Protocol):
         `durable`: `commit` returns only when the checkpoint survives a power cut.
         """
 
-    def join(self, address: str, *, durable: bool, who: str) -> StoreWriter:
-        """Take part in a save that another process has begun. `who`: the name of this process, for errors."""
+    def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> StoreWriter:
+        """Take part in a save that another process has begun.
+
+        `who`: the name of this process, for errors. `budget_nbytes`: memory for bytes on their way to a store that takes parts;
+        one part is held in any case.
+        """
 
     def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> Completion:
         """The means by which processes learn how a background save ends. `ranks`: the processes by number, the leader first."""
@@ -115,6 +129,12 @@ class Opened(Protocol):
 
     A read fails where the store cannot serve those files any more; it never returns bytes of another checkpoint.
     """
+
+    request_nbytes: int = 0
+    """Fewer bytes than this cost more as a request of their own than as a message from a rank that reads their neighbours."""
+
+    num_requests: int = 1
+    """How many `read_into` are best under way at the same time."""
 
     @property
     def where(self) -> str: ...

@@ -149,7 +149,7 @@ class MemoryStore(Store):
             raise CheckpointError(f"{self.where}: exists already: save to another path, or give overwrite=True")
         return _MemoryStaging(self, secrets.token_hex(8), before)
 
-    def join(self, address: str, *, durable: bool, who: str) -> StoreWriter:
+    def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> StoreWriter:
         return _MemoryWriter(self, address, who, self._part_nbytes)
 
     def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> Completion:

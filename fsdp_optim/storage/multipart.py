@@ -54,3 +54,8 @@ class MultipartFile:
         num_parts = -(-self._nbytes // self._part_nbytes)
         if self._num_sent != num_parts:
             raise CheckpointError(f"{self._name}: only {self._num_sent} of {num_parts} parts were written")
+
+    def check_no_part_open(self) -> None:
+        """Raise CheckpointError where a part has some of its bytes, and lacks others."""
+        for number, part in self._open.items():
+            raise CheckpointError(f"{self._name}: {part.num_missing} bytes of part {number} were not written")

@@ -20,6 +20,7 @@ from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.checkpoint import background
+from fsdp_optim.checkpoint.save import Job
 from fsdp_optim.storage.posix import notes
 from fsdp_optim.storage.posix.completion import FolderCompletion
 from fsdp_optim.testing import run_on_ranks
@@ -51,7 +52,8 @@ def dies(where: str, begun: Path) -> Iterator[None]:
         let_go()
         raise Dead
 
-    with mock.patch.object(FolderCompletion if hasattr(FolderCompletion, where) else background, where, die):
+    owner = next(one for one in (FolderCompletion, Job, background) if hasattr(one, where))
+    with mock.patch.object(owner, where, die):
         yield
 
 
@@ -82,7 +84,7 @@ def save_and_die(root: Path, cases: list[tuple[int, str]]) -> list[list[tuple[st
     return found
 
 
-CASES = [(0, "_lead"), (0, "make_files"), (0, "finish"), (1, "make_files"), (2, "done")]
+CASES = [(0, "_lead"), (0, "start"), (0, "finish"), (1, "start"), (2, "done")]
 
 
 def take_away(root: Path, how: str) -> tuple[list[str], Any]:

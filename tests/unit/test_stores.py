@@ -14,6 +14,8 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.memory import Bucket, MemoryStore
 from fsdp_optim.storage.multipart import MultipartFile
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import StoreConformance
 
@@ -42,6 +44,21 @@ class TestMemory(StoreConformance, unittest.TestCase):
 
 class TestMemoryInParts(TestMemory):
     part_nbytes = 1000
+
+
+class TestObjects(StoreConformance, unittest.TestCase):
+    part_nbytes, parts_by_many = 1000, True
+
+    def make_store(self, judge: Any) -> Store:
+        self.bucket, self.judge = MemoryBucket(parts_by_many=self.parts_by_many), judge
+        return self.another_handle(None)
+
+    def another_handle(self, store: Any) -> Store:
+        return ObjectStore(self.bucket, "run/step-1", self.judge, part_nbytes=self.part_nbytes)
+
+
+class TestObjectsOfOneWriter(TestObjects):
+    parts_by_many = False
 
 
 class TestMultipartFile(unittest.TestCase):

@@ -58,7 +58,7 @@ class Folder(Store):
             raise
         return staging
 
-    def join(self, address: str, *, durable: bool, who: str) -> FolderWriter:
+    def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> FolderWriter:
         return FolderWriter(Path(address), durable=durable, who=who)
 
     def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> FolderCompletion:

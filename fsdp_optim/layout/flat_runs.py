@@ -1,0 +1,120 @@
+"""A parameter cut into runs of any length, in the order of its elements."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy
+from numpy.typing import NDArray
+
+from fsdp_optim.errors import LayoutError
+from fsdp_optim.layout.boxes import Block, Run, RunTable, Shape, boxes_of_run
+from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.ranks import check_distinct
+
+
+@dataclass(frozen=True)
+class FlatRuns(Placement):
+    """Row-major elements [starts[i], stops[i]) on the rank `by[i]`: each rank has one run, in a tensor of its own.
+
+    # parameter  | a a a a a a a a a a |
+    # rank 2     | a a a |
+    # rank 0           | a a a a |         runs may share elements at their borders: both ranks have those
+    # rank 1                     | a a a |
+
+    Runs are in order: neither starts nor stops go back.
+    """
+
+    full_shape: Shape
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    by: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_distinct((self.by,))
+        bounds = list(zip(self.starts, self.stops, strict=True))
+        if len(bounds) != len(self.by) or any(not 0 <= start <= stop <= self.numel for start, stop in bounds):
+            raise LayoutError(f"each of the ranks {self.by} needs a run inside of {self.numel} elements, not {bounds}")
+        if any(a > c or b > d for (a, b), (c, d) in itertools.pairwise(bounds)):
+            raise LayoutError(f"runs have to be in the order of their elements, not {bounds}")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.full_shape, self.starts, self.stops, self.by))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def shape(self) -> Shape:
+        return self.full_shape
+
+    @cached_property
+    def _numel(self) -> int:
+        return prod(self.full_shape)
+
+    @property
+    def numel(self) -> int:
+        return self._numel
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.by)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(self.by))
+
+    def holders(self, shard: int) -> tuple[int, ...]:
+        return (self.by[shard],)
+
+    def shard_of(self, rank: int) -> int | None:
+        return self.by.index(rank) if rank in self.by else None
+
+    def run(self, shard: int) -> Run:
+        return Run(self.starts[shard], self.stops[shard], 0)
+
+    def runs(self, shards: Sequence[int]) -> RunTable:
+        index = numpy.asarray(shards, numpy.int64)
+        starts, stops = numpy.array(self.starts, numpy.int64)[index], numpy.array(self.stops, numpy.int64)[index]
+        return RunTable(starts, stops, numpy.zeros_like(starts))
+
+    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
+        by: NDArray[numpy.int64] = numpy.array(self.by, numpy.int64)[numpy.asarray(shards, numpy.int64)]
+        return by.reshape(1, -1)
+
+    def blocks(self, shard: int) -> tuple[Block, ...]:
+        blocks, offset = [], 0
+        for box in boxes_of_run(self.shape, self.starts[shard], self.stops[shard]):
+            blocks.append(Block(box, offset))
+            offset += box.numel
+        return tuple(blocks)
+
+    def shards_over(self, start: int, stop: int) -> Sequence[int]:
+        if start >= stop:
+            return range(0)
+        return range(bisect.bisect_right(self.stops, start), bisect.bisect_left(self.starts, stop))
+
+    @property
+    def overlapping(self) -> bool:
+        return any(stop > start for stop, start in zip(self.stops[:-1], self.starts[1:], strict=True))
+
+    @property
+    def most_numel(self) -> int:
+        return max((stop - start for start, stop in zip(self.starts, self.stops, strict=True)), default=0)
+
+    def on_lowest_ranks(self) -> FlatRuns:
+        return self
+
+    def gap(self) -> tuple[int, int] | None:
+        at = 0
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            if start > at:
+                return at, start
+            at = max(at, stop)
+        return (at, self.numel) if at < self.numel else None
