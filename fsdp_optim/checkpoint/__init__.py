@@ -1,1 +1,1 @@
-"""Between memory and storage: save, load, convert, and the catalog of a folder."""
+"""The calls between memory and storage: save, load and convert, and the catalog of the checkpoints in a folder."""

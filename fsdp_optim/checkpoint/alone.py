@@ -1,4 +1,4 @@
-"""A process that saves alone, though it is one of several: it may not know that it belongs to them."""
+"""A warning for a process that saves alone although several processes were launched."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fsdp_optim.transport.base import RankGroup
 log = logging.getLogger("fsdp_optim")
 
 
-def warn_if_alone(callers: RankGroup, path: str, *, was_told: bool) -> None:
-    """Warn of a save by one rank where several processes were launched. `was_told`: the caller gave its process group."""
-    if len(callers.ranks) > 1 or was_told:
+def warn_if_alone(callers: RankGroup, path: str, *, has_group: bool) -> None:
+    """Warn if one rank saves alone although several were launched. `has_group`: the caller gave process_group=."""
+    if len(callers.ranks) > 1 or has_group:
         return
     if callers.world.is_initialized:
         if callers.world.size > 1:
             log.warning(
-                "%s: rank %d saves it alone, as its model lives on no other of the %d ranks. Where others hold the rest of it or "
-                "a copy, give process_group= with all of them; else give each rank a path of its own, and process_group= of that "
-                "rank",
+                "%s: rank %d saves alone, because no other of the %d ranks shares its model. If others hold the rest or a "
+                "copy of the model, give process_group= with all of them; else give each rank a path of its own, and "
+                "process_group= with that rank only",
                 path,
                 callers.rank,
                 callers.world.size,
@@ -28,8 +28,8 @@ def warn_if_alone(callers: RankGroup, path: str, *, was_told: bool) -> None:
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdecimal() and int(launched) > 1:
         log.warning(
-            "%s: process %s saves it alone, though %s were launched (WORLD_SIZE), because torch.distributed is not initialized. "
-            "Where they train together, call init_process_group() first, and give process_group= where the model is not "
+            "%s: process %s saves alone although %s were launched (WORLD_SIZE), because torch.distributed is not initialized. "
+            "If they train together, call init_process_group() first, and give process_group= if the model is not "
             "wrapped; else give each process a path of its own",
             path,
             os.environ.get("RANK", "?"),

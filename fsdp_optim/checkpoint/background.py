@@ -1,7 +1,8 @@
-"""async_save: copy this rank's part to host memory, and write it while training goes on. No collective runs in the background.
+"""async_save: copies this rank's part to host memory, and writes the copy while training goes on. The background runs no
+collective.
 
-The ranks agree on the end through the store (`Completion`): each says when it is done or has failed; the rank that began the save
-finishes it when all are done, and says how that ended.
+The ranks agree on the end of the save through the store (`Completion`): each announces that it is done or has failed. The leader
+finishes the checkpoint when all are done, and announces the result.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from contextlib import ExitStack, closing
 
 from torch import nn
 
+from fsdp_optim.checkpoint.local_extents import ExtentsByFile, snapshot_of
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.runs import Runs, copied
 from fsdp_optim.checkpoint.save import (
     Job,
     abandoned_on_failure,
     begin,
-    encode_note,
+    encode_written,
     finish,
     log_saved,
 )
 from fsdp_optim.checkpoint.stores import Place
-from fsdp_optim.checkpoint.writing import Writer
+from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.ours import OURS
@@ -37,8 +38,8 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import calling
 
-Snapshot = list[Runs]
-"""This rank's runs in memory of their own, by file, in parts that are let go of one by one"""
+Snapshot = list[ExtentsByFile]
+"""Copies of this rank's extents in host memory, in parts that are freed one by one."""
 
 
 def async_save(
@@ -50,36 +51,36 @@ def async_save(
             job, live = begin(path, reader, callers, optim, options, format)
             with abandoned_on_failure(job):
                 failure = Failure()
-                writer = job.hand()
+                writer = job.rank_writer()
                 snapshot: Snapshot = []
                 completion: Completion | None = None
 
                 def keep(parts: Sequence[Slice]) -> None:
-                    runs = writer.runs_of(parts)
-                    snapshot.append(runs if all(part.is_own for part in parts) else copied(runs))
+                    extents = writer.extents_of(parts)
+                    snapshot.append(extents if all(part.is_own for part in parts) else snapshot_of(extents))
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
                 move(job.values, live, job.target(keep), job.callers, job.budget, failure)
-                agree(job.callers, "copied", failure.error, fatal=failure.fatal)
+                agree(job.callers, "snapshot_of", failure.error, fatal=failure.fatal)
                 if completion is None:  # agree() has raised
-                    raise RuntimeError("unreachable: a rank that cannot hear how it ends cannot agree")
+                    raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
                 completion.watch()
         held.pop_all()
-    del live  # nothing of the training is kept alive, or read later
+    del live  # so that the background neither reads the live tensors nor keeps them alive
     handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion))
     try:
         pending.begin(handle)
-    except BaseException as error:  # no thread to be had: the others are told through the store
+    except BaseException as error:  # no thread could be started: the other ranks learn this through the store
         completion.failed(f"{type(error).__name__}: {error}")
-        _let_go(job)
+        _clean_up(job)
         completion.close()
         raise
     return handle
 
 
-def _write(job: Job, writer: Writer, snapshot: Snapshot, completion: Completion) -> Saved:
-    """In the background: write this rank's part, then hear how it ended."""
+def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion) -> Saved:
+    """Write this rank's part in the background, and wait for the end of the save."""
     with closing(completion):
         failed: str | None = None
         total, num = job.saved(0).nbytes, len(job.callers.ranks)
@@ -90,7 +91,7 @@ def _write(job: Job, writer: Writer, snapshot: Snapshot, completion: Completion)
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)
                 writer.finish()
-                completion.done(encode_note(job, writer))
+                completion.done(encode_written(job, writer))
             except Exception as error:
                 failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 completion.failed(failed)
@@ -106,7 +107,7 @@ def _write(job: Job, writer: Writer, snapshot: Snapshot, completion: Completion)
 
 
 def _lead(job: Job, completion: Completion, failed: str | None) -> None:
-    """Wait for all ranks, and finish the checkpoint; tell all of them how it ended. `failed`: why this rank did."""
+    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None."""
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.callers.rank}: {failed}")
@@ -115,15 +116,15 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> None:
         ours = isinstance(error, (CheckpointError, RankTimeoutError))
         text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
         completion.not_saved(text)
-        _let_go(job)
+        _clean_up(job)
         raise CheckpointError(text) from error
     completion.saved()
 
 
-def _let_go(job: Job) -> None:
-    """Remove what a save that has failed wrote, and let others have its path. Raises nothing: it has failed already."""
+def _clean_up(job: Job) -> None:
+    """Remove the files of a failed save, and release the claim on its path. Raises nothing, because an error is on its way."""
     if job.staging is not None:
         job.staging.abandon()
     if job.claim is not None:
-        with contextlib.suppress(Exception):  # the store may have gone with the rank that keeps it
+        with contextlib.suppress(Exception):  # the rank that hosts the rendezvous store may be gone
             job.claim.release()

@@ -1,4 +1,4 @@
-"""Weights in another floating dtype than they were saved in, and the state values whose dtype follows theirs."""
+"""Casts at a load: of weights to the model's floating dtype, and of state values whose dtype follows that of the weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fsdp_optim.view import Handle
 
 
 def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
-    """Whether what was saved in this dtype may go into this parameter or buffer, whatever its own dtype is.
+    """Whether a tensor that was saved in `dtype` may be loaded into this parameter or buffer of another dtype.
 
-    Wrappers cast floating buffers in the first forward pass: so one that was saved after it may be widened, which changes no
-    value, and one that is loaded after it is cast as the wrapper would.
+    Wrappers cast floating buffers in the first forward pass. So a buffer that was saved after that pass may be widened, which
+    changes no value, and a buffer that is loaded after that pass is cast as the wrapper casts it.
     """
     param, saved = handle.param, dtype_named(dtype)
     if not (param.is_floating_point() and saved.is_floating_point):
@@ -27,15 +27,16 @@ def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
 
 
 def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a floating dtype has every number of another."""
-    mine, its = torch.finfo(dtype), torch.finfo(other)
-    return mine.eps <= its.eps and mine.max >= its.max and mine.tiny * mine.eps <= its.tiny * its.eps
+    """Whether a floating dtype can represent every number of another one."""
+    info, other_info = torch.finfo(dtype), torch.finfo(other)
+    has_range = info.max >= other_info.max and info.tiny * info.eps <= other_info.tiny * other_info.eps
+    return info.eps <= other_info.eps and has_range
 
 
 def merged(
     param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], rank: int
 ) -> torch.Tensor:
-    """This rank's elements of a live parameter whose originals were saved in several dtypes, or in part."""
+    """This rank's elements of a live parameter whose originals were saved in several dtypes, or not all saved."""
     held = flatten(param.handle.weights()).clone()
     for fqn, placement in param.named.placements.items():
         shard = placement.shard_of(rank)
@@ -50,11 +51,11 @@ def merged(
 def state_dtype(
     optim: LocalOptim, param: LocalParam, name: str, saved: torch.dtype, weights: Mapping[str, StoredTensor]
 ) -> torch.dtype:
-    """The dtype that a sharded state value has after a load with `cast=True`.
+    """The dtype of a sharded state value after a load with `cast=True`.
 
-    Where the weights keep their dtype, so does their state. Else it is what the live optimizer has for this value; one of
-    torch.optim without state steps in its parameters' dtype only, so a value that was saved in the weights' follows them.
-    Everything else stays what it was: other optimizers may keep fp32 state for bf16 weights.
+    If the weights keep their dtype, the state does too. Otherwise the value gets the dtype that the live optimizer has for it. An
+    optimizer of torch.optim without state steps in the dtype of its parameters, so a value with the saved dtype of the weights
+    follows the weights. All other values keep their dtype, because other optimizers may keep fp32 state for bf16 weights.
     """
     before = {dtype_named(weights[fqn].dtype) for fqn in param.named.fqns if fqn in weights}
     now = param.handle.weights().dtype
@@ -70,7 +71,7 @@ def state_dtype(
 def cast_state(
     optim: LocalOptim, flats: Mapping[LocalId, Mapping[str, torch.Tensor]], weights: Mapping[str, StoredTensor]
 ) -> dict[LocalId, Mapping[str, torch.Tensor]]:
-    """Local tensors of the state, by local id and name, in the dtypes that they are to have."""
+    """Local state tensors, by local id and name, in the dtypes that `state_dtype` gives."""
     by_id = {param.local_id: param for param in optim.params}
     return {
         local_id: {

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: their order, the newest one, which of them are one series, and which keep_last removes."""
+"""The checkpoints of a folder: their order, the newest one, their series, and the ones that keep_last removes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class Series:
-    """What checkpoints have in common that keep_last counts: the same content, and alike names or a step and keep_last each."""
+    """The key of checkpoints that keep_last counts together: equal content, and alike names or `step` and `keep_last` each."""
 
     content: str
-    stem: str  # the name but for its digits
+    stem: str  # the name without its digits
     rotates: bool
 
     @classmethod
@@ -41,8 +41,8 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint of a folder. `base`: its path; `folder`: where it is, which is aside where a save was killed."""
+class FoundCheckpoint:
+    """A checkpoint of a folder. `base`: its path. `folder`: its present path, which differs from `base` if a save was killed."""
 
     folder: Path
     base: Path
@@ -54,36 +54,36 @@ class Found:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint in a folder; None where there is none.
+    """The newest complete checkpoint in a folder; None if there is none.
 
-    Raises CheckpointError where the folder cannot be listed, or has only checkpoints that cannot be read just now.
+    Raises CheckpointError if the folder cannot be listed, or if it has only checkpoints that cannot be read just now.
     """
     unread: list[str] = []
     for attempt in range(_ATTEMPTS):
         found, unread = checkpoints_in(root)
-        for one in reversed(found):
-            standing = standing_of(one.folder, OURS.judge)  # all of the manifest, not its beginning alone
+        for checkpoint in reversed(found):
+            standing = standing_of(checkpoint.folder, OURS.judge)  # verifies the whole manifest
             if standing.is_complete:
-                return one.folder
+                return checkpoint.folder
             if standing.has_moved and attempt < _ATTEMPTS - 1:
-                break  # it was replaced since the folder was listed
-            log.warning("%s is no complete checkpoint: %s", one.folder, standing.reason)
+                break  # the checkpoint was replaced after the folder was listed
+            log.warning("%s is not a complete checkpoint: %s", checkpoint.folder, standing.reason)
             if not standing.is_sure:
                 unread.append(standing.reason)
         else:
             break
     if unread:
-        raise CheckpointError(f"{root}: has checkpoints, but none that can be read: {'; '.join(unread)}")
+        raise CheckpointError(f"{root}: has checkpoints, but none of them can be read: {'; '.join(unread)}")
     return None
 
 
-def checkpoints_in(root: Path) -> tuple[list[Found], list[str]]:
-    """The complete checkpoints in a folder by what the beginnings of their manifests say, the oldest first.
+def checkpoints_in(root: Path) -> tuple[list[FoundCheckpoint], list[str]]:
+    """The complete checkpoints in a folder, the oldest first, and the reasons why others could not be read just now.
 
-    Also why others that have a manifest could not be read just now. A listing that is made while a folder is renamed may have
-    neither name of it: it counts when the next one is the same.
+    Only the beginnings of manifests are read. A listing during a rename may have neither name of the folder, so a listing counts
+    only if the next one is the same.
     """
-    found: list[Found] = []
+    found: list[FoundCheckpoint] = []
     unread: list[str] = []
     for _ in range(_ATTEMPTS):
         before = names_in(root)
@@ -91,11 +91,11 @@ def checkpoints_in(root: Path) -> tuple[list[Found], list[str]]:
         if not vanished and names_in(root) == before:
             break
         time.sleep(_AGAIN)
-    return sorted(found, key=lambda one: one.brief.order), unread
+    return sorted(found, key=lambda checkpoint: checkpoint.brief.order), unread
 
 
-def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
-    """As `checkpoints_in`, at one look; and whether a folder went away meanwhile, so that one may be missing."""
+def _scan(root: Path, names: set[str]) -> tuple[list[FoundCheckpoint], list[str], bool]:
+    """As `checkpoints_in`, from one listing; also whether a folder vanished meanwhile, so that a checkpoint may be missing."""
     bases = dict(aside(root, OLD))
     unfinished = {folder for mark in UNFINISHED for folder, _ in aside(root, mark)}
     found, unread, vanished = [], [], False
@@ -105,19 +105,19 @@ def _scan(root: Path, names: set[str]) -> tuple[list[Found], list[str], bool]:
             continue
         standing = standing_of(folder, OURS.judge, whole=False)
         if standing.brief is not None:
-            found.append(Found(folder, base, standing.brief))
+            found.append(FoundCheckpoint(folder, base, standing.brief))
             continue
         if standing.has_moved:
             vanished = True
         elif standing.has_manifest:
-            log.warning("%s has a manifest, and is no checkpoint that can be read: %s", folder, standing.reason)
+            log.warning("%s has a manifest, but cannot be read as a checkpoint: %s", folder, standing.reason)
             if not standing.is_sure:
                 unread.append(standing.reason)
     return found, unread, vanished
 
 
 def next_sequence(store: Store, format: Format) -> int:
-    """One more than the highest sequence number of all that has a manifest beside a place, complete or not."""
+    """One more than the highest sequence number in the folder of a store, of complete and incomplete checkpoints."""
     highest = 0
     for opened in store.siblings():
         with opened:
@@ -125,26 +125,26 @@ def next_sequence(store: Store, format: Format) -> int:
     return highest + 1
 
 
-def outdated(path: Path, series: Series, keep_last: int) -> list[Found]:
-    """The checkpoints of the series of `path`, its newest, that are older than the newest `keep_last` of them.
+def outdated(path: Path, series: Series, keep_last: int) -> list[FoundCheckpoint]:
+    """The checkpoints of a series, of which `path` is the newest, that are older than its newest `keep_last`.
 
-    Those that are kept instead are read whole: one that is damaged does not count.
+    The manifests of the kept checkpoints are verified as a whole, and a damaged checkpoint does not count as kept.
     """
     kept, older = 1, []
-    for one in reversed(checkpoints_in(path.parent)[0]):
-        if one.base == path or is_link(one.folder) or not one.series.is_alike(series):
+    for checkpoint in reversed(checkpoints_in(path.parent)[0]):
+        if checkpoint.base == path or is_link(checkpoint.folder) or not checkpoint.series.is_alike(series):
             continue
         if kept >= keep_last:
-            older.append(one)
-        elif standing_of(one.folder, OURS.judge).is_complete:
+            older.append(checkpoint)
+        elif standing_of(checkpoint.folder, OURS.judge).is_complete:
             kept += 1
     return older
 
 
 def keep_newest(path: Path, series: Series, keep_last: int) -> None:
-    """Remove the checkpoints of a series, that of `path`, that are older than its newest `keep_last`; never `path`.
+    """Remove the checkpoints of a series that are older than its newest `keep_last`, but never `path`, the newest.
 
-    What cannot be removed is warned about: the new checkpoint is there.
+    A checkpoint that cannot be removed causes a warning only, because the new checkpoint is complete.
     """
     try:
         older = outdated(path, series, keep_last)
@@ -152,15 +152,16 @@ def keep_newest(path: Path, series: Series, keep_last: int) -> None:
         log.warning("nothing was removed for keep_last=%d: %s", keep_last, error)
         return
     gone = []
-    for one in older:
-        strangers = _strangers_in(one.folder)
+    for checkpoint in older:
+        strangers = _strangers_in(checkpoint.folder)
         try:
-            gone.append(retire(one.folder))
+            gone.append(retire(checkpoint.folder))
         except OSError as error:
-            log.warning("%s cannot be removed, though keep_last=%d: %s", one.folder, keep_last, error.strerror or error)
+            reason = error.strerror or error
+            log.warning("%s cannot be removed, although keep_last=%d: %s", checkpoint.folder, keep_last, reason)
             continue
-        with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
-        log.info("removed %s: keep_last=%d, and %s is newer%s", one.folder, keep_last, path, with_them)
+        with_them = f", including files that no save wrote: {', '.join(strangers)}" if strangers else ""
+        log.info("removed %s: keep_last=%d, and %s is newer%s", checkpoint.folder, keep_last, path, with_them)
     remove_gone(gone)
 
 

@@ -1,4 +1,4 @@
-"""What there is to save: every tensor with its name, dtype and placement, the same on all ranks, and this rank's part."""
+"""The contents of a save: every tensor with its name, dtype and placement, equal on all ranks, and this rank's part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint import module_values
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.formats.base import Planned
+from fsdp_optim.formats.base import PlannedTensor
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
@@ -31,7 +31,7 @@ from fsdp_optim.verbs.replicas import compare_shards
 from fsdp_optim.view import LocalPart, ModelView, check_materialized
 
 WEIGHT = "weight"
-"""A parameter is read as the state of an optimizer that has one value for each, of this name."""
+"""The name of a parameter's elements: weights are read like the state of an optimizer with one value per parameter."""
 
 RECORDS: Mapping[str, type] = {
     "OpaqueShards": OpaqueShards,
@@ -40,14 +40,14 @@ RECORDS: Mapping[str, type] = {
     "MeshBoxes": MeshBoxes,
     "Whole": Whole,
 }
-"""What opaque values of sharded parameters are made of, besides plain values."""
+"""The dataclasses that opaque values of sharded parameters contain besides plain values."""
 
 
 @dataclass(frozen=True)
 class SavedValue(StateValue):
-    """One tensor of a checkpoint that is written, and its name there.
+    """One tensor of a save. `stored_name`: its name in the checkpoint.
 
-    `constant`: its value, where all ranks know it, as of scalars.
+    `constant`: its value, if all ranks know it, as they do for scalars.
     """
 
     stored_name: str = ""
@@ -55,10 +55,10 @@ class SavedValue(StateValue):
 
 
 @dataclass(frozen=True)
-class Half:
-    """The model's weights, or the optimizer's state: read on this rank, and drawn for all.
+class SavedHalf:
+    """One half of a save: the weights of the model, or the state of the optimizer.
 
-    `opaque`, `module_values`: values that are no tensors of a parameter, on the lowest rank.
+    `opaque`, `module_values`: on the lowest rank, the opaque values and the values of modules; empty on the others.
     """
 
     local: Local
@@ -70,7 +70,7 @@ class Half:
 
 @dataclass(frozen=True)
 class HalvesEnd(End):
-    """The source of a save: the weights, the state, and the scalars that all ranks know."""
+    """The source of a save: the live weights, the live state, and the scalars that all ranks know."""
 
     weights: LiveEnd
     state: LiveEnd | None
@@ -93,7 +93,7 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) ->
 
 
 def check_not_empty(picture: Picture, reader: ModelReader) -> None:
-    """Refuse a model in which no rank has a parameter or a buffer, as a module is whose wrapper has taken all of them.
+    """Refuse a model without parameters and buffers on any rank, such as a module whose wrapper has flattened all of them.
 
     Raises WrapperError, the same on all ranks.
     """
@@ -113,8 +113,8 @@ def _as_optimizer(view: ModelView) -> LocalOptim:
     return LocalOptim(params, ({},), (tuple(p.local_id for p in params),), (None,), {})
 
 
-def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, options: Options, about: str) -> Half:
-    """Meet the other ranks about the model's parameters and buffers."""
+def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, options: Options, about: str) -> SavedHalf:
+    """Agree with the other ranks on the model's parameters and buffers. Called by all ranks."""
     local, picture = meet(
         callers,
         lambda: _loadable(weights_of(reader, callers.ranks, options), callers.rank),
@@ -134,20 +134,20 @@ def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, opti
         dtypes = param.summary.dtypes if param.summary is not None else {}
         if not dtypes:
             raise WrapperError(
-                f"{fqn}: is {param.summary.everything if param.summary is not None else None}, a tensor of a class of its own, "
-                "which a safetensors file cannot hold"
+                f"{fqn}: is {param.summary.everything if param.summary is not None else None}, a tensor of a subclass, which "
+                "a safetensors file cannot hold"
             )
         placement = param.placement
-        if fqn in buffers and placement.num_shards == 1:  # small, so that one rank writes it
+        if fqn in buffers and placement.num_shards == 1:  # a buffer is small, so one rank writes it
             placement = Whole(placement.shape, (placement.ranks[0],))
         tensors += [SavedValue(fqn, name, dtype, placement, False, fqn) for name, dtype in dtypes.items()]
-    return Half(
+    return SavedHalf(
         local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
     )
 
 
 def _loadable(local: Local, rank: int) -> Local:
-    """What was read on this rank. Raises CheckpointError for elements that no load would take."""
+    """Return `local`. Raises CheckpointError for elements that no load would accept."""
     for param in local.optim.params:
         for name, value in (param.state or {}).items():
             if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
@@ -163,8 +163,8 @@ def is_buffer(param: torch.Tensor) -> bool:
 
 def read_state(
     reader: ModelReader, optim: Optimizers, callers: RankGroup, asked: Arguments, options: Options, about: str
-) -> Half:
-    """Meet the other ranks about the optimizer's state."""
+) -> SavedHalf:
+    """Agree with the other ranks on the optimizer's state. Called by all ranks."""
     everything = replace(options, collect="all")
     local, picture = meet(
         callers,
@@ -192,7 +192,7 @@ def read_state(
                     where = Whole((), callers.ranks[:1])
                     scalars.append(replace(_tensor(fqn, name, scalar.value.dtype, where), constant=scalar.value))
     opaque = _opaque(callers, local, picture)
-    return Half(local, picture, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
+    return SavedHalf(local, picture, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
 
 
 def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> SavedValue:
@@ -200,7 +200,7 @@ def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> Sa
 
 
 def _opaque(callers: RankGroup, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
-    """Values that are not tensors cut like their parameter, on the lowest rank."""
+    """The opaque values of all ranks, on the lowest rank."""
     parts = [
         OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, callers.ranks[:1])
         for p in picture.params.values()
@@ -209,9 +209,9 @@ def _opaque(callers: RankGroup, local: Local, picture: Picture) -> Mapping[tuple
     if not parts:
         return {}
     failure = Failure()
-    found = gather_opaque(callers, local, parts, failure)
+    gathered = gather_opaque(callers, local, parts, failure)
     agree(callers, "opaque", failure.error, fatal=failure.fatal)
-    return found
+    return gathered
 
 
 def _names_of(picture: Picture, fqn: str) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ def _names_of(picture: Picture, fqn: str) -> tuple[str, ...]:
 
 
 def _units(picture: Picture) -> Iterator[tuple[str, ...]]:
-    """The parameters of each live one, each parameter once: what lies together on a rank lies together in the file."""
+    """The FQNs of each live parameter, each FQN once, so that values which are adjacent on a rank are adjacent in the file."""
     seen: set[str] = set()
     for live in picture.live:
         fqns = tuple(fqn for fqn in live.fqns if fqn in picture.params and fqn not in seen)
@@ -234,23 +234,23 @@ def _by_unit(picture: Picture) -> Iterator[str]:
 
 
 def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
-    """Values whose names are written alike (0 and "0", or with dots in them) under different names."""
+    """Give different stored names to values whose names have the same text, such as 0 and "0"."""
     taken: set[str] = set()
-    found = []
+    distinct = []
     for tensor in tensors:
         name = tensor.stored_name
         while name in taken:
             name += "'"
         taken.add(name)
-        found.append(tensor if name == tensor.stored_name else replace(tensor, stored_name=name))
-    return found
+        distinct.append(tensor if name == tensor.stored_name else replace(tensor, stored_name=name))
+    return distinct
 
 
 def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
-    """Wide elements first, so that every tensor begins at a multiple of its element."""
+    """Sort tensors by element size, the largest first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
 
 
-def planned(tensor: SavedValue) -> Planned:
-    """What a format has to know of it to plan its files."""
-    return Planned(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape)
+def planned(tensor: SavedValue) -> PlannedTensor:
+    """The key, dtype and shape of a tensor, by which a format plans its files."""
+    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape)

@@ -1,4 +1,4 @@
-"""Convert a checkpoint in one process, without a model and without ranks: from what is stored to what is stored."""
+"""Convert: rewrites a checkpoint in one process, without a model and without other ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.save import (
     Job,
     abandoned_on_failure,
-    encode_note,
+    encode_written,
     finish,
 )
 from fsdp_optim.checkpoint.stores import Place, store_at
-from fsdp_optim.formats.base import Contents, Format, Prepared, Reader, StoredTensor, Writer
+from fsdp_optim.formats.base import CheckpointContents, Format, FormatReader, FormatWriter, Prepared, StoredTensor
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import move
@@ -37,10 +37,10 @@ def convert(
     source_format: Format | None = None,
     format: Format = OURS,
 ) -> Saved:
-    """Write a checkpoint again, verified, in files of at most `max_file_size` bytes each.
+    """Verify a checkpoint and write it again, in files of at most `max_file_size` bytes each.
 
-    Holds no more than a bucket of its tensors at a time. Raises CheckpointError where the checkpoint is damaged, and leaves
-    nothing at `target` then. `source_format` None: it is recognised.
+    Memory: one bucket of tensors at a time. Raises CheckpointError if the checkpoint is damaged, and then leaves nothing at
+    `target`. `source_format` None: the format is recognised.
     """
     here = alone("convert")
     SaveOptions(Options(), max_file_size=max_file_size).validate()
@@ -60,32 +60,32 @@ def convert(
         plan = FilePlan(tuple(files), {file.name: here.rank for file in files}, is_alone=True)
         job = Job(here, options, store, format, staging.address, plan, (), writer, extras, prepared, staging)
         with abandoned_on_failure(job):
-            hand, failure = job.hand(), Failure()
-            job.start(hand)
+            rank_writer, failure = job.rank_writer(), Failure()
+            job.start(rank_writer)
             source_end = CheckpointEnd(
-                checkpoint, here.rank, here.budget.share(2, "what lies on a device, by way of the host")
+                checkpoint, here.rank, here.budget.share(2, "copies of device memory on the host")
             )
-            target_end = job.target(lambda parts: hand.write(hand.runs_of(parts)))
+            target_end = job.target(lambda parts: rank_writer.write(rank_writer.extents_of(parts)))
             try:
                 move([*model, *optim], source_end, target_end, here, here.budget, failure)
                 if failure.error is not None:
                     raise failure.error
-                hand.finish()
+                rank_writer.finish()
             finally:
-                hand.discard()
+                rank_writer.discard()
             checkpoint.check_unchanged()
-            finish(job, [encode_note(job, hand)])
-    return job.saved(hand.nbytes)
+            finish(job, [encode_written(job, rank_writer)])
+    return job.saved(rank_writer.nbytes)
 
 
-def _prepared(checkpoint: Reader, writer: Writer) -> tuple[Prepared, dict[str, bytes]]:
-    """What the target will say, and its small files: copied where the format stays, else decoded and encoded again."""
-    copied = writer.copied(checkpoint)
-    if copied is not None:
-        return copied, dict(copied.files)
-    contents = Contents(
+def _prepared(checkpoint: FormatReader, writer: FormatWriter) -> tuple[Prepared, dict[str, bytes]]:
+    """What the target will say, and its small files: snapshot_of where the format stays, else decoded and encoded again."""
+    snapshot_of = writer.copied(checkpoint)
+    if snapshot_of is not None:
+        return snapshot_of, dict(snapshot_of.files)
+    contents = CheckpointContents(
         world_size=max(checkpoint.world_size, 1),
-        params={key: one.shape for key, one in checkpoint.model.items()},
+        params={key: stored.shape for key, stored in checkpoint.model.items()},
         aliases=checkpoint.aliases,
         optim=checkpoint.description(allow_pickle=False, records=RECORDS) if checkpoint.has_optim else None,
     )
@@ -98,12 +98,15 @@ def _prepared(checkpoint: Reader, writer: Writer) -> tuple[Prepared, dict[str, b
 
 
 def _values(stored: Mapping[str, StoredTensor], *, is_state: bool) -> list[StoredValue]:
-    """Tensors of a checkpoint as values of this one process; each has its name in the files for an FQN."""
+    """Stored tensors as values on this one process. The key of each tensor stands for an FQN."""
     return [
-        StoredValue.of(key, "", one, Whole(one.shape, (0,)), None, is_state=is_state) for key, one in stored.items()
+        StoredValue.of(key, "", tensor, Whole(tensor.shape, (0,)), None, is_state=is_state)
+        for key, tensor in stored.items()
     ]
 
 
 def _saved(values: list[StoredValue]) -> list[SavedValue]:
-    """The same, to be written."""
-    return [SavedValue(one.fqn, one.name, one.dtype, one.placement, one.is_state, one.fqn) for one in values]
+    """The same values as the target saves them."""
+    return [
+        SavedValue(value.fqn, value.name, value.dtype, value.placement, value.is_state, value.fqn) for value in values
+    ]

@@ -1,4 +1,4 @@
-"""The optimizer's state as a checkpoint describes it: drawn from what is saved, and made a full dict when it is loaded."""
+"""The description of the optimizer's state: made from the live state at a save, and turned into a full dict at a load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_optim.checkpoint.contents import Half
+from fsdp_optim.checkpoint.contents import SavedHalf
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.description import (
     OPAQUE,
@@ -26,17 +26,17 @@ from fsdp_optim.state.full import RESERVED_KEYS
 from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.names import Names
 
-_WORD_OF = {Kind.SHARDED.value: TENSOR, Kind.SCALAR.value: SCALAR_TENSOR}  # for a kind whose elements are stored
+_WORD_OF = {Kind.SHARDED.value: TENSOR, Kind.SCALAR.value: SCALAR_TENSOR}  # the kinds with stored elements
 _KIND_OF = {word: kind for kind, word in _WORD_OF.items()}
 
 
-def describe(state: Half) -> OptimDescription:
-    """Everything of the optimizer's state but the elements of tensors. Raises CheckpointError for what no reader takes."""
+def describe(state: SavedHalf) -> OptimDescription:
+    """The description of the state to save. Raises CheckpointError for a value that no reader accepts."""
     for index, hyper in enumerate(state.local.optim.groups):
         for name in hyper:
             if not isinstance(name, str):
                 raise CheckpointError(
-                    f"param group {index}: the name of a hyperparameter is {name!r}, and has to be a word"
+                    f"param group {index}: the name of a hyperparameter is {name!r}, but has to be a str"
                 )
     keys = {(tensor.fqn, tensor.name): tensor.stored_name for tensor in state.tensors}
     params = {}
@@ -57,49 +57,49 @@ def describe(state: Half) -> OptimDescription:
             GroupDescription(tuple(hyper.items()), state.picture.group_fqns(index))
             for index, hyper in enumerate(state.local.optim.groups)
         ),
-        extra=dict(state.local.optim.extra),
+        other_keys=dict(state.local.optim.extra),
         params=params,
-        optimizer_class=class_names_written([one.name for one in state.local.optim.classes]),
+        optimizer_class=class_names_written([known.name for known in state.local.optim.classes]),
     )
 
 
 class StateFiles(Protocol):
-    """The tensors of the optimizer's state, as they are in the files, or will be."""
+    """Access to the tensors of the optimizer's state that files contain, or will contain."""
 
     def described(self, key: str) -> tuple[Shape, str]:
-        """The shape of a tensor and its dtype."""
+        """The shape of a tensor and torch's name of its dtype."""
 
     def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        """All of some small tensors."""
+        """The values of some small tensors."""
 
 
 def full_dict(
     files: StateFiles, description: OptimDescription, names: Names, keys: dict[tuple[str, str], str]
 ) -> dict[str, Any]:
-    """A full dict by name, with tensors without memory where elements are in the files; fills in their keys.
+    """A full dict by name. Tensors whose elements are in files are meta tensors, whose keys are added to `keys`.
 
-    Raises ValueError where the description and the files contradict each other.
+    Raises ValueError if the description and the files contradict each other.
     """
-    reserved = [key for key in description.extra if key in RESERVED_KEYS]
+    reserved = [key for key in description.other_keys if key in RESERVED_KEYS]
     if reserved:
-        raise ValueError(f"{reserved[0]!r} is no key of an optimizer's own")
-    small = [key for param in description.params.values() for _, how, key in param.values if _is_read_at_once(how)]
+        raise ValueError(f"{reserved[0]!r} cannot be another key of an optimizer")
+    small = [key for param in description.params.values() for _, kind, key in param.values if _is_read_at_once(kind)]
     constants = dict(zip(small, files.constants(small), strict=True))
     state: dict[str, dict[str, Any]] = {}
     kinds: dict[str, dict[str, str]] = {}
     for fqn, param in description.params.items():
         if param.has_state:
-            kinds[fqn] = {name: _KIND_OF.get(how, how) for name, how, _ in param.values}
+            kinds[fqn] = {name: _KIND_OF.get(kind, kind) for name, kind, _ in param.values}
         state[fqn] = {}
-        for name, how, what in param.values:
-            if how == TENSOR:
-                keys[names.canonical(fqn), name] = what
-            state[fqn][name] = _value(files, constants, fqn, param, (name, how, what))
+        for name, kind, content in param.values:
+            if kind == TENSOR:
+                keys[names.canonical(fqn), name] = content
+            state[fqn][name] = _value(files, constants, fqn, param, (name, kind, content))
     groups = [{**dict(group.hyperparameters), "params": list(group.params)} for group in description.groups]
     of: Mapping[str, Any] = {}
     if description.optimizer_class is not None:
         of = {"optimizer_class": description.optimizer_class}
-    return {**description.extra, **of, "state": state, "param_groups": groups, "kinds": kinds}
+    return {**description.other_keys, **of, "state": state, "param_groups": groups, "kinds": kinds}
 
 
 def _value(
@@ -109,22 +109,22 @@ def _value(
     param: ParamDescription,
     value: tuple[Any, str, Any],
 ) -> Any:
-    """One value of a parameter's state."""
-    name, how, what = value
-    if how == TENSOR:
-        shape, dtype = files.described(what)
+    """One value of a parameter's state. `value`: its name, its kind, and its key or itself."""
+    name, kind, content = value
+    if kind == TENSOR:
+        shape, dtype = files.described(content)
         if shape != param.shape:
-            raise ValueError(f"{what} has shape {list(shape)}, its parameter {list(param.shape)}")
+            raise ValueError(f"{content} has shape {list(shape)}, its parameter {list(param.shape)}")
         return torch.empty(shape, dtype=dtype_named(dtype), device="meta")
-    if _is_read_at_once(how):
-        if how == SCALAR_TENSOR and constants[what].dim():
-            raise ValueError(f"{what} is a scalar of shape {list(constants[what].shape)}")
-        return constants[what]
-    if how in (SCALAR, OPAQUE):
-        return what
-    raise ValueError(f"{fqn}: {name} is called {how!r}, which is no kind of value")
+    if _is_read_at_once(kind):
+        if kind == SCALAR_TENSOR and constants[content].dim():
+            raise ValueError(f"{content} is a scalar of shape {list(constants[content].shape)}")
+        return constants[content]
+    if kind in (SCALAR, OPAQUE):
+        return content
+    raise ValueError(f"{fqn}: {name} has the kind {kind!r}, which is not known")
 
 
-def _is_read_at_once(how: str) -> bool:
-    """Whether every rank needs all of a tensor before it can decide anything."""
-    return how == SCALAR_TENSOR or how.partition(" ")[0] == PLACED
+def _is_read_at_once(kind: str) -> bool:
+    """Whether every rank reads the whole tensor before it plans the load."""
+    return kind == SCALAR_TENSOR or kind.partition(" ")[0] == PLACED

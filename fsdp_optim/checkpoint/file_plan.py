@@ -1,4 +1,4 @@
-"""Which files a save writes, and which rank writes what of them: the same plan on every rank."""
+"""The plan of the files of a save, and of the rank that writes each part of them. Every rank computes the same plan."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdp_optim.checkpoint.contents import Half
+from fsdp_optim.checkpoint.contents import SavedHalf
 from fsdp_optim.checkpoint.files import File, planned_files, written_cut
 from fsdp_optim.checkpoint.parts import PartedFile, Stretch, cuts_of, stretches_on
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import Half as HalfName
-from fsdp_optim.formats.base import Writer as FormatWriter
+from fsdp_optim.formats.base import FormatWriter, Half
 from fsdp_optim.layout import Placement
 from fsdp_optim.move import End, Key, Slice, StateValue
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
 
-BY_MACHINES = "by machines"  # in place on one machine, a file per rank on several
+BY_MACHINES = "by machines"  # in place if all ranks are on one machine, else a file per rank
 IN_PLACE, IN_PARTS, PER_RANK = "in_place", "in_parts", "per_rank_files"
 _STRATEGIES = {"anywhere": IN_PLACE, "on one machine": BY_MACHINES, "parts": IN_PARTS, "no": PER_RANK}
 
 
-def strategy_for(capabilities: Capabilities, asked: str) -> str:
-    """How the ranks write to a store. Where several machines cannot write to one file, that depends on where the ranks are."""
-    if asked == "in_place" and capabilities.writes_ranges == "parts":
+def strategy_for(capabilities: Capabilities, requested: str) -> str:
+    """The strategy for a store. If several machines cannot write to one file, it depends on the machines of the ranks."""
+    if requested == "in_place" and capabilities.writes_ranges == "parts":
         return IN_PARTS
-    if asked == "in_place" and capabilities.part_nbytes:
-        raise CheckpointError('strategy="in_place" needs a store in which several ranks can write to one file')
-    return asked if asked != "auto" else _STRATEGIES[capabilities.writes_ranges]
+    if requested == "in_place" and capabilities.part_nbytes:
+        raise CheckpointError(
+            'strategy="in_place" needs a store in which several ranks can write to one file: give strategy="auto"'
+        )
+    return requested if requested != "auto" else _STRATEGIES[capabilities.writes_ranges]
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class FilePlan:
     """The files of a save.
 
     Attributes:
-        owners: by file, the rank that makes and writes all of it, where one does.
-        parted: the files that are put in parts, each part by one rank.
-        is_alone: whether one rank saves by itself, so that nothing has to be moved to another one.
+        owners: by file, the rank that alone creates and writes it, if there is one.
+        parted: the files that are uploaded in parts, each part by one rank.
+        is_alone: whether one rank saves by itself, so that no element moves to another rank.
     """
 
     files: tuple[File, ...]
@@ -51,47 +52,47 @@ class FilePlan:
         cls,
         writer: FormatWriter,
         options: SaveOptions,
-        weights: Half,
-        state: Half | None,
+        weights: SavedHalf,
+        state: SavedHalf | None,
         ranks: Sequence[int],
         strategy: str,
         shared: str,
         capabilities: Capabilities,
     ) -> FilePlan:
-        """Plan the files of the weights, then of the state. `shared`: what the format's leader gave to all ranks."""
+        """Plan the files of the weights, then those of the state. `shared`: the string from the leader's `Prepared`."""
         files: list[File] = []
-        halves: tuple[tuple[HalfName, Half | None], ...] = (("model", weights), ("optim", state))
-        for half, one in halves:
-            if one is None:
+        halves: tuple[tuple[Half, SavedHalf | None], ...] = (("model", weights), ("optim", state))
+        for half, contents in halves:
+            if contents is None:
                 continue
             most = options.max_file_size
             if strategy == PER_RANK:
-                total = sum(tensor.nbytes for tensor in one.tensors)
+                total = sum(tensor.nbytes for tensor in contents.tensors)
                 most = min(most, max(-(-total // len(ranks)), 1))
-            files += planned_files(writer, half, one.tensors, shared, most_nbytes=most, num_ranks=len(ranks))
-        loads = dict.fromkeys(ranks, 0)
+            files += planned_files(writer, half, contents.tensors, shared, most_nbytes=most, num_ranks=len(ranks))
+        assigned = dict.fromkeys(ranks, 0)  # bytes
         owners, parted = {}, []
         for file in files:
             if strategy == PER_RANK:
-                owner = owners[file.name] = min(loads, key=lambda rank: (loads[rank], rank))
-                loads[owner] += file.plan.nbytes
+                owner = owners[file.name] = min(assigned, key=lambda rank: (assigned[rank], rank))
+                assigned[owner] += file.plan.nbytes
             elif strategy == IN_PARTS:
-                parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), loads))
+                parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), assigned))
         return cls(tuple(files), owners, tuple(parted), len(ranks) == 1)
 
     def own_files(self, rank: int) -> list[File]:
-        """The files that a rank makes and writes alone."""
+        """The files that a rank alone creates and writes."""
         return [file for file in self.files if self.owners.get(file.name) == rank]
 
-    def write_heads(self, hand: StoreWriter, rank: int) -> None:
-        """Write the heads of files in parts, as far as they lie in parts of this rank."""
-        for one in self.parted:
-            head = memoryview(one.file.plan.head)
-            for start, stop in one.heads_on(rank):
-                hand.write(one.file.name, [head[start:stop]], start)
+    def write_heads(self, store_writer: StoreWriter, rank: int) -> None:
+        """Write the ranges of file heads that lie in parts of this rank."""
+        for parted in self.parted:
+            head = memoryview(parted.file.plan.head)
+            for start, stop in parted.heads_on(rank):
+                store_writer.write(parted.file.name, [head[start:stop]], start)
 
     def stretches_on(self, rank: int) -> Mapping[Key, Stretch]:
-        """What a rank puts of each value of the files in parts."""
+        """The stretch of each value that a rank uploads, of the files in parts."""
         return {} if self.is_alone else stretches_on(self.parted, rank)
 
     @cached_property
@@ -108,13 +109,13 @@ class FilePlan:
         }
 
     def cut(self, value: StateValue, placement: Placement) -> Placement:
-        """The cut in which the ranks write a value that they have as `placement`."""
-        found = self._cuts.get(value.key)
-        return found if found is not None else written_cut(value, placement, self._owner_of.get(value.key))
+        """The cut in which the ranks write a value of `placement`."""
+        cut = self._cuts.get(value.key)
+        return cut if cut is not None else written_cut(value, placement, self._owner_of.get(value.key))
 
 
 def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
-    """Files with their headers, in their full length."""
+    """Create files in their full length, with their headers."""
     for file in files:
         maker.create(file.name, file.plan.nbytes, file.plan.head)
 

@@ -1,4 +1,4 @@
-"""From tensors to files: which file has which tensor, and in which cut the ranks write and read one."""
+"""The files of a save: the tensors in each file, and the cut in which the ranks write and read a tensor."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_optim.checkpoint.contents import SavedValue, planned
-from fsdp_optim.formats.base import Half, PlannedFile, Writer
+from fsdp_optim.formats.base import FormatWriter, Half, PlannedFile
 from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import StateValue
 
-_SHORT_NBYTES = 128 << 10  # a strided row that is shorter is not written by itself
+_SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
 _MOST_PARTS = 1024
 WRITTEN_TOGETHER = 256 << 10
-"""Bytes of a file in which small values that several ranks have are written by one of them."""
+"""A range of a file, in bytes. One rank writes all small replicated values in such a range."""
 
-_LEAST_PART = 64 << 10  # bytes that a replica writes of a tensor, at least
+_LEAST_PART = 64 << 10  # bytes; the smallest share of a tensor that a replica writes
 
 
 @dataclass(frozen=True)
 class File:
-    """One file to write, and its values in the order of their bytes."""
+    """One file to write, with its values in the order of their bytes."""
 
     plan: PlannedFile
     values: tuple[SavedValue, ...]
@@ -32,32 +32,32 @@ class File:
 
 
 def planned_files(
-    writer: Writer, half: Half, values: Sequence[SavedValue], shared: str, *, most_nbytes: int, num_ranks: int
+    writer: FormatWriter, half: Half, values: Sequence[SavedValue], shared: str, *, most_nbytes: int, num_ranks: int
 ) -> list[File]:
-    """The files that a format plans for the values of one half, each with its values."""
+    """The files that a format plans for the values of one half."""
     by_key = {value.stored_name: value for value in values}
     plans = writer.files(
         half, [planned(value) for value in values], shared, most_nbytes=most_nbytes, num_ranks=num_ranks
     )
-    return [File(plan, tuple(by_key[one.key] for one in plan.tensors)) for plan in plans]
+    return [File(plan, tuple(by_key[tensor.key] for tensor in plan.tensors)) for plan in plans]
 
 
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:
-    """The cut in which the ranks write a value that they have as `placement`: as it is, in long runs, or whole on `owner`."""
+    """The cut in which the ranks write a value of `placement`: the same, contiguous chunks, or whole on `owner`."""
     if owner is not None:
         return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
     if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
-        return in_runs(placement, placement.first_holders)
+        return in_flat_chunks(placement, placement.first_holders)
     return placement
 
 
-def in_runs(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
-    """The parameter cut into one run for each of some ranks."""
+def in_flat_chunks(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
+    """A cut of the parameter into one contiguous chunk for each of some ranks."""
     return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (ranks,))
 
 
 def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:
-    """Whether a rank's elements lie in rows of a few bytes each, seen from the whole parameter."""
+    """Whether the elements of a rank are short rows of the whole parameter, with fewer than `short_nbytes` bytes each."""
     if not isinstance(placement, MeshBoxes) or not placement.numel:
         return False
     sizes, shape = placement.box(0).sizes, placement.shape
@@ -66,9 +66,9 @@ def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHO
 
 
 def stored_on(placement: Placement, nbytes: int) -> FlatChunks | Whole:
-    """Where a value is in storage that is written as `placement`: on one rank, or on one for each part that a replica writes."""
+    """The placement in storage of a value that is written as `placement`: one rank, or a rank for each part of a replica."""
     num = placement.num_replicas
-    most = num * min(placement.num_shards, _MOST_PARTS) if num > 1 else 1  # as many of each shard as it has replicas
+    most = num * min(placement.num_shards, _MOST_PARTS) if num > 1 else 1  # of each shard, one part per replica
     parts = min(most, nbytes // _LEAST_PART)
     if parts <= 1:
         return Whole(placement.shape, (STORAGE,))
@@ -76,7 +76,7 @@ def stored_on(placement: Placement, nbytes: int) -> FlatChunks | Whole:
 
 
 def offset_in_storage(target: Placement, rank: int) -> int:
-    """Where in the tensor the part of one of the ranks that stand for storage begins, in elements."""
+    """The element of the tensor at which the part of a rank of storage begins."""
     if isinstance(target, FlatChunks):
         return (rank + target.num_shards) * target.chunk_numel
     return 0

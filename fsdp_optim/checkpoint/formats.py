@@ -1,4 +1,4 @@
-"""Which format a checkpoint is of: the built-in ones are asked first, then those that other packages have installed."""
+"""The formats that can be read: built-in formats are asked first whether they recognise a checkpoint, then installed ones."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
-from fsdp_optim.formats.base import Format, Reader, replaced
+from fsdp_optim.formats.base import Format, FormatReader, replaced_error
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.base import Opened, Store
 
 GROUP = "fsdp_optim.formats"
-"""The entry points by which other packages add formats: each names an object that is a `Format`."""
+"""The group of entry points by which other packages add formats. Each names an object that is a `Format`."""
 
 FORMATS: tuple[Format, ...] = (OURS,)
 
-_LOOKS = 5  # times: for a place that is given to another checkpoint while this one is opened
+_LOOKS = 5  # times, for a place where another checkpoint replaces the one that is being opened
 
 
 def format_of(opened: Opened) -> Format:
-    """The format that recognises what is open; ours where none does, whose reader says what is missing."""
-    for one in FORMATS:
-        if one.recognises(opened):
-            return one
-    return next((one for one in _installed() if one.recognises(opened)), OURS)
+    """The format that recognises an open checkpoint; else this library's own, whose reader raises an error with the reason."""
+    for built_in in FORMATS:
+        if built_in.recognises(opened):
+            return built_in
+    return next((installed for installed in _installed() if installed.recognises(opened)), OURS)
 
 
 def _installed() -> Iterator[Format]:
-    """Those of other packages, loaded one by one as they are asked for."""
+    """The formats of other packages, each loaded when the iteration reaches it."""
     for point in entry_points(group=GROUP):
         try:
-            made: Format = point.load()
+            installed: Format = point.load()
         except Exception as error:
             raise CheckpointError(
                 f"the format {point.name} of {point.value} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-        yield made
+        yield installed
 
 
-def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> Reader:
-    """Open the checkpoint in a store, looking again where another save replaces it meanwhile. `format` None: it is recognised.
+def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None) -> FormatReader:
+    """Open the checkpoint in a store, and try again if another save replaces it meanwhile. `format` None: it is recognised.
 
-    Raises CheckpointError that names the file that is not as it was saved.
+    Raises CheckpointError that names the damaged file.
     """
     for attempt in range(1, _LOOKS + 1):
         opened = store.open()
@@ -53,5 +53,5 @@ def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None)
             if not was_replaced:
                 raise
             if attempt == _LOOKS:
-                raise replaced(opened.where) from error
+                raise replaced_error(opened.where) from error
     raise ReplacedError(f"{store.where}: unreachable")

@@ -1,4 +1,4 @@
-"""What state_dict() has of modules beside parameters and buffers, on its way to a checkpoint and back."""
+"""The values in a state_dict() besides parameters and buffers (extra state of modules), for saves and loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fsdp_optim.adapters.module_values import put
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import MODULES, Reader
+from fsdp_optim.formats.base import MODULES, FormatReader
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import own
@@ -31,7 +31,7 @@ log = logging.getLogger("fsdp_optim")
 def collect(callers: RankGroup, local: ModuleValues, picture: Picture) -> dict[str, list[Any]]:
     """The values of all ranks by FQN, each with the version of its module's code, on the lowest rank. Called by all ranks.
 
-    Nothing travels where the lowest rank has all modules itself.
+    No rank sends anything if the lowest rank has all modules itself.
     """
     leader = callers.ranks[0]
     if callers.rank == leader:
@@ -51,22 +51,22 @@ def collect(callers: RankGroup, local: ModuleValues, picture: Picture) -> dict[s
 
 
 def _versioned(local: ModuleValues, fqn: str) -> list[Any]:
-    one = local.values[fqn]
-    value = one.value.detach() if isinstance(one.value, torch.Tensor) else one.value
-    return [getattr(one.module, "_version", None), value]
+    live = local.values[fqn]
+    value = live.value.detach() if isinstance(live.value, torch.Tensor) else live.value
+    return [getattr(live.module, "_version", None), value]
 
 
 def _warn_of_the_rest(local: ModuleValues) -> None:
     if local.lost:
         log.warning(
-            "not saved, because their modules could not take them back (they have no set_extra_state() or "
+            "not saved, because their modules could not load them (they lack set_extra_state() and "
             "_load_from_state_dict()): %s",
             _listed(local.lost),
         )
     if local.hooked:
         log.warning(
-            "state-dict hooks are not run: what is saved has the names of modules and attributes, without what hooks rename, "
-            "remove or add: %s",
+            "state-dict hooks are not run, so what they rename, remove or add is ignored; values are saved under the names of "
+            "modules and attributes: %s",
             _listed(local.hooked),
         )
 
@@ -77,16 +77,16 @@ def _listed(names: tuple[str, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class StoredValues:
-    """What a checkpoint has for the modules of this rank, checked, and what the modules have now.
+class StoredModuleValues:
+    """The values of a checkpoint for the modules of this rank, and the live modules.
 
     Attributes:
-        given: by FQN, the version of the code that saved it and the value.
-        missing, unexpected: names that only the model has, or only the checkpoint.
+        stored: by FQN, the version of the module's code that saved, and the value.
+        missing, unexpected: names that only the model or only the checkpoint has.
     """
 
     local: ModuleValues
-    given: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    stored: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
@@ -95,53 +95,53 @@ class StoredValues:
         cls,
         local: ModuleValues,
         picture: Picture,
-        checkpoint: Reader,
+        checkpoint: FormatReader,
         *,
         verify: bool,
         allow_pickle: bool,
         strict: bool,
-    ) -> StoredValues:
+    ) -> StoredModuleValues:
         """Match the values of a checkpoint with the live modules, by any of their names.
 
-        Raises CheckpointError for one that is pickled, unless that is allowed, or `strict` is not.
+        Raises CheckpointError for a pickled value, unless pickles are allowed or `strict` is False.
         """
-        stored = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
+        by_name = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
         aliases = checkpoint.aliases
-        given: dict[str, tuple[Any, Any]] = {}
+        stored: dict[str, tuple[Any, Any]] = {}
         withheld, used = [], set()
         names: dict[str, tuple[str | None, ...]] = {fqn: (fqn, aliases.get(fqn)) for fqn in picture.module_values}
-        names.update({fqn: (fqn, aliases.get(fqn), *one.others) for fqn, one in local.values.items()})
-        names.update({fqn: (fqn,) for fqn in stored if fqn not in names and _is_taken(fqn, picture.module_takers)})
-        for fqn, its in names.items():
-            name = next((name for name in its if name in stored), None)
+        names.update({fqn: (fqn, aliases.get(fqn), *live.others) for fqn, live in local.values.items()})
+        names.update({fqn: (fqn,) for fqn in by_name if fqn not in names and _is_taken(fqn, picture.module_takers)})
+        for fqn, candidates in names.items():
+            name = next((name for name in candidates if name in by_name), None)
             if name is None:
                 continue
             used.add(name)
             if fqn not in local.values and local.taker_of(fqn) is None:
                 continue  # other ranks have it
-            if isinstance(stored[name], Withheld):
+            if isinstance(by_name[name], Withheld):
                 withheld.append(fqn)
                 if strict:
-                    raise CheckpointError(f"{stored[name].why}; strict=False leaves what the model has")
+                    raise CheckpointError(f"{by_name[name].why}; strict=False keeps the value of the model")
             else:
-                given[fqn] = stored[name]
-        lacking = [fqn for fqn in picture.module_values if not any(name in stored for name in names[fqn])]
-        return cls(local, given, (*lacking, *withheld), tuple(name for name in stored if name not in used))
+                stored[fqn] = by_name[name]
+        lacking = [fqn for fqn in picture.module_values if not any(name in by_name for name in names[fqn])]
+        return cls(local, stored, (*lacking, *withheld), tuple(name for name in by_name if name not in used))
 
     def before(self) -> dict[str, Any]:
-        """What the modules have now of all that they are given."""
-        return {fqn: own(one.value) for fqn, one in self.local.values.items() if fqn in self.given}
+        """Copies of the live values that `install` replaces, by FQN."""
+        return {fqn: own(live.value) for fqn, live in self.local.values.items() if fqn in self.stored}
 
     def install(self) -> None:
-        """Give the modules their values. Raises StateError where one does not take them."""
-        self._put({fqn: value for fqn, (_, value) in self.given.items()}, as_saved=True)
+        """Load the stored values into the modules. Raises StateError if a module refuses its values."""
+        self._put({fqn: value for fqn, (_, value) in self.stored.items()}, as_saved=True)
 
-    def put_back(self, had: Mapping[str, Any]) -> None:
-        """Undo what was installed. Raises nothing: something has gone wrong already."""
+    def put_back(self, previous: Mapping[str, Any]) -> None:
+        """Load the previous values into the modules. Raises nothing, because an error is on its way."""
         try:
-            self._put(had, as_saved=False)
+            self._put(previous, as_saved=False)
         except Exception:
-            log.exception("the modules could not be given back what they had: %s", _listed(tuple(had)))
+            log.exception("the previous values of modules could not be restored: %s", _listed(tuple(previous)))
 
     def _put(self, values: Mapping[str, Any], *, as_saved: bool) -> None:
         by_module: dict[Any, tuple[str, dict[str, Any], Any]] = {}
@@ -149,51 +149,51 @@ class StoredValues:
             live = self.local.values.get(fqn)
             taker = self.local.taker_of(fqn) if live is None else None
             if live is not None:
-                module, key, value = live.module, live.key, _where(value, live.value)
+                module, key, value = live.module, live.key, _on_device_of(live.value, value)
             elif taker is not None:
                 module, key = taker
             else:
                 continue
-            version = self.given[fqn][0] if as_saved else getattr(module, "_version", None)
+            version = self.stored[fqn][0] if as_saved else getattr(module, "_version", None)
             by_module.setdefault(module, (fqn.removesuffix(key).rstrip("."), {}, version))[1][key] = value
-        for module, (path, its, version) in by_module.items():
-            put(module, its, path, version)
+        for module, (path, its_values, version) in by_module.items():
+            put(module, its_values, path, version)
 
     def check(self, now: ModuleValues) -> None:
-        """Raise CheckpointError where a module has something else than what was saved. `now`: what it has by now."""
-        for fqn, (_, value) in self.given.items():
+        """Raise CheckpointError if a live value differs from the saved one. `now`: the values of the modules after the load."""
+        for fqn, (_, value) in self.stored.items():
             if fqn not in now.values or not same(own(now.values[fqn].value), own(value)):
-                raise CheckpointError(f"{fqn}: what the live model has is not what was saved")
+                raise CheckpointError(f"{fqn}: the value in the live model differs from the saved value")
 
 
-def _stored(checkpoint: Reader, *, verify: bool, allow_pickle: bool) -> dict[str, Any]:
-    """By FQN, the version and the value, or Withheld."""
+def _stored(checkpoint: FormatReader, *, verify: bool, allow_pickle: bool) -> dict[str, Any]:
+    """The stored version and value, or Withheld, by FQN."""
     if MODULES not in checkpoint.extras:
         return {}
     saved = checkpoint.extra(MODULES, verify=verify).decoded_each(allow_pickle=allow_pickle)
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     with distrusted(f"{checkpoint.where}: the values of its modules"):
-        for fqn, one in saved.items():
-            if isinstance(one, Withheld):
-                found[fqn] = one
+        for fqn, versioned in saved.items():
+            if isinstance(versioned, Withheld):
+                by_name[fqn] = versioned
                 continue
-            version, value = one
+            version, value = versioned
             if not isinstance(fqn, str) or type(version) not in (int, float, str, type(None)):
-                raise ValueError(f"{fqn!r} is no value of a module")
-            found[fqn] = (version, value)
-    return found
+                raise ValueError(f"{fqn!r} is not the name of a value with its version")
+            by_name[fqn] = (version, value)
+    return by_name
 
 
 def _is_taken(fqn: str, paths: tuple[str, ...]) -> bool:
     return any(not path or fqn.startswith(f"{path}.") for path in paths)
 
 
-def _where(value: Any, live: Any) -> Any:
-    """A value with its tensors where those of the live one are: a checkpoint has all on the host."""
+def _on_device_of(live: Any, value: Any) -> Any:
+    """A value with its tensors on the devices of the live tensors. Tensors of a checkpoint are on the host."""
     if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
         return value.to(live.device)
     if type(value) is dict and isinstance(live, Mapping):
-        return {key: _where(item, live.get(key)) for key, item in value.items()}
+        return {key: _on_device_of(live.get(key), item) for key, item in value.items()}
     if type(value) in (list, tuple) and isinstance(live, (list, tuple)) and len(value) == len(live):
-        return type(value)(_where(item, there) for item, there in zip(value, live, strict=True))
+        return type(value)(_on_device_of(live_item, item) for item, live_item in zip(value, live, strict=True))
     return value

@@ -1,4 +1,4 @@
-"""The save that a process has under way in the background: the next one waits for it, and so does the process's end."""
+"""The background save of this process. The next save and the exit of the process wait for it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class SaveHandle:
         self._write: Callable[[], Saved] | None = write
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        self._told = False
-        # A daemon, so that the interpreter gets to the place where it waits for it, and can raise what went wrong.
+        self._is_reported = False  # whether the caller has seen the error
+        # A daemon thread, because the interpreter joins other threads before it runs `settle` at exit, which reports errors.
         self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path.name}", daemon=True)
 
     def done(self) -> bool:
-        """Whether it is over: the checkpoint is there, or has failed."""
+        """Whether the save is over, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Saved:
-        """Wait until the checkpoint is there. Raises what went wrong, on any rank; RankTimeoutError after `timeout` seconds."""
+        """Wait until the checkpoint is there. Raises the error of any rank, or RankTimeoutError after `timeout` seconds."""
         self._thread.join(_seconds(timeout))
         if self._thread.is_alive():
-            raise RankTimeoutError(f"{self.path}: is not written after {timeout:g} s; it goes on")
-        self._told = True
+            raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it goes on: wait again")
+        self._is_reported = True
         if self._error is not None:
             raise self._error
         if self._saved is None:
@@ -40,13 +40,13 @@ class SaveHandle:
         return self._saved
 
     def error(self) -> BaseException | None:
-        """Wait; the error that nobody has been told yet."""
+        """Wait for the end of the save; return its error if the caller has not seen the error yet."""
         self._thread.join()
-        told, self._told = self._told, True
-        return None if told else self._error
+        is_reported, self._is_reported = self._is_reported, True
+        return None if is_reported else self._error
 
     def start(self) -> None:
-        """Begin to write."""
+        """Start the thread that writes."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -56,11 +56,11 @@ class SaveHandle:
         except BaseException as error:
             self._error = error
         finally:
-            self._write = None  # and the copy of the state with it
+            self._write = None  # frees the copy of the state
 
 
 def _seconds(timeout: object) -> float | None:
-    """How long to wait; None: for as long as it takes."""
+    """A timeout that threading accepts; None: wait without limit."""
     if timeout is None:
         return None
     if isinstance(timeout, (int, float)) and timeout >= 0:
@@ -69,14 +69,14 @@ def _seconds(timeout: object) -> float | None:
 
 
 class Pending:
-    """At most one save that is under way."""
+    """The slot for one background save."""
 
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
         self._waits_at_exit = False
 
     def begin(self, handle: SaveHandle) -> None:
-        """Start it. The one before has to be settled."""
+        """Start a save. The caller has settled the previous one."""
         if not self._waits_at_exit:
             atexit.register(self.settle)
             self._waits_at_exit = True
@@ -84,7 +84,7 @@ class Pending:
         self._handle = handle
 
     def settle(self) -> None:
-        """Wait for the save under way, and raise what went wrong in it, if nobody has been told yet."""
+        """Wait for the save under way, and raise its error if the caller has not seen the error yet."""
         handle, self._handle = self._handle, None
         error = handle.error() if handle is not None else None
         if error is not None:
@@ -92,4 +92,4 @@ class Pending:
 
 
 pending = Pending()
-"""Of this process: its threads and its end are the process's too, whichever model they save."""
+"""The slot of this process. There is one per process, because threads and the exit belong to the process, not to a model."""

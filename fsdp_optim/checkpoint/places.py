@@ -1,10 +1,10 @@
-"""Where a checkpoint is, the same on all ranks."""
+"""The place of a checkpoint, made equal on all ranks."""
 
 from __future__ import annotations
 
 import os
 
-from fsdp_optim.checkpoint.stores import Place, store_at, store_told
+from fsdp_optim.checkpoint.stores import Place, store_at, store_of_leader
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
@@ -18,4 +18,4 @@ def common_store(callers: RankGroup, place: Place) -> Store:
     mine = store_at(place)
     content = os.fsencode(mine.where)
     told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", compared=content)
-    return mine if told.alike else store_told(place, mine, os.fsdecode(told.content_of(callers.ranks[0])))
+    return mine if told.alike else store_of_leader(place, mine, os.fsdecode(told.content_of(callers.ranks[0])))

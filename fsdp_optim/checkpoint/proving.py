@@ -1,4 +1,4 @@
-"""A save proves that a load would take it: the reader's own checks, on what is about to be written, before anything is."""
+"""The proof that a load would accept a save: runs the checks of a load on the save, before anything is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_optim.checkpoint.contents import Half, SavedValue
+from fsdp_optim.checkpoint.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.described import full_dict
 from fsdp_optim.checkpoint.targets import check_filled
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
@@ -20,8 +20,8 @@ from fsdp_optim.state.shard import summarize
 
 
 @dataclass(frozen=True)
-class _Planned:
-    """The tensors of the optimizer's state, as they will be in the files: without their elements, but for scalars."""
+class _PlannedFiles:
+    """The `StateFiles` of a save that is not written yet. Its tensors have no elements, except for scalars."""
 
     by_key: Mapping[str, SavedValue]
 
@@ -30,25 +30,26 @@ class _Planned:
         return tensor.placement.shape, dtype_name(tensor.dtype)
 
     def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        found = (self.by_key[key] for key in keys)
+        values = (self.by_key[key] for key in keys)
         return [
-            one.constant
-            if one.constant is not None
-            else torch.zeros((), dtype=one.dtype, device="cpu").expand(one.placement.shape)
-            for one in found
+            value.constant
+            if value.constant is not None
+            else torch.zeros((), dtype=value.dtype, device="cpu").expand(value.placement.shape)
+            for value in values
         ]
 
 
-def prove_loadable(state: Half, description: OptimDescription) -> None:
-    """Fit what a reader will make of the optimizer's description to the live optimizer.
+def prove_loadable(state: SavedHalf, description: OptimDescription) -> None:
+    """Fit the description of the optimizer, as a reader decodes it, to the live optimizer.
 
-    Raises CheckpointError that names what could not be loaded.
+    Raises CheckpointError that names the value which could not be loaded.
     """
     try:
         live = state.local.live_optimizer(state.picture)
         with distrusted("the optimizer"):
-            given = full_dict(_Planned({one.stored_name: one for one in state.tensors}), description, live.names, {})
-        full, _ = live.fit(normalize(given, live.names), strict=True)
+            by_key = {value.stored_name: value for value in state.tensors}
+            as_dict = full_dict(_PlannedFiles(by_key), description, live.names, {})
+        full, _ = live.fit(normalize(as_dict, live.names), strict=True)
         check_filled(full, summarize(full, live.shapes))
     except FsdpOptimError as error:
         raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error

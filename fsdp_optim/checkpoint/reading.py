@@ -1,4 +1,4 @@
-"""From files to tensors: which bytes each rank reads, and in which cut."""
+"""The source of a load: the bytes that each rank reads from files, and the cut of these reads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fsdp_optim.checkpoint.files import has_short_rows, in_runs
-from fsdp_optim.checkpoint.runs import LocalMemory, Run, bytes_of, in_host_memory, runs_of
+from fsdp_optim.checkpoint.files import has_short_rows, in_flat_chunks
+from fsdp_optim.checkpoint.local_extents import LocalExtent, LocalMemory, bytes_of, in_host_memory, ranges_of
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import Reader, StoredTensor
+from fsdp_optim.formats.base import FormatReader, StoredTensor
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
@@ -19,13 +19,13 @@ from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import clip_to_target, copies_into
 
 _CPU = torch.device("cpu")
-_CUT_FROM = 256 << 10  # bytes; a smaller tensor that several ranks need is read by one of them
-_MOST_RUNS = 512  # at once: of short rows there are many
+_CUT_FROM = 256 << 10  # bytes; one rank reads a smaller tensor that several ranks need
+_MOST_EXTENTS = 512  # at once, because there may be many short rows
 
 
 @dataclass(frozen=True)
 class StoredValue(StateValue):
-    """A value that a checkpoint has. `flat`: this rank's memory for it; None where it needs none."""
+    """A value of a checkpoint. `flat`: this rank's memory for its elements, a 1-D tensor; None if this rank needs none."""
 
     stored: StoredTensor = field(kw_only=True, compare=False)
     flat: torch.Tensor | None = field(default=None, kw_only=True, compare=False)
@@ -48,30 +48,30 @@ class StoredValue(StateValue):
         return self.placement.numel_on(rank) * self.dtype.itemsize
 
 
-class StoredFlats(End):
-    """The target of a load: the memory that stored values come with."""
+class FlatsEnd(End):
+    """The target of a load: the memory `flat` of each stored value."""
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
         return stored_value(value).flat
 
 
 def stored_value(value: StateValue) -> StoredValue:
-    """The same value, where it is one that a checkpoint has."""
+    """The value itself, typed as a StoredValue. Raises CheckpointError for any other value."""
     if not isinstance(value, StoredValue):
-        raise CheckpointError(f"{value.fqn}: {value.name} is not described as a value of a checkpoint")
+        raise CheckpointError(f"{value.fqn}: {value.name} is not a value of a checkpoint")
     return value
 
 
 @dataclass
 class CheckpointEnd(End):
-    """An open checkpoint on this rank. `nbytes`: how many bytes this rank has read.
+    """The source of a load: an open checkpoint. `nbytes`: the number of bytes that this rank has read.
 
     Args:
-        budget: for what lies on a device, by way of the host.
-        as_needed: every rank reads just the elements that it needs, without a word to the others.
+        budget: the budget for copies of device memory on the host.
+        as_needed: every rank reads exactly the elements that it needs, even if other ranks read them too.
     """
 
-    checkpoint: Reader
+    checkpoint: FormatReader
     rank: int
     budget: Budget
     progress: Callable[[int], None] = lambda nbytes: None
@@ -81,7 +81,7 @@ class CheckpointEnd(End):
     is_stored = True
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
-        """What several ranks need is read once, each rank its share; rows of a few bytes are read in long runs."""
+        """Ranks that need the same elements each read a share of them; short rows are read in contiguous chunks."""
         if self.as_needed or not value.nbytes:
             return other
         stored = stored_value(value).stored
@@ -89,12 +89,12 @@ class CheckpointEnd(End):
         if not is_shared and not has_short_rows(other, value.dtype.itemsize, stored.short_nbytes):
             return other
         if value.nbytes >= _CUT_FROM:
-            return in_runs(other, other.ranks)
-        ranks = other.ranks  # neighbours in a file are read together
+            return in_flat_chunks(other, other.ranks)
+        ranks = other.ranks  # one rank reads tensors that are adjacent in a file
         return Whole(other.shape, (ranks[stored.start // _CUT_FROM % len(ranks)],))
 
     def fill(self, parts: Sequence[Slice]) -> None:
-        rounds: list[list[Slice]] = []  # a tensor that is wanted twice, because it was tied when saved, is read twice
+        rounds: list[list[Slice]] = []  # a tensor that was tied at the save may be needed twice, and is read twice
         times: dict[tuple[str, str], int] = {}
         for part in parts:
             stored = stored_value(part.value).stored
@@ -103,58 +103,62 @@ class CheckpointEnd(End):
             if times[key] > len(rounds):
                 rounds.append([])
             rounds[times[key] - 1].append(part)
-        for its in rounds:
-            runs = (run for part in its for run in self._runs(part))
-            while few := list(itertools.islice(runs, _MOST_RUNS)):
-                by_file: dict[str, list[Run]] = {}
-                for name, run in few:
-                    by_file.setdefault(name, []).append(run)
+        for parts_of_round in rounds:
+            extents = (extent for part in parts_of_round for extent in self._extents(part))
+            while few := list(itertools.islice(extents, _MOST_EXTENTS)):
+                by_file: dict[str, list[LocalExtent]] = {}
+                for name, extent in few:
+                    by_file.setdefault(name, []).append(extent)
                 self._read(by_file)
 
-    def _read(self, by_file: dict[str, list[Run]]) -> None:
-        for name, runs in by_file.items():
-            for batch in in_host_memory(runs, self.budget):
+    def _read(self, by_file: dict[str, list[LocalExtent]]) -> None:
+        for name, extents in by_file.items():
+            for batch in in_host_memory(extents, self.budget):
                 self.checkpoint.read({name: batch.extents}, self._did_read)
-                batch.put()
+                batch.copy_to_device()
 
     def _did_read(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self.progress(self.nbytes)
 
-    def _runs(self, part: Slice) -> Iterator[tuple[str, Run]]:
-        """In which file, and where in it, the elements of a part are, and the memory that they belong to."""
+    def _extents(self, part: Slice) -> Iterator[tuple[str, LocalExtent]]:
+        """The extents of a part, each with the name of its file."""
         if part.cut.local_range(self.rank)[1] <= part.start:
             return
         stored = stored_value(part.value).stored
         if part.flat is None:
-            raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for it")
+            raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for its elements")
         memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
-        for rank, there, here, numel in elements_in(
+        for storage_rank, stored_offset, offset, numel in elements_in(
             stored.placement, part.cut, self.rank, part.start, part.flat.numel()
         ):
-            file, start = stored.place_on(rank)
-            yield file, memory.run(start + there * itemsize, here, numel)
+            file, start = stored.place_on(storage_rank)
+            yield file, memory.extent(start + stored_offset * itemsize, offset, numel)
 
 
 def elements_in(
     stored: Placement, cut: Placement, rank: int, first: int, num: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(rank of storage, offset in what it has, offset from `first` on this rank, how many) of `num` of this rank's elements."""
+    """Where `num` of this rank's elements, from `first` on, are stored.
+
+    Yields (rank of storage, offset in the elements of that rank, offset from `first` on this rank, numel).
+    """
     for copy in copies_into(stored, cut, rank):
         for part in clip_to_target(copy, first, first + num):
-            for there, here, numel in runs_of(part):
-                yield copy.source_rank, there, here, numel
+            for stored_offset, offset, numel in ranges_of(part):
+                yield copy.source_rank, stored_offset, offset, numel
 
 
-def read_constants(checkpoint: Reader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
-    """All of some small tensors, on this rank."""
-    values = [torch.empty(one.shape, dtype=dtype_named(one.dtype), device=_CPU) for one in stored]
+def read_constants(checkpoint: FormatReader, stored: Sequence[StoredTensor]) -> list[torch.Tensor]:
+    """Read some small tensors whole, on this rank."""
+    values = [torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU) for tensor in stored]
     extents: dict[str, list[Extent]] = {}
-    for one, value in zip(stored, values, strict=True):
-        memory, size = bytes_of(value.view(-1)), one.itemsize
-        for rank, there, here, numel in elements_in(one.placement, Whole(one.shape, (0,)), 0, 0, value.numel()):
-            file, start = one.place_on(rank)
-            part = memory[here * size : (here + numel) * size]
-            extents.setdefault(file, []).append(Extent(start + there * size, part))
+    for tensor, value in zip(stored, values, strict=True):
+        memory, size = bytes_of(value.view(-1)), tensor.itemsize
+        here = Whole(tensor.shape, (0,))
+        for rank, stored_offset, offset, numel in elements_in(tensor.placement, here, 0, 0, value.numel()):
+            file, start = tensor.place_on(rank)
+            part = memory[offset * size : (offset + numel) * size]
+            extents.setdefault(file, []).append(Extent(start + stored_offset * size, part))
     checkpoint.read(extents)
     return values

@@ -1,4 +1,4 @@
-"""Load a checkpoint: from whole, in files, to the live wrapper. Every rank reads its own bytes, and verifies them."""
+"""Load: from the files of a checkpoint to a live model and optimizer. Every rank reads and verifies its own bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.places import common_store
 from fsdp_optim.checkpoint.progress import Progress
-from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredFlats
+from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at
 from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
-from fsdp_optim.formats.base import Format, Reader
+from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.shard import Shard
@@ -34,7 +34,7 @@ from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
 from fsdp_optim.verbs.load_state import load as load_shard
 
-_LOOKS = 5  # at a path that is given to another checkpoint while this one is loaded
+_LOOKS = 5  # times, for a path where another checkpoint replaces the one that is being loaded
 
 log = logging.getLogger("fsdp_optim")
 
@@ -50,8 +50,10 @@ def restore(
     for _ in range(_LOOKS - 1):
         try:
             return _restore(path, model, optim, options, format)
-        except ReplacedError as error:  # on all ranks alike; what is at the path by now is as good
-            log.info("looking again: %s", error)
+        except (
+            ReplacedError
+        ) as error:  # the same on all ranks, which now load the checkpoint that replaced the first one
+            log.info("loading again: %s", error)
     return _restore(path, model, optim, options, format)
 
 
@@ -64,7 +66,7 @@ def _restore(
 ) -> Restored:
     if model is None:
         if optim is not None:
-            raise StateError("an optimizer is loaded together with the model that it was built from: give model= too")
+            raise StateError("an optimizer needs the model that it was built from: give model= too")
         options.validate()
         pending.settle()
         store = store_at(path)
@@ -83,92 +85,95 @@ def _restore(
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, store, callers.position, options, format)
-        wanted = [*weights.wanted(), *(state.wanted() if state is not None else ())]
-        total = sum(one.nbytes_on(callers.rank) for one in wanted)
+        values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
+        total = sum(value.nbytes_on(callers.rank) for value in values)
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=callers.rank == callers.ranks[0]) as progress:
-            host = callers.budget.share(2, "what lies on a device, by way of the host")
+            host = callers.budget.share(2, "copies of device memory on the host")
             source = CheckpointEnd(checkpoint, callers.rank, host, progress.up_to)
-            move(wanted, source, StoredFlats(), callers, callers.budget, failure)
-            made = None
+            move(values, source, FlatsEnd(), callers, callers.budget, failure)
+            shard = None
             with failure:
                 if failure.error is None:
                     checkpoint.check_unchanged()
-                    made = state.dict_of() if state is not None else None
+                    shard = state.dict_of() if state is not None else None
             agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        had = _install_values(callers, weights)
-        if optim is not None and made is not None:
+        previous = _install_values(callers, weights)
+        if optim is not None and shard is not None:
             try:
-                _load_on_all(callers, optim, made, options.keep)
+                _load_on_all(callers, optim, shard, options.keep)
             except BaseException:
-                weights.values.put_back(had)
+                weights.module_values.put_back(previous)
                 raise
         weights.install()
         reader.reshard()
         agree(callers, "installed")
         if options.check == "bitwise":
             check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
-    return _summarized(restored, checkpoint, weights, state, source.nbytes, callers, len(wanted))
+    return _summarized(restored, checkpoint, weights, state, source.nbytes, callers, len(values))
 
 
 def _position(options: LoadOptions) -> int:
-    """Which rank's `per_rank_extra` this process gets: its place in the process group that was given, or in the job."""
+    """The index of this process in process_group=, or in the whole job. It selects the `per_rank_extra` of the process."""
     world = world_here()
     position = world.group_rank(options.call.process_group)
     if position < 0:
-        raise WrapperError(f"rank {world.rank} is not in process_group=: it gets no per_rank_extra through it")
+        raise WrapperError(
+            f"rank {world.rank} is not in process_group=, so it has no per_rank_extra there: give a group that contains this "
+            "rank, or none"
+        )
     return position
 
 
-def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions, format: Format | None) -> Reader:
-    """The same checkpoint on all ranks, open. They look again where it was replaced after some of them had opened it."""
+def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions, format: Format | None) -> FormatReader:
+    """Open the same checkpoint on all ranks. They open it again if it was replaced between their opens."""
     for _ in range(_LOOKS):
         checkpoint = open_checkpoint(store, verify=options.verify, format=format)
-        alike = False
+        is_same = False
         try:
             identity = json.dumps(checkpoint.identity, sort_keys=True).encode()
-            alike = compare(callers, f"opened with {options.compared_text()}", identity)
+            is_same = compare(callers, f"opened with {options.compared_text()}", identity)
         finally:
-            if not alike:
+            if not is_same:
                 checkpoint.close()
-        if alike:
+        if is_same:
             return checkpoint
     raise CheckpointError(
-        f"{store.where}: the ranks see different checkpoints there: it has to be on a file system that all ranks share, and "
-        "nobody may save to it again and again meanwhile"
+        f"{store.where}: the ranks see different checkpoints: the path has to be on a file system that all ranks share, and no "
+        "process may save to it again and again during the load"
     )
 
 
 def _install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
-    """Give modules what state_dict() has of them besides tensors; where one refuses, on any rank, all have what they had.
+    """Load the values of modules on all ranks. If a module refuses on any rank, all modules get back their previous values.
 
-    Returns what they had.
+    Returns the previous values.
     """
     if not weights.picture.module_values and not weights.picture.module_takers:
         return {}
-    failure, had = Failure(), weights.values.before()
+    failure, previous = Failure(), weights.module_values.before()
     with failure:
-        weights.values.install()
+        weights.module_values.install()
     try:
         agree(callers, "modules loaded", failure.error)
     except Exception:
-        weights.values.put_back(had)
+        weights.module_values.put_back(previous)
         raise
-    return had
+    return previous
 
 
 def _load_on_all(
     callers: RankGroup,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
-    made: Shard | list[Shard],
+    shard: Shard | list[Shard],
     keep: Sequence[str],
 ) -> None:
-    """Load the optimizer on all ranks; where one fails, all have what they had before."""
+    """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state."""
     before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure = Failure()
-    with failure:  # this rank has put back what it had
-        load_shard(optim, made, keep, logs=callers.rank == callers.ranks[0])
+    with failure:  # on an error, load_shard itself restores the optimizer of this rank
+        load_shard(optim, shard, keep, logs=callers.rank == callers.ranks[0])
     try:
         agree(callers, "optimizer loaded", failure.error)
     except Exception:
@@ -179,7 +184,7 @@ def _load_on_all(
 
 def _summarized(
     restored: Restored,
-    checkpoint: Reader,
+    checkpoint: FormatReader,
     weights: Weights,
     state: State | None,
     nbytes: int,
@@ -209,4 +214,4 @@ def _summarized(
 
 
 def _each_once(*names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for some in names for name in some))
+    return tuple(dict.fromkeys(name for listed in names for name in listed))

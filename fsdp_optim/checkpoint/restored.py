@@ -1,4 +1,4 @@
-"""What load gives back: the trainer's own values, and what was loaded."""
+"""The result of a load: the values of the trainer, and facts about the load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import COMMON, Format, Reader, of_rank
+from fsdp_optim.formats.base import COMMON, Format, FormatReader, rank_extra_name
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.base import Store
@@ -21,7 +21,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class OfAllRanks:
-    """Where the `per_rank_extra` of every rank is, to be read when it is asked for: most ranks need only their own."""
+    """The place of the `per_rank_extra` of all ranks, which is read on demand, because most ranks need only their own."""
 
     store: Store
     identity: Mapping[str, Any]
@@ -33,9 +33,9 @@ class OfAllRanks:
         with closing(open_checkpoint(self.store, verify=self.verify, format=self.format)) as checkpoint:
             if checkpoint.identity != self.identity:
                 raise CheckpointError(
-                    f"{self.store.where}: was replaced by another checkpoint after it was loaded: read all_ranks before that"
+                    f"{self.store.where}: was replaced by another checkpoint after the load: read all_ranks before the next save"
                 )
-            names = [of_rank(position) for position in range(checkpoint.world_size)]
+            names = [rank_extra_name(position) for position in range(checkpoint.world_size)]
             files = [
                 checkpoint.extra(name, verify=self.verify) if name in checkpoint.extras else None for name in names
             ]
@@ -45,24 +45,24 @@ class OfAllRanks:
 
 
 class Guarded(dict[str, Any]):
-    """A dict in which a pickled value that nobody has allowed raises CheckpointError when it is asked for; the rest is there."""
+    """A dict that raises CheckpointError on access to a value that is a pickle and not allowed, but not on other values."""
 
     def __getitem__(self, key: str) -> Any:
-        return _given(super().__getitem__(key))
+        return _checked(super().__getitem__(key))
 
-    def __iter__(self) -> Iterator[str]:  # so that dict(guarded) asks for each value, instead of copying what is inside
+    def __iter__(self) -> Iterator[str]:  # makes dict(guarded) access each value, instead of copying the internal ones
         return super().__iter__()
 
     def get(self, key: str, default: Any = None) -> Any:
-        return _given(super().get(key, default))
+        return _checked(super().get(key, default))
 
     def pop(self, key: str, *default: Any) -> Any:
         if key in self:
-            self[key]  # raises while it is still there
+            self[key]  # raises before the value is removed
         return super().pop(key, *default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        return _given(super().setdefault(key, default))
+        return _checked(super().setdefault(key, default))
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return ValuesView(self)
@@ -75,14 +75,14 @@ class Guarded(dict[str, Any]):
 
 
 class Restored(Guarded):
-    """The saved `extra`, and what else came back.
+    """The saved `extra` as a dict, with facts about the load as attributes.
 
     Attributes:
-        missing, unexpected: FQNs that the model or the optimizer has and the checkpoint does not have, and the other way round
+        missing: FQNs that the model or the optimizer has and the checkpoint does not have (`strict=False`).
+        unexpected: FQNs that the checkpoint has and the model or the optimizer does not have (`strict=False`).
+        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has
             (`strict=False`).
-        unmatched_hyperparameters, unmatched_values: names that only one side has, where the optimizers' classes differ
-            (`strict=False`).
-        summary: what was loaded.
+        summary: the numbers of tensors and bytes that were loaded, and more.
     """
 
     missing: tuple[str, ...] = ()
@@ -96,31 +96,31 @@ class Restored(Guarded):
 
     @property
     def per_rank(self) -> Any:
-        """This rank's `per_rank_extra`; rank 0's where this rank had none when it was saved."""
-        return _given(self._per_rank)
+        """This rank's `per_rank_extra`; rank 0's if this rank had none at the save."""
+        return _checked(self._per_rank)
 
     @property
     def all_ranks(self) -> tuple[Any, ...]:
-        """The `per_rank_extra` of every rank that saved, by its place among them; empty where none was saved.
+        """The `per_rank_extra` of every rank that saved, in the order of these ranks; empty if none was saved.
 
-        Read from the checkpoint when it is first asked for, on this process alone. Raises CheckpointError where another
-        checkpoint has replaced it since.
+        The first access reads them from the checkpoint, on this process alone. Raises CheckpointError if another checkpoint has
+        replaced the loaded one.
         """
         if self._all is None:
             self._all = self._of_all.read() if self._of_all is not None else ()
         return self._all
 
 
-def _given(value: Any) -> Any:
+def _checked(value: Any) -> Any:
     if isinstance(value, Withheld):
         raise CheckpointError(value.why)
     return value
 
 
 def read_extras(
-    checkpoint: Reader, store: Store, position: int, options: LoadOptions, format: Format | None
+    checkpoint: FormatReader, store: Store, position: int, options: LoadOptions, format: Format | None
 ) -> Restored:
-    """The trainer's values for the rank at this place among those that load. `store`: where the checkpoint is found again."""
+    """The values of the trainer for one rank. `position`: its index among the loading ranks. `store`: for later reads."""
 
     def read(name: str) -> Any:
         return checkpoint.extra(name, verify=options.verify).decoded_each(allow_pickle=options.allow_pickle)
@@ -129,7 +129,7 @@ def read_extras(
         withheld = isinstance(value, dict) and any(isinstance(item, Withheld) for item in value.values())
         return Guarded(value) if withheld else value
 
-    mine, first, names = of_rank(position), of_rank(0), checkpoint.extras
+    mine, first, names = rank_extra_name(position), rank_extra_name(0), checkpoint.extras
     extra = read(COMMON) if COMMON in names else None
     restored = Restored(extra if isinstance(extra, dict) else {} if extra is None else {"extra": extra})
     restored._of_all = OfAllRanks(store, checkpoint.identity, options.verify, options.allow_pickle, format)
@@ -137,8 +137,8 @@ def read_extras(
         restored._per_rank = guarded(read(mine))
     elif first in names:
         log.warning(
-            "rank %d had no per_rank_extra when %s was saved by %d ranks: it gets rank 0's, so give it a random state of its own "
-            "(restored.all_ranks has what every rank saved)",
+            "rank %d had no per_rank_extra when %s was saved by %d ranks, so it gets that of rank 0: give this rank a random "
+            "state of its own (restored.all_ranks has the per_rank_extra of every rank)",
             position,
             checkpoint.where,
             checkpoint.world_size,

@@ -1,4 +1,4 @@
-"""What a save and a load say when they are done."""
+"""The results of a save and a load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Saved:
-    """What was saved: `nbytes` of tensors in all, and those that this rank wrote; FQNs without optimizer state."""
+    """The result of a save.
+
+    Attributes:
+        path: the path of the checkpoint.
+        num_tensors: the number of saved tensors.
+        nbytes: the bytes of all tensors; `nbytes_written`: those that this rank wrote.
+        absent: the FQNs of the optimizer's parameters without state.
+    """
 
     path: Path
     num_tensors: int
@@ -19,9 +26,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """What was loaded: tensors, the bytes that this rank read, FQNs without optimizer state, how many ranks saved it.
+    """Facts about a load.
 
-    `step`: as it was given to save.
+    Attributes:
+        num_tensors: the number of loaded tensors.
+        nbytes: the bytes that this rank read.
+        absent: the FQNs of the optimizer's parameters without state in the checkpoint.
+        world_size: the number of ranks that saved.
+        step: the `step` that was given to `save`.
     """
 
     num_tensors: int = 0

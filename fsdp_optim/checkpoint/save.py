@@ -1,4 +1,4 @@
-"""Save: from the live wrapper to whole, in files. Every rank writes its own bytes to their place; nothing is gathered."""
+"""Save: from a live model and optimizer to whole tensors in files. Every rank writes its own bytes; nothing is gathered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
-from fsdp_optim.checkpoint.contents import RECORDS, Half, HalvesEnd, SavedValue, read_state, read_weights
+from fsdp_optim.checkpoint.contents import RECORDS, HalvesEnd, SavedHalf, SavedValue, read_state, read_weights
 from fsdp_optim.checkpoint.described import describe
 from fsdp_optim.checkpoint.file_plan import (
     BY_MACHINES,
@@ -32,11 +32,20 @@ from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.stores import Place, folder_of, name_of, store_at, store_told
-from fsdp_optim.checkpoint.writing import Writer
+from fsdp_optim.checkpoint.stores import Place, folder_of, name_of, store_at, store_of_leader
+from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import COMMON, MODULES, Contents, Format, Prepared, Stamp, Written, of_rank
-from fsdp_optim.formats.base import Writer as FormatWriter
+from fsdp_optim.formats.base import (
+    COMMON,
+    MODULES,
+    CheckpointContents,
+    Format,
+    FormatWriter,
+    Prepared,
+    Stamp,
+    WrittenFiles,
+    rank_extra_name,
+)
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.memory import Budget
@@ -51,26 +60,26 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.ends import LiveEnd
 
-_LENGTH = 8  # bytes of a number in a note
+_LENGTH = 8  # bytes of a number in `encode_written`
 
 log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A save that all ranks have agreed on: what goes where."""
+    """A save that all ranks have agreed on: its files, and the rank and place of each value."""
 
     callers: RankGroup
     options: SaveOptions
     store: Store
     format: Format
-    address: str  # of the save that is under way in the store
+    address: str  # of the staging in the store
     plan: FilePlan
     absent: tuple[str, ...]
     writer: FormatWriter
-    extras: Mapping[str, bytes] = field(default_factory=dict)  # this rank's own small files
+    extras: Mapping[str, bytes] = field(default_factory=dict)  # the small files of this rank
     prepared: Prepared | None = None  # on the lowest rank
-    staging: Staging | None = None  # on the rank that made the folder
+    staging: Staging | None = None  # on the rank that began the save in the store
     claim: Claim | None = None  # on the same rank
 
     @property
@@ -79,7 +88,7 @@ class Job:
 
     @property
     def budget(self) -> Budget:
-        """For elements on their way to the ranks that write them. A store in parts holds as much of what is sent to it."""
+        """The budget for elements on their way to the ranks that write them. Uploads of parts take the other half."""
         whole = self.callers.budget
         return (
             whole.share(2, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
@@ -97,17 +106,17 @@ class Job:
         callers = self.callers
         return self.store.completion(self.address, callers.rank, callers.ranks, callers.timeout)
 
-    def hand(self) -> Writer:
+    def rank_writer(self) -> RankWriter:
         rank, budget = self.callers.rank, self.budget
-        hand = self.store.join(
+        store_writer = self.store.join(
             self.address, durable=self.options.durable, who=f"rank {rank}", budget_nbytes=budget.nbytes
         )
-        return Writer(
-            hand,
+        return RankWriter(
+            store_writer,
             self.files,
             rank,
             checksums=self.options.checksums,
-            budget=budget.share(2, "what lies on a device, by way of the host"),
+            budget=budget.share(2, "copies of device memory on the host"),
             stretches=self.plan.stretches_on(rank),
         )
 
@@ -116,15 +125,15 @@ class Job:
         return tuple(value for file in self.files for value in file.values)
 
     def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
-        """The files as an end, whose elements on this rank go to `take`."""
+        """The files as the target of a move. `take` gets this rank's elements."""
         return FilesEnd(self.plan, take)
 
-    def start(self, writer: Writer) -> None:
-        """Make and begin what this rank writes alone: its files, heads and small files."""
-        make_files(writer.hand, self.plan.own_files(self.callers.rank))
-        self.plan.write_heads(writer.hand, self.callers.rank)
+    def start(self, writer: RankWriter) -> None:
+        """Write the bytes of this rank besides tensors: new files, heads, and small files."""
+        make_files(writer.store_writer, self.plan.own_files(self.callers.rank))
+        self.plan.write_heads(writer.store_writer, self.callers.rank)
         for name, data in self.extras.items():
-            writer.hand.put(name, data)
+            writer.store_writer.put(name, data)
 
     def saved(self, nbytes_written: int) -> Saved:
         nbytes = sum(file.plan.nbytes_of_data for file in self.files)
@@ -136,7 +145,7 @@ def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveO
     with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
         job, live = begin(path, reader, callers, optim, options, format)
         with abandoned_on_failure(job):
-            writer = job.hand()
+            writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
                 told, failure = _write(job, live, writer, progress), Failure()
                 with failure:
@@ -148,12 +157,12 @@ def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveO
     return job.saved(writer.nbytes)
 
 
-def _write(job: Job, live: End, writer: Writer, progress: Progress) -> MeetingResult:
-    """Write this rank's part, and tell the segments; the failure of any rank is raised on all, when all have stopped."""
+def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> MeetingResult:
+    """Write this rank's part, and send the results to all ranks. If any rank fails, all raise its error when all have stopped."""
     failure = Failure()
 
     def write(parts: Sequence[Slice]) -> None:
-        writer.write(writer.runs_of(parts))
+        writer.write(writer.extents_of(parts))
         progress.up_to(writer.nbytes * len(job.callers.ranks))
 
     try:
@@ -166,7 +175,7 @@ def _write(job: Job, live: End, writer: Writer, progress: Progress) -> MeetingRe
                 writer.finish()
     finally:
         writer.discard()
-    return tell(job.callers, "written", encode_note(job, writer), error=failure.error, fatal=failure.fatal)
+    return tell(job.callers, "written", encode_written(job, writer), error=failure.error, fatal=failure.fatal)
 
 
 def begin(
@@ -177,9 +186,12 @@ def begin(
     options: SaveOptions,
     format: Format,
 ) -> tuple[Job, End]:
-    """Meet the other ranks, decide what goes where, and make the folder. Nothing is written yet. The end has what is live."""
+    """Agree with the other ranks on the files, and begin the save in the store. No tensor is written yet.
+
+    Returns the save, and the live tensors as the source of a move.
+    """
     store, writer = store_at(path, format), format.writer()
-    warn_if_alone(callers, store.where, was_told=options.call.process_group is not None)
+    warn_if_alone(callers, store.where, has_group=options.call.process_group is not None)
     pending.settle()
     about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
     weights = read_weights(reader, callers, options, options.call, about)
@@ -209,7 +221,7 @@ def begin(
             told.content_of(callers.ranks[0])
         )
         can = Capabilities(part_nbytes=part_nbytes, most_parts=most_parts)
-        store, options = store_told(path, store, leaders_place, format), replace(options, durable=durable)
+        store, options = store_of_leader(path, store, leaders_place, format), replace(options, durable=durable)
         if strategy == BY_MACHINES:
             strategy = IN_PLACE if told.alike else PER_RANK
             if strategy == IN_PLACE:
@@ -240,13 +252,13 @@ def begin(
         raise
 
 
-def _absent(state: Half | None) -> tuple[str, ...]:
+def _absent(state: SavedHalf | None) -> tuple[str, ...]:
     params = state.picture.params.values() if state is not None else ()
     return tuple(param.fqn for param in params if param.summary is None)
 
 
 def _removes(store: Store, staging: Staging, options: SaveOptions, content: str) -> bool:
-    """Whether an older checkpoint goes for this one, which is brought to the disk first then: the older one may be on it."""
+    """Whether the save removes an older checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
     if staging.replaces or options.keep_last is None:
         return staging.replaces
     path = folder_of(store, "keep_last=")
@@ -254,45 +266,47 @@ def _removes(store: Store, staging: Staging, options: SaveOptions, content: str)
 
 
 def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
-    """This rank's small files. Refuses what cannot be saved before anything is written; `extra` counts on the lowest rank."""
-    found = []
+    """The extras of this rank as files; `extra` is taken from the lowest rank. Raises CheckpointError for an unsavable value."""
+    encoded = []
     if callers.rank == callers.ranks[0] and options.extra is not None:
-        found.append(writer.extra(COMMON, options.extra, allow_pickle=options.allow_pickle))
+        encoded.append(writer.extra(COMMON, options.extra, allow_pickle=options.allow_pickle))
     if options.per_rank_extra is not None:
-        name = of_rank(callers.position)
-        found.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
-    return dict(found)
+        name = rank_extra_name(callers.position)
+        encoded.append(writer.extra(name, options.per_rank_extra, allow_pickle=options.allow_pickle))
+    return dict(encoded)
 
 
-def finish(job: Job, notes: Sequence[bytes]) -> None:
-    """On the leader, when all ranks have written and left a note of it: what is known only now, and the folder's name."""
+def finish(job: Job, written: Sequence[bytes]) -> None:
+    """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks."""
     if job.staging is None or job.prepared is None:
-        raise CheckpointError("only the rank that made the folder finishes it")
+        raise CheckpointError("only the rank that began the save in the store can finish it")
     staging, durable, step, keep_last = job.staging, job.options.durable, job.options.step, job.options.keep_last
-    decoded = [decode_note(job.files, note) for note in notes]
+    decoded = [decode_written(job.files, data) for data in written]
     staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
     extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
     rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
     stamp = Stamp(
         token=staging.token,
         sequence=next_sequence(job.store, job.format),
-        step=None if step is None else int(step),  # as JSON has it
+        step=None if step is None else int(step),  # JSON has no numpy integers
         keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,
     )
-    for name, data in job.writer.last(job.prepared, [file.plan for file in job.files], Written(rows, extras), stamp):
+    for name, data in job.writer.last(
+        job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
+    ):
         if name != job.format.judge.manifest:
             staging.put(name, data, durable=durable)
         else:
             staging.commit(name, data, durable=durable)
-    if stamp.keep_last is not None and durable:  # else there was nothing to remove when it began
+    if stamp.keep_last is not None and durable:  # otherwise there was nothing to remove at the beginning
         path = folder_of(job.store, "keep_last=")
         keep_newest(path, Series.of(path, job.prepared.content, stamp.step, stamp.keep_last), stamp.keep_last)
 
 
-def _contents(callers: RankGroup, weights: Half, state: Half | None) -> Contents:
-    """What the checkpoint is to say."""
-    return Contents(
+def _contents(callers: RankGroup, weights: SavedHalf, state: SavedHalf | None) -> CheckpointContents:
+    """The contents of the checkpoint, without tensor elements."""
+    return CheckpointContents(
         world_size=len(callers.ranks),
         params={tensor.fqn: tensor.placement.shape for tensor in weights.tensors},
         aliases={**weights.local.view.aliases, **weights.local.module_values.aliases},
@@ -302,13 +316,13 @@ def _contents(callers: RankGroup, weights: Half, state: Half | None) -> Contents
 
 def _prepared(
     writer: FormatWriter,
-    contents: Contents,
+    contents: CheckpointContents,
     options: SaveOptions,
-    weights: Half,
-    state: Half | None,
+    weights: SavedHalf,
+    state: SavedHalf | None,
     extras: dict[str, bytes],
 ) -> Prepared:
-    """What the lowest rank has to know at the end; adds its small files to `extras`. Refuses what could not be loaded."""
+    """Prepare the save on the lowest rank, and add its small files to `extras`. Refuses values that could not be loaded."""
     if weights.module_values:
         name, data = writer.extra(MODULES, dict(weights.module_values), allow_pickle=options.allow_pickle)
         extras[name] = data
@@ -319,17 +333,17 @@ def _prepared(
     return prepared
 
 
-def encode_note(job: Job, writer: Writer) -> bytes:
-    """What a rank says when it has written its part: the store's receipt, its extra files, and its segments of each file."""
+def encode_written(job: Job, writer: RankWriter) -> bytes:
+    """The results of a rank for the leader: the receipt of the store, its small files, and its segments of each file."""
     extras = json.dumps({name: job.writer.info_of(data) for name, data in job.extras.items()}).encode()
     parts = [writer.receipt, extras]
-    rows = [len(its).to_bytes(_LENGTH, "little") + its.tobytes() for its in writer.rows.values()]
-    return b"".join([*(len(part).to_bytes(_LENGTH, "little") + part for part in parts), *rows])
+    tables = [len(rows).to_bytes(_LENGTH, "little") + rows.tobytes() for rows in writer.rows.values()]
+    return b"".join([*(len(part).to_bytes(_LENGTH, "little") + part for part in parts), *tables])
 
 
-def decode_note(files: Sequence[File], note: bytes) -> tuple[bytes, dict[str, Any], dict[str, Rows]]:
-    """The inverse of `encode_note`."""
-    left = memoryview(note)
+def decode_written(files: Sequence[File], data: bytes) -> tuple[bytes, dict[str, Any], dict[str, Rows]]:
+    """The inverse of `encode_written`."""
+    left = memoryview(data)
 
     def take(nbytes: int) -> memoryview:
         nonlocal left
@@ -346,7 +360,7 @@ def decode_note(files: Sequence[File], note: bytes) -> tuple[bytes, dict[str, An
 
 @contextmanager
 def abandoned_on_failure(job: Job) -> Iterator[None]:
-    """Remove the folder of a save that fails."""
+    """Remove the files of a save that fails inside the block, and release the claim on its path."""
     try:
         yield
     except BaseException:
@@ -358,14 +372,14 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
 
 
 def log_saved(job: Job) -> None:
-    """One line about what was saved."""
-    done = job.saved(0)
+    """Log one line about a save."""
+    saved = job.saved(0)
     if job.leads:
         log.info(
             "saved %s: %d tensors, %d bytes, from %d ranks; without optimizer state: %s",
             job.path,
-            done.num_tensors,
-            done.nbytes,
+            saved.num_tensors,
+            saved.nbytes,
             len(job.callers.ranks),
-            ", ".join(done.absent[:8]) or "none",
+            ", ".join(saved.absent[:8]) or "none",
         )

@@ -1,4 +1,4 @@
-"""What a load is to fill: the model's weights and the optimizer's state, checked against a checkpoint, and memory for them."""
+"""The targets of a load: the model's weights and the optimizer's state, checked against a checkpoint, with memory for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.contents import RECORDS, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.described import full_dict
-from fsdp_optim.checkpoint.module_values import StoredValues
+from fsdp_optim.checkpoint.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.reading import StoredValue, read_constants
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
-from fsdp_optim.formats.base import Reader, StoredTensor
+from fsdp_optim.formats.base import FormatReader, StoredTensor
 from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.layout import Shape
@@ -30,14 +30,17 @@ from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, meet, read_local
-from fsdp_optim.verbs.wanted import Wanted, decide
+from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
 
 _MOST_NAMED = 20  # differences in one error
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The model's parameters and buffers, and the memory that they are read into; and the values of its modules."""
+    """The weights to load, with memory for their elements, and the values of modules.
+
+    `flats`: by local id and saved dtype, a 1-D tensor with the layout of the local parameter.
+    """
 
     local: Local
     picture: Picture
@@ -45,11 +48,11 @@ class Weights:
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    values: StoredValues
+    module_values: StoredModuleValues
 
     @classmethod
     def meet(
-        cls, reader: ModelReader, callers: RankGroup, checkpoint: Reader, asked: LoadOptions, about: str
+        cls, reader: ModelReader, callers: RankGroup, checkpoint: FormatReader, asked: LoadOptions, about: str
     ) -> Weights:
         options = asked.call
         local, picture = meet(
@@ -61,7 +64,7 @@ class Weights:
         used = {one.key for one in stored.values()}
         missing = [fqn for fqn in picture.params if fqn not in stored]
         unexpected = [key for key in checkpoint.model if key not in used]
-        values = StoredValues.find(
+        values = StoredModuleValues.find(
             local.module_values,
             picture,
             checkpoint,
@@ -73,7 +76,7 @@ class Weights:
         unexpected += values.unexpected
         _check_model(checkpoint, local, picture, stored, lacking, unexpected, options.strict, cast=asked.cast)
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
-        slabs = Slabs()  # their own: the state's stay with the optimizer, these do not
+        slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
         for param in local.optim.params:
             flats[param.local_id] = {}
             for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
@@ -82,7 +85,7 @@ class Weights:
                 flats[param.local_id][dtype] = flat
         return cls(local, picture, stored, flats, lacking, tuple(unexpected), values)
 
-    def wanted(self) -> Iterator[StoredValue]:
+    def stored_values(self) -> Iterator[StoredValue]:
         for fqn, param in self.picture.params.items():
             if fqn in self.stored:
                 mine = self.local.by_fqn.get(fqn)
@@ -103,21 +106,21 @@ class Weights:
 def _by_name(
     picture: Picture, local: Local, stored: Mapping[str, StoredTensor], saved_aliases: Mapping[str, str]
 ) -> dict[str, StoredTensor]:
-    """What is stored of each parameter, under any of its names."""
+    """The stored tensor of each parameter, found by any of its names."""
     others: dict[str, list[str]] = {}
     for alias, fqn in local.view.aliases.items():
         others.setdefault(fqn, []).append(alias)
-    found = {}
+    by_fqn = {}
     for fqn in picture.params:
         for name in (fqn, saved_aliases.get(fqn), *others.get(fqn, ())):
             if name is not None and name in stored:
-                found[fqn] = stored[name]
+                by_fqn[fqn] = stored[name]
                 break
-    return found
+    return by_fqn
 
 
 def _check_model(
-    checkpoint: Reader,
+    checkpoint: FormatReader,
     local: Local,
     picture: Picture,
     stored: Mapping[str, StoredTensor],
@@ -127,38 +130,40 @@ def _check_model(
     *,
     cast: bool,
 ) -> None:
-    """Refuse a model that differs, with the list of differences."""
+    """Raise StateError with a list of differences if the model differs from the checkpoint."""
     ways_out = set()
     differences = []
     if strict:
         differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
         differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
         if differences:
-            ways_out.add("strict=False allows those where one side lacks a parameter")
-    for fqn, one in stored.items():
+            ways_out.add("strict=False loads the parameters that both sides have")
+    for fqn, tensor in stored.items():
         shape = picture.params[fqn].placement.shape
         mine = local.by_fqn.get(fqn)
         held = mine.handle.weights() if mine is not None else None
         if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
             differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
-        if shape != one.shape:
-            differences.append(f"{fqn}: shape {list(one.shape)} in the checkpoint, {list(shape)} in the model")
-        dtype = dtype_name(held.dtype) if held is not None else one.dtype
-        if dtype != one.dtype and not (mine is not None and castable(mine.handle, one.dtype, cast=cast)):
-            if mine is not None and castable(mine.handle, one.dtype, cast=True):
+        if shape != tensor.shape:
+            differences.append(f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
+        dtype = dtype_name(held.dtype) if held is not None else tensor.dtype
+        if dtype != tensor.dtype and not (mine is not None and castable(mine.handle, tensor.dtype, cast=cast)):
+            if mine is not None and castable(mine.handle, tensor.dtype, cast=True):
                 ways_out.add("cast=True converts floating dtypes")
-            differences.append(f"{fqn}: {one.dtype} in the checkpoint, {dtype} in the model")
+            differences.append(f"{fqn}: {tensor.dtype} in the checkpoint, {dtype} in the model")
     if differences:
         shown = "\n".join(differences[:_MOST_NAMED])
         more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
         ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
         number = counted_noun(len(differences), "difference")
-        raise StateError(f"{checkpoint.where} is not of this model; nothing was loaded. {number}{ways}:\n{shown}{more}")
+        raise StateError(
+            f"{checkpoint.where} is not a checkpoint of this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
+        )
 
 
 @dataclass(frozen=True)
 class State:
-    """The optimizer's state, and the memory that it is read into."""
+    """The optimizer state to load, with memory for its elements: `flats`, 1-D tensors by local id and name."""
 
     local: Local
     picture: Picture
@@ -166,9 +171,9 @@ class State:
     keys: Mapping[tuple[str, str], str]
     optim: Mapping[str, StoredTensor]
     fit: Fit
-    plan: Wanted
+    load_plan: LoadPlan
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
-    weights: Mapping[str, StoredTensor]  # whose dtypes state values may follow; empty where they keep their own
+    weights: Mapping[str, StoredTensor]  # state values may follow their dtypes; empty without `cast`
 
     @classmethod
     def meet(
@@ -176,7 +181,7 @@ class State:
         reader: ModelReader,
         optim: Optimizers,
         callers: RankGroup,
-        checkpoint: Reader,
+        checkpoint: FormatReader,
         options: LoadOptions,
         weights: Weights,
     ) -> State:
@@ -192,18 +197,21 @@ class State:
         names = live.names
         keys: dict[tuple[str, str], str] = {}
         with distrusted(f"{checkpoint.where}: the optimizer"):
-            given = full_dict(_Saved(checkpoint), _description(checkpoint, options), names, keys)
-        full = normalize(given, names)
+            as_dict = full_dict(_CheckpointFiles(checkpoint), _description(checkpoint, options), names, keys)
+        full = normalize(as_dict, names)
         full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
-        plan = decide(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
+        load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
         slabs = Slabs()
-        flats = {p.local_id: allocate(p, summary, callers.rank, plan.missing, slabs) for p, summary in plan.given}
+        flats = {
+            p.local_id: allocate(p, summary, callers.rank, load_plan.missing, slabs)
+            for p, summary in load_plan.receiving
+        }
         stored = weights.stored if options.cast else {}
-        return cls(local, picture, full, keys, checkpoint.optim, fit, plan, flats, stored)
+        return cls(local, picture, full, keys, checkpoint.optim, fit, load_plan, flats, stored)
 
-    def wanted(self) -> Iterator[StoredValue]:
+    def stored_values(self) -> Iterator[StoredValue]:
         for fqn, param in self.picture.params.items():
             for name, value in self.full.state.get(fqn, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
@@ -219,40 +227,43 @@ class State:
 
     @property
     def cast(self) -> frozenset[tuple[str, str]]:
-        """The (FQN, name) that this rank's optimizer gets in another dtype than they were saved in."""
-        found: set[tuple[str, str]] = set()
-        for param, summary in self.plan.given if self.weights else ():
+        """The (FQN, name) of values that this rank's optimizer gets in another dtype than the saved one."""
+        cast: set[tuple[str, str]] = set()
+        for param, summary in self.load_plan.receiving if self.weights else ():
             for name, dtype in summary.dtypes.items():
                 if state_dtype(self.local.optim, param, name, dtype, self.weights) != dtype:
-                    found |= {(fqn, name) for fqn in param.named.fqns}
-        return frozenset(found)
+                    cast |= {(fqn, name) for fqn in param.named.fqns}
+        return frozenset(cast)
 
     def dict_of(self) -> Shard | list[Shard]:
         flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats
-        return self.plan.dict_of(flats, self.full.groups, self.full.extra)
+        return self.load_plan.dict_of(flats, self.full.groups, self.full.extra)
 
 
 def check_filled(full: FullState, summaries: Summaries) -> None:
-    """Memory comes uninitialised: what is allocated for has to be read from a file, which a tensor without memory stands for."""
+    """Raise StateError for a sharded value that no file contains, because its uninitialised memory would stay so.
+
+    Values that files contain are meta tensors in `full`.
+    """
     for fqn, summary in summaries.items():
         for name, _ in summary.sharded:
             if not full.state[fqn][name].is_meta:
                 raise StateError(
-                    f"{fqn}: {name} would be cut like the parameter, but it is in no file as a tensor of its shape"
+                    f"{fqn}: {name} would be cut like the parameter, but no file has it as a tensor of the parameter's shape"
                 )
 
 
-def _description(checkpoint: Reader, options: LoadOptions) -> OptimDescription:
+def _description(checkpoint: FormatReader, options: LoadOptions) -> OptimDescription:
     if not checkpoint.has_optim:
         raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
     return checkpoint.description(allow_pickle=options.allow_pickle, records=RECORDS)
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """Those of a checkpoint."""
+class _CheckpointFiles:
+    """The `StateFiles` of a checkpoint."""
 
-    checkpoint: Reader
+    checkpoint: FormatReader
 
     def described(self, key: str) -> tuple[Shape, str]:
         stored = _stored(self.checkpoint, key)
@@ -262,7 +273,7 @@ class _Saved:
         return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
 
 
-def _stored(checkpoint: Reader, key: str) -> StoredTensor:
+def _stored(checkpoint: FormatReader, key: str) -> StoredTensor:
     if key not in checkpoint.optim:
-        raise CheckpointError(f"{checkpoint.where}: its description names {key}, which is in no file")
+        raise CheckpointError(f"{checkpoint.where}: the description of the optimizer names {key}, which is in no file")
     return checkpoint.optim[key]

@@ -1,4 +1,4 @@
-"""This rank's part of a checkpoint's files: its runs, written to their place, and what was written."""
+"""This rank's part of a save: the extents that it writes, and their checksums."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from functools import partial
 import numpy
 
 from fsdp_optim.checkpoint.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on
+from fsdp_optim.checkpoint.local_extents import (
+    ExtentsByFile,
+    LocalExtent,
+    LocalMemory,
+    clipped,
+    in_host_memory,
+    ranges_of,
+)
 from fsdp_optim.checkpoint.parts import Stretch
-from fsdp_optim.checkpoint.runs import LocalMemory, Run, Runs, clipped, in_host_memory, runs_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
@@ -20,16 +27,16 @@ from fsdp_optim.plan import Copy, clip_to_source, copies_of
 from fsdp_optim.storage.base import StoreWriter
 
 
-class Writer:
-    """Writes this rank's part of some files, and keeps the checksums of what it wrote, by file.
+class RankWriter:
+    """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
-    `hand`: this rank's hand in the store; `receipt`: what it gave when it had finished. `stretches`: this rank's bytes of values
-    whose files are put in parts.
+    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`: the bytes that this
+    rank uploads of values whose files go to the store in parts.
     """
 
     def __init__(
         self,
-        hand: StoreWriter,
+        store_writer: StoreWriter,
         files: Sequence[File],
         rank: int,
         *,
@@ -38,7 +45,7 @@ class Writer:
         stretches: Mapping[Key, Stretch],
     ) -> None:
         self.nbytes = 0
-        self.hand, self.receipt = hand, b""
+        self.store_writer, self.receipt = store_writer, b""
         self._files = {file.name: file for file in files}
         self._starts: dict[Key, tuple[str, int]] = {
             value.key: (file.name, start)
@@ -52,40 +59,42 @@ class Writer:
 
     @property
     def rows(self) -> dict[str, Rows]:
-        """The segments of what was written, by file."""
-        return {name: numpy.concatenate([rows_of(()), *its]) for name, its in self._rows.items()}
+        """The written segments, by file."""
+        return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
 
-    def runs_of(self, parts: Sequence[Slice]) -> dict[str, list[Run]]:
-        """Which of this rank's elements of some tensors it has to write, and where."""
-        runs: dict[str, list[Run]] = {}
+    def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
+        """The extents that this rank has to write of some parts, by file."""
+        extents: dict[str, list[LocalExtent]] = {}
         for part in parts:
             if part.flat is None and part.start:
-                continue  # all of it is in windows before
+                continue  # earlier windows contain all of it
             (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
             memory = LocalMemory(part.flat) if part.flat is not None else None
             stretch = self._stretches.get(part.value.key)
             if isinstance(part.cut, FlatRuns):
                 if stretch is not None and memory is not None and part.flat is not None:
-                    run = memory.run(begin + (stretch.first + part.start) * itemsize, 0, part.flat.numel())
+                    extent = memory.extent(begin + (stretch.first + part.start) * itemsize, 0, part.flat.numel())
                     offset = self._files[name].plan.offset
-                    runs.setdefault(name, []).append(clipped(run, stretch.start - offset, stretch.stop - offset))
+                    extents.setdefault(name, []).append(clipped(extent, stretch.start - offset, stretch.stop - offset))
                 continue
             for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
                     raise CheckpointError(
-                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of it, but {copy.numel} to write"
+                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of this value, but has to write "
+                        f"{copy.numel}"
                     )
-                runs.setdefault(name, []).extend(
-                    memory.run(begin + (base + target) * itemsize, source, numel)
+                extents.setdefault(name, []).extend(
+                    memory.extent(begin + (base + target) * itemsize, source, numel)
                     for piece in clip_to_source(copy, part.start, part.start + part.flat.numel())
-                    for source, target, numel in runs_of(piece)
+                    for source, target, numel in ranges_of(piece)
                 )
-        return runs
+        return extents
 
     def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
-        """What this rank writes of a value, as copies to storage, each with the element at which its part of storage begins.
+        """The copies to storage that this rank writes of a value, each with the first element of its part of storage.
 
-        Where several ranks could write a small value, its place in the file decides: neighbours are written by one of them.
+        Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
+        values.
         """
         stored = stored_on(part.cut, part.value.nbytes)
         replica = start // WRITTEN_TOGETHER % part.cut.num_replicas
@@ -96,21 +105,21 @@ class Writer:
             self._planned[key] = [(offset_in_storage(stored, copy.target_rank), copy) for copy in mine]
         return self._planned[key]
 
-    def write(self, runs: Runs) -> None:
-        """Write runs to their place."""
-        for name, its in runs.items():
+    def write(self, extents_by_file: ExtentsByFile) -> None:
+        """Write extents to their files."""
+        for name, extents in extents_by_file.items():
             file = self._files[name].plan
-            section = DataSection(name, partial(self.hand.write, name), file.offset, file.tensors_in)
-            for batch in in_host_memory(its, self._budget):
-                batch.bring()
+            section = DataSection(name, partial(self.store_writer.write, name), file.offset, file.tensors_in)
+            for batch in in_host_memory(extents, self._budget):
+                batch.copy_to_host()
                 grid = file.segment_nbytes if self._checksums else 0
                 self._rows[name].append(write_extents(section, batch.extents, grid))
                 self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
     def finish(self) -> None:
-        """Return when what was written is there, and on the disk, where it has to be durable."""
-        self.receipt = self.hand.finish()
+        """Return when all writes are complete, and on the disk if the save is durable."""
+        self.receipt = self.store_writer.finish()
 
     def discard(self) -> None:
-        """Let go of the files, whatever they say, after a failure."""
-        self.hand.discard()
+        """Close the files after a failure. Raises nothing."""
+        self.store_writer.discard()

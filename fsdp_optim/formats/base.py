@@ -1,27 +1,27 @@
-"""What a checkpoint format is: how its files are recognised, read and written. Protocols of one screen each.
+"""The protocols of a checkpoint format, which recognises, reads and writes the files of a checkpoint; one screen each.
 
-Reading. Every rank does the same, and each reads only the bytes that it needs:
+Reading. All ranks make the same calls, and each rank reads only the bytes that it needs:
 
-    format.recognises(opened)                     # a look: is this one of mine?
-    reader = format.open(opened, verify=...)      # what there is: names, dtypes, where elements lie; raises CheckpointError
+    format.recognises(opened)                     # a quick look: are the files of this format?
+    reader = format.open(opened, verify=...)      # names, dtypes, places of elements; raises CheckpointError
     reader.model, reader.optim                    # tensors by key, without their elements
     reader.description(...)                       # the optimizer's state, without the elements of tensors
-    reader.read(extents)                          # as often as needed, into memory that is there
+    reader.read(extents)                          # as often as needed, into memory of the caller
     reader.extra(name)                            # the trainer's values
-    reader.check_unchanged()                      # when all is read
+    reader.check_unchanged()                      # after the last read
     reader.close()
 
-Writing. One rank leads. It prepares; the other ranks get `prepared.shared`, a text; every rank plans the same files and writes
-its own bytes into them; the leader puts what is known only at the end:
+Writing. One rank leads and prepares; the other ranks get `prepared.shared`, a string. Every rank plans the same files and
+writes its own bytes into them. At the end the leader puts the files that depend on all others:
 
     writer = format.writer()
-    prepared = writer.prepare(contents, ...)      # the leader, before anything is written; raises for what no reader takes
+    prepared = writer.prepare(contents, ...)      # the leader, before anything is written; refuses unreadable values
     files = writer.files(half, tensors, shared)   # every rank: the model's files, then the optimizer's
     name, data = writer.extra(name, value, ...)   # every rank: small files of its own
     for name, data in writer.last(prepared, files, written, stamp): ...     # the leader; the last of them is the manifest
 
-A stored tensor has a placement like any other: storage is modelled as ranks with negative numbers, and each of them has its
-elements in one run of bytes of one file.
+A stored tensor has a placement like any other tensor. In this placement storage is modelled as ranks with negative numbers; the
+elements of each such rank are one range of bytes of one file.
 """
 
 from __future__ import annotations
@@ -41,32 +41,33 @@ from fsdp_optim.storage.base import Judge, Opened
 Half = Literal["model", "optim"]
 
 
-def replaced(where: str) -> ReplacedError:
-    """The error of a reader whose checkpoint another save has put its own in the place of."""
+def replaced_error(where: str) -> ReplacedError:
+    """The error of a reader when another save has replaced its checkpoint."""
     return ReplacedError(
-        f"{where}: was replaced by another checkpoint again and again while it was loaded: load it when nobody saves to it"
+        f"{where}: was replaced by another checkpoint again and again during the load: load when no process saves to this path"
     )
 
 
 COMMON, MODULES = "common", "model"
-"""Names of extras: the trainer's values, and what modules have besides parameters and buffers."""
+"""Names of extras: the values of the trainer, and the values of modules besides parameters and buffers."""
 
 
-def of_rank(position: int) -> str:
-    """The name of the extra of one rank, by its place among those that saved."""
+def rank_extra_name(position: int) -> str:
+    """The name of the extra of one rank. `position`: the index of the rank among the ranks that saved."""
     return f"rank-{position:05}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a checkpoint: not its elements, but where they are.
+    """The place of one tensor of a checkpoint, without its elements.
 
     Attributes:
-        key: its name in its half.
-        dtype: torch's name of it.
-        file, start: its file, and the byte at which it begins, counted as the format's `read` counts; of the first chunk.
-        short_nbytes: shorter runs of bytes cost too much to read by themselves.
-        chunks: where several ranks of storage have its elements, each one's file and byte; None: one has all of them.
+        key: the name of the tensor in its half.
+        dtype: torch's name of the dtype, such as "float32".
+        shape: the global shape.
+        file, start: the file of the first chunk, and the byte at which the chunk begins, counted as the format's `read` counts.
+        short_nbytes: a range of fewer bytes than this costs too much to read by itself.
+        chunks: the files and bytes of all ranks of storage, if several have elements of the tensor; None if one has all.
     """
 
     key: str
@@ -83,43 +84,44 @@ class StoredTensor:
 
     @property
     def placement(self) -> Placement:
-        """Where its elements are, on ranks of storage."""
+        """The placement of the elements on ranks of storage."""
         return self.chunks.placement if self.chunks is not None else Whole(self.shape, (STORAGE,))
 
     def place_on(self, rank: int) -> tuple[str, int]:
-        """The file, and the byte at which the elements of one of the ranks of storage begin."""
+        """The file in which the elements of one rank of storage are, and the byte at which they begin."""
         return self.chunks.at[rank] if self.chunks is not None else (self.file, self.start)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A tensor in several pieces. `at`: by rank of storage, the file and the byte at which its elements begin, row-major."""
+    """The places of a tensor in several pieces. `at`: by rank of storage, its file and the byte at which its elements begin."""
 
     placement: Placement
     at: Mapping[int, tuple[str, int]]
 
 
 class ExtraValues(Protocol):
-    """One value that a trainer gave, read and not decoded yet."""
+    """One value of the trainer, which has been read but not decoded."""
 
     def decoded(self, *, allow_pickle: bool) -> Any:
-        """The value. Raises CheckpointError for a pickle, unless it is allowed."""
+        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
-        """The same, with `codec.Withheld` in the place of each item of a dict that needs a pickle which is not allowed."""
+        """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
 
 
-class Reader(Protocol):
-    """A checkpoint that is open. Nothing in it is trusted: what is damaged is a CheckpointError that names the file.
+class FormatReader(Protocol):
+    """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file.
 
     Attributes:
-        model, optim: tensors by key: parameters and buffers by FQN; those of the description.
-        aliases: other names of parameters and buffers, each with the one that is stored.
-        extras: the names of the extras that there are.
+        model: the tensors of parameters and buffers, by FQN.
+        optim: the tensors of the optimizer's state, by the keys in the description.
+        aliases: other names of parameters and buffers, each with the stored name.
+        extras: the names of the stored extras.
         has_optim: whether an optimizer was saved.
-        world_size: how many ranks saved it; 0 where that is not known.
-        step: what the trainer gave.
-        identity: what differs between two checkpoints, as JSON values: ranks compare it.
+        world_size: the number of ranks that saved; 0 if unknown.
+        step: the `step` that was given to `save`.
+        identity: JSON values that differ between any two checkpoints. Ranks compare them.
     """
 
     @property
@@ -140,35 +142,35 @@ class Reader(Protocol):
     def identity(self) -> Mapping[str, Any]: ...
     @property
     def where(self) -> str:
-        """Where it was opened."""
+        """The name of the place of the checkpoint."""
 
     def named(self, name: str) -> str:
-        """One of its files, for errors."""
+        """The name of one file in words for users."""
 
     def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
-        """The optimizer. `records`: dataclasses that may be in it, by name."""
+        """The description of the optimizer. `records`: the dataclasses that may occur in the description, by name."""
 
     def extra(self, name: str, *, verify: bool) -> ExtraValues:
-        """One of the extras."""
+        """The extra of this name."""
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Fill memory from ranges of files, by name; `did_read` hears of the bytes as they come."""
+        """Fill memory from ranges of files, given by file name. `did_read` is called with the number of bytes after each read."""
 
-    def verified(self) -> Reader:
-        """The same checkpoint, read with verification. It is closed with this one."""
+    def verified(self) -> FormatReader:
+        """The same checkpoint, read with verification. Closing this reader closes both."""
 
     def check_unchanged(self) -> None:
-        """Raise ReplacedError where another checkpoint was written over this one since it was opened."""
+        """Raise ReplacedError if another checkpoint was written over this one since it was opened."""
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A tensor that is to be written: its key, torch's name of its dtype, its shape."""
+class PlannedTensor:
+    """A tensor that will be written: its key, torch's name of its dtype, and its global shape."""
 
     key: str
     dtype: str
@@ -180,17 +182,17 @@ class PlannedFile:
     """One file to write.
 
     Attributes:
-        head: its first bytes, which whoever makes the file writes.
-        tensors, starts: its tensors in the order of their bytes, and where each begins behind the head.
-        nbytes_of_data: how many bytes follow the head.
-        segment_nbytes: the length of the segments that are hashed as they are written; 0: nothing is.
-        tensors_in: the names of the tensors in a range of the data, for errors.
+        head: the first bytes of the file, which the process that creates the file writes.
+        tensors, starts: the tensors in the order of their bytes, and the byte after the head at which each tensor begins.
+        nbytes_of_data: the number of bytes after the head.
+        segment_nbytes: the length of the segments that are hashed during the write, in bytes; 0: no hashes.
+        tensors_in: a function that names the tensors in a range [start, stop) of the data, for errors.
     """
 
     name: str
     half: Half
     head: bytes = field(repr=False)
-    tensors: tuple[Planned, ...] = field(repr=False)
+    tensors: tuple[PlannedTensor, ...] = field(repr=False)
     starts: tuple[int, ...]
     nbytes_of_data: int
     segment_nbytes: int
@@ -198,7 +200,7 @@ class PlannedFile:
 
     @property
     def offset(self) -> int:
-        """Where its data begins."""
+        """The byte of the file at which the data begins."""
         return len(self.head)
 
     @property
@@ -207,8 +209,10 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a checkpoint is to say. `params`: the tensors of the model, by key; `optim`: None: there is no optimizer."""
+class CheckpointContents:
+    """The content of a new checkpoint without tensor elements. `params`: the shapes of the model's tensors, by key. `optim`: None
+    if no optimizer is saved.
+    """
 
     world_size: int
     params: Mapping[str, Shape]
@@ -218,14 +222,14 @@ class Contents:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the leader has made of it before anything is written.
+    """The result of `FormatWriter.prepare`, before anything is written.
 
     Attributes:
-        content: alike for checkpoints of the same parameters, with or without an optimizer.
-        shared: what every rank needs to plan the files.
-        files: small files that the leader writes with its own.
-        description: the optimizer as a reader will read it.
-        document: whatever the format needs at the end.
+        content: a string that is equal for two checkpoints of the same parameters that both have, or both lack, an optimizer.
+        shared: a string that every rank needs to plan the files.
+        files: small files that the leader writes.
+        description: the optimizer's description as a reader will read it; None if there is no optimizer to check.
+        document: any object that the format itself needs in `last`.
     """
 
     content: str
@@ -237,7 +241,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What only the end of a save shows: its token, its number in the folder, and what it was asked for."""
+    """The facts of a save that are known only at its end. `sequence`: the number of the checkpoint among those of its folder."""
 
     token: str
     sequence: int
@@ -247,41 +251,41 @@ class Stamp:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What all ranks have written. `rows`: by file, the segments of each rank; `extras`: by file, what `Writer.info_of` gave."""
+class WrittenFiles:
+    """The results of all ranks. `rows`: by file, the segments of each rank; `extras`: by file, the results of `info_of`."""
 
     rows: Mapping[str, Sequence[Rows]]
     extras: Mapping[str, Any]
 
 
-class Writer(Protocol):
-    """How one save is written. Made on every rank; what it plans is the same on all of them."""
+class FormatWriter(Protocol):
+    """The plan of the files of one save. Every rank makes one, and plans the same files with it."""
 
-    def prepare(self, contents: Contents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        """Refuse what cannot be written, and encode what is small. Raises CheckpointError that names it."""
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        """Encode the small values. Raises CheckpointError that names a value which cannot be written."""
 
-    def copied(self, reader: Reader) -> Prepared | None:
-        """As `prepare`, of a checkpoint of the same format, without decoding it; None for another format's."""
+    def copied(self, reader: FormatReader) -> Prepared | None:
+        """As `prepare`, but copied from a checkpoint of the same format without decoding; None for another format."""
 
     def files(
-        self, half: Half, tensors: Sequence[Planned], shared: str, *, most_nbytes: int, num_ranks: int
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        """The tensors of one half in files of at most `most_nbytes` each, or one tensor that is larger; in this order."""
+        """Plan files for the tensors of one half, in this order: at most `most_nbytes` in each file, or one larger tensor."""
 
     def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
-        """One of the extras as a file: its name and bytes. Raises CheckpointError that names a part that cannot be saved."""
+        """Encode one extra as a file; return its name and bytes. Raises CheckpointError that names an unsavable part."""
 
     def info_of(self, data: bytes) -> Any:
-        """What `last` has to know of a small file that a rank has written, as JSON values."""
+        """The facts about a small file that `last` needs, as JSON values."""
 
     def last(
-        self, prepared: Prepared, files: Sequence[PlannedFile], written: Written, stamp: Stamp
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
-        """The files that are known only now, by name. The last of them is the manifest: all before is there when it is put."""
+        """Yield the names and bytes of the files that depend on all others. The last one is the manifest."""
 
 
 class Format(Protocol):
-    """One format of checkpoints. `name`: how users call it; `judge`: what a store asks before it removes anything."""
+    """One format of checkpoints. `name`: its name for users; `judge`: the object that stores ask before they remove anything."""
 
     @property
     def name(self) -> str: ...
@@ -289,13 +293,13 @@ class Format(Protocol):
     def judge(self) -> Judge[Any]: ...
 
     def recognises(self, opened: Opened) -> bool:
-        """Whether what is open is of this format, damaged or not. Raises nothing."""
+        """Whether an open checkpoint is of this format, damaged or not. Raises nothing."""
 
-    def open(self, opened: Opened, *, verify: bool) -> Reader:
-        """Read it. Raises CheckpointError for what is damaged, or is no checkpoint."""
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+        """Open a checkpoint for reading. Raises CheckpointError if it is damaged or is not a checkpoint."""
 
-    def writer(self) -> Writer:
-        """For one save. Raises CheckpointError where the format is only read."""
+    def writer(self) -> FormatWriter:
+        """The writer for one save. Raises CheckpointError if the format can only be read."""
 
     def sequence_in(self, opened: Opened) -> int:
-        """The number of a checkpoint in its folder; 0 where there is none, or it is not known. Raises nothing."""
+        """The number of a checkpoint among those of its folder; 0 if unknown. Raises nothing."""

@@ -1,4 +1,4 @@
-"""Bytes of tensors of bools: each is 0 or 1. Another one is true for some operations and equal to nothing for others."""
+"""Checks of the bytes of bool tensors. A byte other than 0 and 1 is True for some operations and equal to nothing for others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fsdp_optim.formats.header import Entry
 from fsdp_optim.memory import is_plain
 
 BOOL = "BOOL"
-"""How a header calls their dtype."""
+"""The name of the bool dtype in a header."""
 
 
 def check_bools(path: str, entries: Sequence[Entry], extents: Sequence[Extent]) -> None:
-    """Refuse other bytes in ranges of a file's data section. `entries`: its tensors of bools, in the order of their bytes.
+    """Refuse bytes other than 0 and 1 in ranges of a file's data section. `entries`: the bool tensors in the order of their
+    bytes.
 
     Raises CheckpointError that names the file and the tensor.
     """
@@ -31,19 +32,19 @@ def check_bools(path: str, entries: Sequence[Entry], extents: Sequence[Extent]) 
 
 
 def check_bytes(path: str, key: str, data: bytes | memoryview) -> None:
-    """Refuse other bytes in one tensor. Raises CheckpointError."""
-    found = int(numpy.frombuffer(data, dtype=numpy.uint8).max(initial=0))
-    if found > 1:
+    """Refuse bytes other than 0 and 1 in the data of one bool tensor. Raises CheckpointError."""
+    largest = int(numpy.frombuffer(data, dtype=numpy.uint8).max(initial=0))
+    if largest > 1:
         raise CheckpointError(
-            f"{path}: {key} is of bools, and a byte of it is {found}, neither 0 nor 1: it was damaged, or is not written as it "
-            "should be; load another checkpoint"
+            f"{path}: {key} is a bool tensor, and one of its bytes is {largest}, neither 0 nor 1: the file was damaged or is not "
+            "written as it should be; load another checkpoint"
         )
 
 
 def check_bools_of(where: str, value: torch.Tensor) -> None:
-    """Refuse to save what would not be loaded. Raises CheckpointError that names it."""
+    """Refuse to save a bool tensor that no load would accept. Raises CheckpointError that names the tensor."""
     local = value.to_local() if hasattr(value, "to_local") else value
     if value.dtype is torch.bool and is_plain(local) and bool((local.detach().view(torch.uint8) > 1).any()):
         raise CheckpointError(
-            f"{where}: is a tensor of bools with bytes other than 0 and 1, which no load takes: save value.view(torch.uint8) != 0"
+            f"{where}: is a bool tensor with bytes other than 0 and 1, which no load accepts: save value.view(torch.uint8) != 0"
         )

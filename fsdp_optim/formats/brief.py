@@ -1,6 +1,7 @@
-"""The brief at the beginning of a manifest: enough to order the checkpoints of a folder and to tell which are alike.
+"""The brief at the beginning of a manifest: the facts that order the checkpoints of a folder and group them into series.
 
-It is read without the rest of the manifest, which is large where a model has many parameters. Nothing in it is trusted.
+A reader can read the brief without the rest of the manifest, which is large for models with many parameters. No content is
+trusted.
 """
 
 from __future__ import annotations
@@ -20,24 +21,23 @@ from fsdp_optim.formats.json_text import without_duplicates
 from fsdp_optim.storage.base import check_name
 
 MOST_NBYTES = 1 << 20
-"""Bytes at the beginning of a manifest in which a brief ends, or the whole manifest is read instead."""
+"""The most bytes of a brief. If a brief does not end within them, the whole manifest is read."""
 
-# The brief is the first of all keys when they are sorted, so that it is where the manifest begins.
+# "brief" sorts before all other keys, so that the manifest begins with the brief.
 _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
 
 
 class Brief(Struct, frozen=True):
-    """What a checkpoint says of itself, in short.
+    """The summary of a manifest.
 
     Attributes:
-        version: of the format.
-        sequence: higher than that of every checkpoint that was in the folder; 0 where a version without it has saved.
-        step: what the trainer gave.
-        keep_last: what the save was asked for.
-        created_ns: by the clock of the machine that saved.
-        token: no other save has it.
-        content: alike for checkpoints with the same names of parameters, and with or without an optimizer.
-        files: the size of each file.
+        version: the version of the format.
+        sequence: a number above that of every earlier checkpoint of the folder; 0 if an older version of the library saved.
+        step, keep_last: the arguments of `save`.
+        created_ns: the time on the clock of the machine that saved, in nanoseconds since the epoch.
+        token: a string that no other save has.
+        content: a string that is equal for two checkpoints of the same parameters that both have, or both lack, an optimizer.
+        files: the size of each file in bytes.
     """
 
     version: int
@@ -52,17 +52,17 @@ class Brief(Struct, frozen=True):
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """Sorts checkpoints of one folder, the oldest first."""
+        """The key that sorts checkpoints of one folder by age, the oldest first."""
         return self.sequence, -1 if self.step is None else self.step, self.created_ns, self.token
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The brief as JSON values, with its checksum."""
         values: dict[str, Any] = msgspec.to_builtins(self)
         return values | {"xxh3_64": hex_of(_canonical(values))}
 
     @classmethod
-    def read(cls, where: str, values: Any) -> Brief:
-        """The inverse of `written`. Raises CheckpointError where it is not what was saved, or not of the right types."""
+    def from_json(cls, where: str, values: Any) -> Brief:
+        """The inverse of `to_json`. Raises CheckpointError if the checksum or a type is wrong."""
         with distrusted(where):
             rest = {name: value for name, value in values.items() if name != "xxh3_64"}
             if hex_of(_canonical(rest)) != values["xxh3_64"]:
@@ -74,7 +74,7 @@ class Brief(Struct, frozen=True):
 
 
 def content_of(names: Collection[str], *, has_optim: bool) -> str:
-    """Stands for the names of a checkpoint's parameters, and for whether it has an optimizer."""
+    """A hash of the names of a checkpoint's parameters, and of whether the checkpoint has an optimizer."""
     return hex_of(_canonical([sorted(names), has_optim]))
 
 
@@ -83,8 +83,8 @@ def _canonical(value: Any) -> bytes:
 
 
 def brief_in(where: str, beginning: bytes) -> Brief | None:
-    """The brief in the first bytes of a manifest; None where there is none, or it does not end there."""
-    text = beginning.decode("latin-1")  # what a brief is made of is ASCII, wherever the bytes were cut
+    """The brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
+    text = beginning.decode("latin-1")  # a brief is ASCII, wherever the bytes were cut
     begins = _BEGINS.match(text)
     if begins is None:
         return None
@@ -92,4 +92,4 @@ def brief_in(where: str, beginning: bytes) -> Brief | None:
         values, _ = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, begins.end())
     except (ValueError, RecursionError, MemoryError):
         return None
-    return Brief.read(where, values)
+    return Brief.from_json(where, values)

@@ -1,4 +1,4 @@
-"""A finished checkpoint, opened: its manifest, and where in which file every tensor is. Nothing in it is trusted."""
+"""The reader of this library's own format: the manifest of a checkpoint, and the place of every tensor. No content is trusted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import StoredTensor, replaced
+from fsdp_optim.formats.base import StoredTensor, replaced_error
 from fsdp_optim.formats.bools import BOOL, check_bools
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.description import OptimDescription, decoded
@@ -27,21 +27,21 @@ MOST_INDEX_NBYTES = 1 << 28
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
 DESCRIPTION_FILE = "extra/optim.safetensors"
-"""The file of the optimizer's description, where there are tensors in that."""
+"""The file of the optimizer's description, if the description contains tensors."""
 
 
 def file_of_extra(name: str) -> str:
-    """The file of one of the extras."""
+    """The file name of an extra."""
     return f"{_EXTRA}{name}{_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One safetensors file: its tensors, and where its data begins.
+    """One safetensors file: its tensors, and the byte at which its data begins.
 
     Attributes:
-        sums: the checksum of its table of checksums; None: nothing is to be verified.
-        num_segments: of that table.
+        sums: the checksum of the file's table of checksums; None: the file is not verified.
+        num_segments: the number of segments in that table.
     """
 
     name: str
@@ -52,18 +52,18 @@ class StoredFile:
 
     @cached_property
     def bools(self) -> tuple[Entry, ...]:
-        """The tensors of bools, in the order of their bytes."""
+        """The bool tensors, in the order of their bytes."""
         return tuple(entry for entry in self.header.entries if entry.code == BOOL)
 
     @property
     def short_nbytes(self) -> int:
-        """Runs that are shorter cost too much to read by themselves: the rest of their segments comes with them."""
+        """A range of fewer bytes costs too much to read by itself, because whole segments are read."""
         if not self.num_segments:
             return _SHORT_NBYTES
         return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // self.num_segments)
 
     def table(self, opened: Opened) -> Sums | None:
-        """The table of checksums, read when it is needed: those of all files at once are large."""
+        """The table of checksums, read on demand, because the tables of all files together are large."""
         if self.sums is None:
             return None
         name = sums_of(self.name)
@@ -75,9 +75,9 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The `Reader` of this library's own format. To be closed after use.
+    """The `FormatReader` of this library's own format. The caller closes it after use.
 
-    `opened`: its files, from which everything is read, whatever takes their place meanwhile.
+    `opened`: the open files, which stay readable when another checkpoint replaces them.
     """
 
     opened: Opened
@@ -91,28 +91,28 @@ class Checkpoint:
 
     @classmethod
     def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
-        """Read the manifest and all headers. Raises CheckpointError that names the file that is not as it was saved."""
+        """Read the manifest and all headers. Raises CheckpointError that names the damaged file."""
         version = opened.version_of(NAME)
         manifest = manifest_in(opened)
         files: dict[str, StoredFile] = {}
-        found: dict[str, dict[str, StoredTensor]] = {"model": {}, "optim": {}}
+        halves: dict[str, dict[str, StoredTensor]] = {"model": {}, "optim": {}}
         for name, info in manifest.files.items():
             if name.startswith("extra/") or name.endswith(".json"):
                 continue
             stem = name.split("-")[0].split(".")[0]
-            if stem not in found:
+            if stem not in halves:
                 raise CheckpointError(
-                    f"{opened.where}: the manifest names {name}, which is neither the model's nor the optimizer's"
+                    f"{opened.where}: the manifest names {name}, which is a file of neither the model nor the optimizer"
                 )
             file = files[name] = _open_file(opened, name, info, verify=verify)
-            short, tensors = file.short_nbytes, found[stem]
+            short, tensors = file.short_nbytes, halves[stem]
             for entry in file.header.entries:
                 if entry.key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
                 tensors[entry.key] = StoredTensor(entry.key, entry.dtype, entry.shape, name, entry.start, short)
-        for stem, tensors in found.items():
+        for stem, tensors in halves.items():
             _check_index(opened, stem, manifest, tensors, verify=verify)
-        return cls(opened, manifest, files, found["model"], found["optim"], verify, version)
+        return cls(opened, manifest, files, halves["model"], halves["optim"], verify, version)
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -133,7 +133,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        return self.manifest.short.step
+        return self.manifest.effective_brief.step
 
     def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
@@ -143,32 +143,32 @@ class Checkpoint:
         return decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self.opened.close()
 
     @property
     def where(self) -> str:
-        """Where it was opened."""
+        """The name of the place of the checkpoint."""
         return self.opened.where
 
     def named(self, name: str) -> str:
-        """One of its files, for errors."""
+        """The name of one file in words for users."""
         return self.opened.named(name)
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What differs between two checkpoints; and, because it decides how tensors are read, the segments of their files."""
+        """Values that differ between two checkpoints, and the numbers of segments, which decide how ranks read the tensors."""
         nums = {name: file.num_segments for name, file in self.files.items()}
         return {"token": self.manifest.token, "checksum": self.manifest.checksum, "segments": nums}
 
     def check_unchanged(self) -> None:
-        """Raise ReplacedError where another manifest was written into this folder since it was opened.
+        """Raise ReplacedError if another manifest was written into this folder since the checkpoint was opened.
 
-        A folder that lost its path or its files while they were open is as good as before.
+        A folder that lost its path or its files stays readable, because they are open.
         """
         version = self.opened.version_of(NAME)
         if version is not None and version != self._manifest_version:
-            raise replaced(self.where)
+            raise replaced_error(self.where)
 
     def extra(self, name: str, *, verify: bool) -> Extra:
         return self._extra(file_of_extra(name), verify=verify)
@@ -176,45 +176,45 @@ class Checkpoint:
     def _extra(self, name: str, *, verify: bool) -> Extra:
         if name not in self.manifest.files:
             raise CheckpointError(f"{self.where}: the manifest does not name {name}")
-        with self._replacement_told():
+        with self._noticing_replacement():
             return read_extra(self.opened, name, self.manifest.files[name], verify=verify)
 
     def small_file(self, name: str) -> bytes:
-        """The file of an extra, or of the description, as it is, verified."""
+        """The verified bytes of the file of an extra or of the description."""
         self._extra(name, verify=True)
-        with self._replacement_told():
+        with self._noticing_replacement():
             return self.opened.read_whole(name, self.manifest.files[name].nbytes)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Fill memory from ranges of files' data sections, by file name; `did_read` hears of the bytes as they come."""
-        with self._replacement_told():
-            for name, its in extents.items():
+        """Fill memory from ranges of the data sections of files, given by file name."""
+        with self._noticing_replacement():
+            for name, ranges in extents.items():
                 file = self.files[name]
                 sums = self._table(file)
                 fill = partial(self.opened.read_into, name)
                 section = DataSection(self.named(name), fill, file.offset, file.header.tensors_in)
-                read_extents(section, its, sums, did_read)
-                check_bools(section.name, file.bools, its)
+                read_extents(section, ranges, sums, did_read)
+                check_bools(section.name, file.bools, ranges)
 
     def verified(self) -> Checkpoint:
-        """The same checkpoint, read with verification. It is closed with this one."""
-        with self._replacement_told():
+        """The same checkpoint, read with verification. Closing this reader closes both."""
+        with self._noticing_replacement():
             return self.opened_in(self.opened, verify=True)
 
     @contextmanager
-    def _replacement_told(self) -> Iterator[None]:
-        """What cannot be read because another save has put its checkpoint in this one's place is no damage."""
+    def _noticing_replacement(self) -> Iterator[None]:
+        """Raise ReplacedError in the place of a CheckpointError, if another save has replaced the checkpoint."""
         try:
             yield
         except CheckpointError as error:
             if self.opened.was_replaced():
-                raise replaced(self.where) from error
+                raise replaced_error(self.where) from error
             raise
 
     def _table(self, file: StoredFile) -> Sums | None:
-        """The table of a file; the last one is kept."""
+        """The table of checksums of a file. The table that was read last is kept."""
         if file.name not in self._last_table:
             self._last_table.clear()
             self._last_table[file.name] = file.table(self.opened)
@@ -238,7 +238,7 @@ def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> St
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """What an index says, as Hugging Face writes it."""
+    """The part of an index file, as Hugging Face writes it, that this library reads."""
 
     weight_map: dict[str, str]
 
@@ -246,7 +246,7 @@ class _Index(msgspec.Struct, frozen=True):
 def _check_index(
     opened: Opened, stem: str, manifest: Manifest, tensors: Mapping[str, StoredTensor], *, verify: bool
 ) -> None:
-    """Where a half is split, other tools read its index: it has to say what the files say."""
+    """Check that the index of a split half, which other tools read, agrees with the files."""
     if not any(name.startswith(f"{stem}-") for name in manifest.files):
         return
     name = f"{stem}.safetensors.index.json"
@@ -263,4 +263,4 @@ def _check_index(
         stored = tensors.get(key)
         if stored is None or weight_map.get(key) != stored.file:
             where = stored.file if stored is not None else "in no file"
-            raise CheckpointError(f"{path}: says that {key} is in {weight_map.get(key)}, it is {where}")
+            raise CheckpointError(f"{path}: says that {key} is in {weight_map.get(key)}, but it is {where}")

@@ -1,7 +1,7 @@
-"""Plain values as JSON and tensors, exactly: tuples stay tuples, integers integers, NaN NaN. No pickle unless asked for.
+"""An exact encoding of plain values as JSON and tensors: tuples stay tuples, and NaN stays NaN. Pickle only on request.
 
-What JSON does not have is an object with one key that begins with `$`: {"$tuple": [...]}, {"$tensor": 3} for the fourth
-tensor beside it, and so on. An object of the user's with such a key is written as {"$dict": [[key, value], ...]}.
+A value that JSON lacks is written as an object with one key that begins with `$`: {"$tuple": [...]}, {"$tensor": 3} for the
+fourth tensor, and so on. A dict of the user with such a key is written as {"$dict": [[key, value], ...]}.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import code_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
-_MOST_DEEP = 100  # levels; a reader needs some calls for each
-_MOST_BITS = 14_000  # of an int: Python reads 4,300 digits
-_MOST_IN_TEXT = 4096  # bytes that are written as text
-_MOST_RANKS = 1 << 20  # in a range of a record, which makes something of each
+_MOST_DEEP = 100  # levels; a reader needs some nested calls for each
+_MOST_BITS = 14_000  # in an int; Python parses at most 4,300 digits
+_MOST_IN_TEXT = 4096  # bytes that are written as text; more are a tensor
+_MOST_RANKS = 1 << 20  # in a range inside a record, because a record makes an object for each rank
 
 _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
 
 
 class _PickleError(CheckpointError):
-    """A pickled value that nobody has allowed to be read. Stays in this file: ranks know the errors of the library by name."""
+    """A pickled value without `allow_pickle`. Never leaves this file, because ranks exchange errors by their public names."""
 
 
 @dataclass(frozen=True)
 class Withheld:
-    """A pickled value that may not be read without `allow_pickle`. `why`: the message of the error that asking for it raises."""
+    """Stands for a pickled value that was not decoded. `why`: the message of the error for a caller that needs the value."""
 
     why: str
 
 
 class Encoder:
-    """Turns values into JSON; collects the tensors in them, on the CPU, as `tensors`.
+    """Turns values into JSON, and collects the tensors inside these values, on the CPU, in `tensors`.
 
-    `records`: dataclasses that may be in them, by name.
+    `records`: the dataclasses that may occur in the values, by name.
     """
 
     def __init__(self, *, allow_pickle: bool = False, records: Mapping[str, type] | None = None) -> None:
@@ -59,11 +59,11 @@ class Encoder:
             self._names[cls] = name
 
     def encode(self, where: str, value: Any) -> Any:
-        """The JSON of a value. `where`: what it is called, for errors. Refuses what no Decoder could read."""
+        """The JSON of a value, which `where` names for errors. Raises CheckpointError for a value that no Decoder reads."""
         self._depth += 1
         if self._depth > _MOST_DEEP:
             raise CheckpointError(
-                f"{where[:200]}: lies {_MOST_DEEP} levels deep, and no reader goes deeper: save it flat"
+                f"{where[:200]}: is nested more than {_MOST_DEEP} levels deep, which no reader accepts: save flatter values"
             )
         try:
             return self._encode(where, value)
@@ -81,7 +81,9 @@ class Encoder:
             return value
         if type(value) is str:
             return (
-                value if _is_text(value) else self._pickled(where, value, f"{value!r} is no text that can be written")
+                value
+                if _is_text(value)
+                else self._pickled(where, value, f"{value!r} is a str that cannot be encoded as UTF-8")
             )
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": str(value)}
@@ -129,20 +131,20 @@ class Encoder:
         )
 
     def _pickled(self, where: str, value: Any, why: str) -> Any:
-        """A value that nothing else can hold. Raises CheckpointError with the reason where no pickle is allowed."""
+        """The pickled form of a value without another form. Raises CheckpointError with the reason unless pickles are allowed."""
         if not self._allow_pickle:
-            raise CheckpointError(f"{where}: {why}, or say allow_pickle=True on save and load")
+            raise CheckpointError(f"{where}: {why}, or give allow_pickle=True to save and load")
         return {"$pickle": self._binary(pickle.dumps(value))}
 
     def _binary(self, data: bytes | bytearray) -> Any:
-        """A few bytes as text; more as a tensor beside the JSON, because the JSON has a size limit."""
+        """The form of a few bytes is text, that of more bytes the number of a tensor, because the size of the JSON is limited."""
         if len(data) <= _MOST_IN_TEXT:
             return base64.b64encode(data).decode()
         self.tensors.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return len(self.tensors) - 1
 
     def _parts(self, where: str, value: Any) -> list[Any] | None:
-        """A tensor of a class of its own as what it is made of; None where that is more than tensors and plain values."""
+        """The parts of an instance of a tensor subclass; None unless the parts are tensors and plain values."""
         num, cls = len(self.tensors), type(value)
         try:
             names, context = value.__tensor_flatten__()
@@ -161,7 +163,7 @@ class Encoder:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be written: half of a character cannot."""
+    """Whether a str can be encoded: a lone surrogate cannot."""
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
@@ -177,7 +179,7 @@ def _from_numpy(where: str, value: Any) -> torch.Tensor:
 
 
 class Decoder:
-    """The inverse. `tensors`: those that lay beside the JSON."""
+    """The inverse of Encoder. `tensors`: the tensors that the Encoder collected."""
 
     def __init__(
         self,
@@ -191,15 +193,15 @@ class Decoder:
         self._allow_pickle, self._records = allow_pickle, records or {}
 
     def decode(self, encoded: Any) -> Any:
-        """The value. Raises CheckpointError for JSON that no Encoder writes, and for a pickle that is not allowed."""
+        """The value. Raises CheckpointError for JSON that no Encoder writes, and for a pickle unless pickles are allowed."""
         with distrusted(self._where):
-            found = self._or_withheld("", encoded)
-        if isinstance(found, Withheld):
-            raise CheckpointError(found.why)
-        return found
+            value = self._or_withheld("", encoded)
+        if isinstance(value, Withheld):
+            raise CheckpointError(value.why)
+        return value
 
     def decode_each(self, encoded: Any) -> Any:
-        """As `decode`, but a pickle that is not allowed makes Withheld of the item of a dict that it is in, or of all."""
+        """As `decode`, but with Withheld in the place of a dict item, or of the whole value, that is a pickle and not allowed."""
         with distrusted(self._where):
             if not isinstance(encoded, dict):
                 return self._or_withheld("", encoded)
@@ -214,11 +216,11 @@ class Decoder:
                 return Withheld(str(error))
             return _DICTS[tag]((key, self._or_withheld(repr(key), item)) for key, item in pairs)
 
-    def _or_withheld(self, what: str, encoded: Any) -> Any:
+    def _or_withheld(self, key: str, encoded: Any) -> Any:
         try:
             return self._decode(encoded)
         except _PickleError as error:
-            return Withheld(f"{what}: {error}" if what else str(error))
+            return Withheld(f"{key}: {error}" if key else str(error))
 
     def _decode(self, encoded: Any) -> Any:
         if isinstance(encoded, list):
@@ -231,7 +233,7 @@ class Decoder:
         return self._tagged(tag, encoded[tag])
 
     def _items(self, encoded: Any) -> list[Any]:
-        """The values of a list that is written out: what is short in a file must not be long in memory."""
+        """The values of a list. Only lists are accepted, so that a short text cannot become a large value."""
         if not isinstance(encoded, list):
             raise TypeError(f"{str(encoded)[:80]} is not a list")
         return [self._decode(item) for item in encoded]
@@ -262,11 +264,11 @@ class Decoder:
         return makers[tag](encoded)
 
     def _tensor(self, index: Any) -> torch.Tensor:
-        """One of the tensors. Each may be used once, so that a small file cannot stand for a large value."""
+        """The tensor of this number. Each tensor may occur once, so that a small file cannot become a large value."""
         if type(index) is not int:
-            raise TypeError(f"{str(index)[:80]} is no number of a tensor")
+            raise TypeError(f"{str(index)[:80]} is not the number of a tensor")
         if index not in self._tensors:
-            raise IndexError(f"tensor {index} is not there, or in two places")
+            raise IndexError(f"tensor {index} is missing, or occurs twice")
         return self._tensors.pop(index)
 
     def _record(self, encoded: Any) -> Any:
@@ -276,25 +278,25 @@ class Decoder:
         return self._records[name](**values)
 
     def _subclass(self, encoded: Any) -> Any:
-        """A tensor of a class of its own, from its parts. Nothing is imported: the optimizer that it is for has the class."""
+        """An instance of a tensor subclass, from its parts. Nothing is imported: the optimizer in use has imported the class."""
         module, name, parts, context, sizes, strides = encoded
         cls = getattr(sys.modules.get(module), name, None)
         if cls is None:
             raise CheckpointError(
-                f"{self._where}: has a {module}.{name}, which is not imported here: import {module} first"
+                f"{self._where}: contains a {module}.{name}, which is not imported: import {module} first"
             )
         if not (isinstance(cls, type) and issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_unflatten__")):
-            raise ValueError(f"{module}.{name} is no tensor that is made of others")
+            raise ValueError(f"{module}.{name} is not a tensor subclass that is made of other tensors")
         made = {key: self._decode(part) for key, part in parts.items()}
         if not all(isinstance(part, torch.Tensor) for part in made.values()):
-            raise ValueError(f"a {name} that is made of something else than tensors")
+            raise ValueError(f"a part of a {name} is not a tensor")
         return cls.__tensor_unflatten__(made, self._decode(context), torch.Size(sizes), tuple(strides))
 
     def _pickle(self, encoded: Any) -> Any:
         if not self._allow_pickle:
             raise _PickleError(
-                f"{self._where}: has a pickled value, which can run any code when it is read: say allow_pickle=True if you "
-                "trust who wrote it"
+                f"{self._where}: has a pickled value, which can run any code when it is read: give allow_pickle=True if you "
+                "trust the author of the checkpoint"
             )
         return pickle.loads(self._binary(encoded))
 
@@ -303,7 +305,7 @@ class Decoder:
             return base64.b64decode(encoded, validate=True)
         tensor = self._tensor(encoded)
         if tensor.dtype != torch.uint8:
-            raise TypeError(f"tensor {encoded} has no bytes, but {tensor.dtype}")
+            raise TypeError(f"tensor {encoded} has the dtype {tensor.dtype}, not uint8")
         return tensor.numpy().tobytes()
 
 
@@ -314,7 +316,7 @@ def _pairs(encoded: Any) -> list[tuple[Any, Any]]:
 
 
 def _check_ranges(value: Any) -> None:
-    """Ranges in the fields of a record, which makes something of each of their numbers."""
+    """Refuse long ranges in the fields of a record, which makes an object for each number. Raises ValueError."""
     if isinstance(value, range) and len(value) > _MOST_RANKS:
         raise ValueError(f"a range of {len(value)} ranks")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():

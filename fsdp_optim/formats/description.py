@@ -1,13 +1,13 @@
-"""What a checkpoint says of an optimizer: everything but the elements of tensors. Written as JSON and read from it here.
+"""What a checkpoint says of an optimizer: everything but the elements of tensors. WrittenFiles as JSON and read from it here.
 
-`written` and `read` are inverse, and so are `encoded` and `decoded`, which go on to JSON and to the tensors beside it: a
+`to_plain` and `from_plain` are inverse, and so are `encoded` and `decoded`, which go on to JSON and to the tensors beside it: a
 hyperparameter may be a tensor, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,23 +17,23 @@ from fsdp_optim.formats.codec import Decoder, Encoder
 from fsdp_optim.formats.distrust import distrusted
 
 TENSOR = "tensor"
-"""A value whose elements are stored, shaped like the parameter and cut like it."""
+"""The kind of a stored tensor that has the shape of its parameter and is cut like it."""
 
 SCALAR_TENSOR = "scalar tensor"
-"""A stored tensor without dimensions."""
+"""The kind of a stored tensor without dimensions."""
 
 PLACED = "placed"
-"""A stored tensor that was cut in a way of its own; what follows the word says how, where that is known."""
+"""The kind of a stored tensor that was cut in another way than its parameter. The cut follows this word, if it is known."""
 
 SCALAR, OPAQUE = "scalar", "opaque"
-"""A value that is in the description itself: a number or a word; anything else."""
+"""The kinds of values that the description itself contains: numbers and strings; all other values."""
 
 
 @dataclass(frozen=True)
 class ParamDescription:
     """The state of one parameter.
 
-    `values`: of each its name, what it is (one of the words above), and its key among the stored tensors, or the value itself.
+    `values`: for each value its name, its kind (one of the constants above), and the key of a stored tensor or the value itself.
     """
 
     shape: tuple[int, ...]
@@ -51,30 +51,30 @@ class GroupDescription:
 
 @dataclass(frozen=True)
 class OptimDescription:
-    """An optimizer.
+    """The description of an optimizer.
 
     Attributes:
-        groups: its groups, each with its parameters in the order in which the optimizer counts them.
-        extra: other keys of its state_dict().
-        params: what there is of each parameter.
-        optimizer_class: the name of its class, or one for each group where they differ; None where it is not known.
+        groups: the param groups, each with its parameters in the order in which the optimizer counts them.
+        other_keys: the entries of its state_dict() besides "state" and "param_groups".
+        params: the state of each parameter, by FQN.
+        optimizer_class: the name of its class, or a name for each group if they differ; None if unknown.
     """
 
     groups: tuple[GroupDescription, ...]
-    extra: dict[str, Any]
+    other_keys: dict[str, Any]
     params: dict[str, ParamDescription]
-    optimizer_class: str | list[str] | None = field(default=None)
+    optimizer_class: str | list[str] | None = None
 
 
-def written(description: OptimDescription) -> dict[str, Any]:
-    """The description as dicts and lists, with values as they are."""
+def to_plain(description: OptimDescription) -> dict[str, Any]:
+    """The description as dicts and lists of unencoded values."""
     return {
         "optimizer_class": description.optimizer_class,
         "groups": [
             {"hyperparameters": [list(pair) for pair in group.hyperparameters], "params": list(group.params)}
             for group in description.groups
         ],
-        "extra": description.extra,
+        "extra": description.other_keys,
         "params": {
             fqn: {
                 "shape": list(param.shape),
@@ -86,25 +86,35 @@ def written(description: OptimDescription) -> dict[str, Any]:
     }
 
 
-def read(where: str, plain: Any) -> OptimDescription:
-    """The inverse of `written`. Raises CheckpointError where something is of another type."""
+class _Plain(msgspec.Struct, frozen=True):
+    """The schema of `to_plain`."""
+
+    groups: tuple[GroupDescription, ...]
+    extra: dict[str, Any]
+    params: dict[str, ParamDescription]
+    optimizer_class: str | list[str] | None = None
+
+
+def from_plain(where: str, plain: Any) -> OptimDescription:
+    """The inverse of `to_plain`. Raises CheckpointError if a value has the wrong type."""
     with distrusted(where):
-        found = msgspec.convert(plain, OptimDescription)
-        for param in found.params.values():
-            hash(tuple(name for name, _, _ in param.values))  # names may be numbers and tuples, too
-        return found
+        values = msgspec.convert(plain, _Plain)
+        description = OptimDescription(values.groups, values.extra, values.params, values.optimizer_class)
+        for param in description.params.values():
+            hash(tuple(name for name, _, _ in param.values))  # a name may be any hashable value, not only a str
+        return description
 
 
 def encoded(
     where: str, description: OptimDescription, *, allow_pickle: bool, records: Mapping[str, type]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """The description as JSON values, and the tensors in it. Raises CheckpointError that names what cannot be saved."""
+    """The description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
-    return encoder.encode(where, written(description)), encoder.tensors
+    return encoder.encode(where, to_plain(description)), encoder.tensors
 
 
 def decoded(
     where: str, values: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
 ) -> OptimDescription:
-    """The inverse of `encoded`. Raises CheckpointError for what it does not write, and for a pickle that is not allowed."""
-    return read(where, Decoder(where, tensors, allow_pickle=allow_pickle, records=records).decode(values))
+    """The inverse of `encoded`. Raises CheckpointError for other JSON values, and for a pickle unless pickles are allowed."""
+    return from_plain(where, Decoder(where, tensors, allow_pickle=allow_pickle, records=records).decode(values))

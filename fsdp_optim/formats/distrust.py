@@ -1,4 +1,4 @@
-"""What somebody else wrote may be anything: whatever goes wrong in reading it is an error of the checkpoint."""
+"""A guard around code that reads files of unknown origin: every failure becomes a CheckpointError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_optim.errors import CheckpointError, FsdpOptimError
 
 @contextmanager
 def distrusted(where: str) -> Iterator[None]:
-    """Make a CheckpointError of every exception that wrong types, numbers and names can cause."""
+    """Raise every exception that wrong types, numbers and names can cause as a CheckpointError that names `where`."""
     try:
         yield
     except FsdpOptimError:

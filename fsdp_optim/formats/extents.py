@@ -1,4 +1,4 @@
-"""Ranges of a file's data section that this rank holds in memory: written with checksums, read and verified."""
+"""Extents: ranges of a file's data section in this rank's memory, written with checksums or read and verified."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import xxhash
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import Rows, Sums, Window, hash_of, rows_of
+from fsdp_optim.formats.checksums import Rows, SegmentRange, Sums, hash_of, rows_of
 from fsdp_optim.memory import in_batches
 
-_BLOCK_NBYTES = 1 << 20  # hashed and written at once, so that the second finds it in the processor's cache
+_WRITE_NBYTES = 1 << 20  # hashed and written at once, so that the write finds the bytes in the processor's cache
 _READ_NBYTES = 8 << 20  # read at once, then verified
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of memory, and where in the data section they belong."""
+    """Bytes of memory, and the byte `start` of the data section at which they belong."""
 
     start: int
     memory: memoryview
@@ -37,10 +37,10 @@ class DataSection:
     """The data section of a file in a store.
 
     Attributes:
-        name: of the file, for errors.
-        move: fills pieces of memory from a place in the file, where it is read, and puts them there, where it is written.
-        offset: where in the file the section begins.
-        tensors_in: the names of the tensors in a range [start, stop) of it, for errors.
+        name: the name of the file, for errors.
+        move: reads pieces of memory from an offset of the file, or writes them there.
+        offset: the byte of the file at which the section begins.
+        tensors_in: a function that names the tensors in a range [start, stop) of the section, for errors.
     """
 
     name: str
@@ -50,29 +50,29 @@ class DataSection:
 
 
 def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> Rows:
-    """Write ranges to their place; returns their segments. With `segment_nbytes` 0 nothing is hashed: their hashes are 0."""
+    """Write ranges, and return their segments. `segment_nbytes` 0: nothing is hashed, and all hashes are 0."""
     rows: list[tuple[int, int, int]] = []
-    block: list[memoryview] = []
-    block_start = at = 0
+    unwritten: list[memoryview] = []
+    unwritten_start = at = 0
     for segment in _segments(extents, segment_nbytes):
-        if block and (segment[0].start != at or at - block_start >= _BLOCK_NBYTES):
-            section.move(block, section.offset + block_start)
-            block = []
-        if not block:
-            block_start = segment[0].start
+        if unwritten and (segment[0].start != at or at - unwritten_start >= _WRITE_NBYTES):
+            section.move(unwritten, section.offset + unwritten_start)
+            unwritten = []
+        if not unwritten:
+            unwritten_start = segment[0].start
         at = segment[-1].stop
         pieces = [extent.memory for extent in segment]
         rows.append((segment[0].start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
-        block += pieces
-    if block:
-        section.move(block, section.offset + block_start)
+        unwritten += pieces
+    if unwritten:
+        section.move(unwritten, section.offset + unwritten_start)
     return rows_of(rows)
 
 
 def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
-    """Ranges cut at multiples of `nbytes`, and joined up to there where one begins at the end of another."""
+    """Cut ranges at multiples of `nbytes`, and join adjacent ranges between these."""
     pending: list[Extent] = []
-    grid = nbytes or _BLOCK_NBYTES
+    grid = nbytes or _WRITE_NBYTES
     for extent in sorted((e for e in extents if len(e.memory)), key=lambda e: e.start):
         if pending and pending[-1].stop != extent.start:
             yield pending
@@ -92,21 +92,21 @@ def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
 def read_extents(
     section: DataSection, extents: Sequence[Extent], sums: Sums | None, did_read: Callable[[int], None]
 ) -> None:
-    """Fill ranges from their place; `did_read` is called with how many bytes were read, again and again.
+    """Fill ranges from the file. `did_read` is called after each read with its number of bytes.
 
-    With `sums`, segments of which only a part is wanted are read whole, and all are verified.
+    With `sums`, all segments that the ranges touch are read whole and verified.
 
-    Raises CheckpointError that names the file and the tensor where the bytes are not those that were saved.
+    Raises CheckpointError that names the file and the tensor if the bytes are not those that were saved.
     """
-    wanted = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
-    if not wanted:
+    ordered = sorted((extent for extent in extents if len(extent.memory)), key=lambda e: e.start)
+    if not ordered:
         return
-    for one, following in itertools.pairwise(wanted):
-        if following.start < one.stop:
-            raise ValueError(f"bytes [{following.start}, {one.stop}) are to be read twice at once")
-    window = sums.window(wanted[0].start, wanted[-1].stop) if sums is not None else None
-    covered = _with_rest_of_segments(wanted, window.borders) if window is not None else wanted
-    check = _Check(section, window) if window is not None else None
+    for extent, following in itertools.pairwise(ordered):
+        if following.start < extent.stop:
+            raise ValueError(f"bytes [{following.start}, {extent.stop}) would be read twice at once")
+    segments = sums.segments_in(ordered[0].start, ordered[-1].stop) if sums is not None else None
+    covered = _with_rest_of_segments(ordered, segments.borders) if segments is not None else ordered
+    check = _Check(section, segments) if segments is not None else None
     for batch in _batches(covered):
         section.move([e.memory for e in batch], section.offset + batch[0].start)
         if check is not None:
@@ -115,17 +115,17 @@ def read_extents(
         did_read(batch[-1].stop - batch[0].start)
 
 
-def _with_rest_of_segments(wanted: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:
-    """The ranges, and memory for what else is in the segments that they touch."""
-    at = 0  # all bytes before are read, or not needed
-    for index, extent in enumerate(wanted):
+def _with_rest_of_segments(extents: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:
+    """The ranges, and temporary memory for the other bytes of the segments that they touch."""
+    at = 0  # all bytes before this one are read, or not needed
+    for index, extent in enumerate(extents):
         begin = max(at, borders[bisect.bisect_right(borders, extent.start) - 1])
         if begin < extent.start:
             yield _scratch(begin, extent.start)
         yield extent
         at = extent.stop
         end = borders[bisect.bisect_left(borders, extent.stop)]
-        following = wanted[index + 1].start if index + 1 < len(wanted) else end
+        following = extents[index + 1].start if index + 1 < len(extents) else end
         if at < min(end, following) and following >= end:
             yield _scratch(at, end)
             at = end
@@ -136,44 +136,46 @@ def _scratch(start: int, stop: int) -> Extent:
 
 
 def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
-    """Ranges that lie end to end, up to a size."""
+    """Batches of adjacent ranges, up to a size."""
     parts = (
         Extent(extent.start + first, extent.memory[first : first + _READ_NBYTES])
         for extent in extents
         for first in range(0, len(extent.memory), _READ_NBYTES)
     )
-    return in_batches(parts, lambda part: len(part.memory), _READ_NBYTES, lambda one, other: one.stop == other.start)
+    return in_batches(
+        parts, lambda part: len(part.memory), _READ_NBYTES, lambda extent, following: extent.stop == following.start
+    )
 
 
 class _Check:
-    """Verifies segments, from bytes that come in order; a segment may come in several parts."""
+    """Verifies segments from bytes that arrive in order. A segment may arrive in several parts."""
 
-    def __init__(self, section: DataSection, window: Window) -> None:
-        self._section, self._window = section, window
+    def __init__(self, section: DataSection, segments: SegmentRange) -> None:
+        self._section, self._segments = section, segments
         self._digest: xxhash.xxh3_64 | None = None
 
     def add(self, extent: Extent) -> None:
         start, memory = extent.start, extent.memory
-        borders = self._window.borders
+        borders = self._segments.borders
         index = bisect.bisect_right(borders, start) - 1
         while start < extent.stop:
             begin, end = borders[index], borders[index + 1]
             part = memory[start - extent.start : end - extent.start]
             stop = start + len(part)
             if start == begin and stop == end:
-                found = hash_of(part)
+                actual = hash_of(part)
             else:
                 digest = self._digest if self._digest is not None and start != begin else xxhash.xxh3_64()
                 digest.update(part)
                 self._digest = digest
-                found = digest.intdigest()
+                actual = digest.intdigest()
             if stop == end:
                 self._digest = None
-                if found != self._window.hashes[index]:
+                if actual != self._segments.hashes[index]:
                     names = self._section.tensors_in(begin, end)
                     raise CheckpointError(
                         f"{self._section.name}: bytes [{begin}, {end}) of its data, in {names}, are not those that were "
-                        "saved: the file was damaged; load another checkpoint (verify=False reads it as it is)"
+                        "saved: the file was damaged; load another checkpoint (verify=False reads the damaged bytes)"
                     )
             start, index = stop, index + 1
 

@@ -1,4 +1,4 @@
-"""The trainer's own values in a safetensors file: JSON in its metadata, and the tensors that are in them."""
+"""Extras: values of the trainer in a safetensors file, as JSON in the metadata and as tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from fsdp_optim.storage.base import Opened
 
 
 def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> bytes:
-    """A file that has one value. Raises CheckpointError that names a part that cannot be saved."""
+    """The bytes of a file for one value. Raises CheckpointError that names a part which cannot be saved."""
     encoder = Encoder(allow_pickle=allow_pickle, records=records)
     text = json.dumps(encoder.encode(where, value), separators=(",", ":"), allow_nan=False)
-    parse_json(where, text.encode())  # nothing is saved that cannot be read
+    parse_json(where, text.encode())  # refuses a text that no reader accepts
     tensors = encoder.tensors
     wide_first = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
     data = b"".join(tensors[i].reshape(-1).view(torch.uint8).numpy().tobytes() for i in wide_first)
@@ -35,44 +35,44 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
 
 
 def info_of(encoded: bytes) -> FileInfo:
-    """What the manifest says of such a file."""
+    """The manifest's entry for the file of an extra."""
     start = 8 + length_of_header("extra", encoded, len(encoded))
     return FileInfo(len(encoded), hex_of(encoded[:start]), None)
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What such a file has, read and verified, and not decoded yet."""
+    """The content of the file of an extra, verified but not decoded."""
 
     path: str
     values: Any
     tensors: tuple[torch.Tensor, ...]
 
     def decoded(self, *, allow_pickle: bool, records: Mapping[str, type] | None = None) -> Any:
-        """The value. Raises CheckpointError for a pickle, unless it is allowed."""
+        """The value. Raises CheckpointError for a pickle unless `allow_pickle` is True."""
         return Decoder(self.path, self.tensors, allow_pickle=allow_pickle, records=records).decode(self.values)
 
     def decoded_each(self, *, allow_pickle: bool) -> Any:
-        """The same, with Withheld in the place of each item of a dict that needs a pickle which is not allowed."""
+        """The value, but with Withheld in the place of each item of a dict that is a pickle and not allowed."""
         return Decoder(self.path, self.tensors, allow_pickle=allow_pickle).decode_each(self.values)
 
 
 def read_extra(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> Extra:
-    """Such a file. Raises CheckpointError where it is not what was saved."""
+    """Read the file of an extra. Raises CheckpointError if the bytes are not those that were saved."""
     path, whole = opened.named(name), opened.read_whole(name, info.nbytes)
     length = length_of_header(path, whole, len(whole))
     head, data = whole[: 8 + length], memoryview(whole)[8 + length :]
     if verify and hex_of(head) != info.header:
-        raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
+        raise CheckpointError(f"{path}: its header is not the one that was saved: the checksum differs")
     header = parse_header(path, head[8:], len(data))
     text = header.metadata.get("json")
     if text is None:
-        raise CheckpointError(f"{path}: has no values of a trainer in it")
+        raise CheckpointError(f"{path}: its metadata has no key json, so it is not the file of an extra")
     with distrusted(path):
         encoded = text.encode()
         if verify and header.metadata.get("xxh3_64") != f"{hash_of(encoded):016x}{hash_of(data):016x}":
             raise CheckpointError(
-                f"{path}: is not what was saved: its checksum differs (verify=False reads it as it is)"
+                f"{path}: is not the file that was saved: its checksum differs (verify=False reads the damaged bytes)"
             )
         tensors: dict[str, torch.Tensor] = {}
         for entry in header.entries:

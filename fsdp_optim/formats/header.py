@@ -1,7 +1,7 @@
-"""The header of a safetensors file: written by one rule, read with distrust.
+"""The header of a safetensors file. No content of a header that is read is trusted.
 
 The format is that of the safetensors project: 8 bytes (the header's length, little-endian), the header (JSON, padded with
-spaces), the tensors' bytes, row-major and without holes.
+spaces), and the bytes of the tensors, row-major and without gaps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.json_text import check_density, parse_json
 
 _LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 8  # bytes; where the data section begins
-_MOST_NBYTES = 100_000_000  # of a header; safetensors' own limit
-_MOST_DIMENSIONS = 64  # of a tensor, as torch has it
-_MOST_NAMED = 8  # tensors in an error
+_ALIGNMENT = 8  # bytes; the data section begins at a multiple of it
+_MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
+_MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
+_MOST_NAMED = 8  # tensors in one error
 _METADATA = "__metadata__"
 
 # safetensors' name of a dtype -> (torch's name, bytes of an element)
@@ -50,15 +50,17 @@ _CODES = {name: code for code, (name, _) in DTYPES.items()}
 
 
 def code_of(key: str, dtype: str) -> str:
-    """safetensors' name of torch's dtype `dtype`. Raises CheckpointError for one that the format has not."""
+    """The name in safetensors of a dtype of torch. Raises CheckpointError if safetensors lacks the dtype."""
     if dtype not in _CODES:
-        raise CheckpointError(f"{key}: safetensors has no dtype for {dtype}; it has {', '.join(sorted(_CODES))}")
+        raise CheckpointError(
+            f"{key}: safetensors has no dtype for {dtype}; its dtypes are {', '.join(sorted(_CODES))}"
+        )
     return _CODES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: its bytes are [start, stop) of the data section."""
+    """One tensor of a file, with the bytes [start, stop) of the data section."""
 
     key: str
     code: str
@@ -84,7 +86,7 @@ class Header:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-        """Lay tensors, given as (key, torch's dtype name, shape), end to end."""
+        """The header for tensors that are given as (key, torch's name of the dtype, shape) and lie end to end."""
         entries, at = [], 0
         for key, dtype, shape in tensors:
             if key == _METADATA:
@@ -95,7 +97,7 @@ class Header:
                 key.encode()
             except UnicodeEncodeError as error:
                 raise CheckpointError(
-                    f"{key!r}: is no name that a safetensors file can have: {error.reason}: rename it"
+                    f"{key!r}: cannot be a name in a safetensors file: {error.reason}: rename the parameter"
                 ) from error
             code = code_of(key, dtype)
             stop = at + prod(shape) * DTYPES[code][1]
@@ -115,7 +117,7 @@ class Header:
         )
 
     def encoded(self) -> bytes:
-        """The beginning of the file, up to the data section."""
+        """The bytes of the file before the data section."""
         values: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
         for entry in self.entries:
             values[entry.key] = {
@@ -129,17 +131,17 @@ class Header:
 
 
 def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
-    """How long the JSON of a file's header is, from its first 8 bytes."""
+    """The length of the JSON of a file's header in bytes, from the first 8 bytes of the file."""
     if len(prefix) < _LENGTH.size:
-        raise CheckpointError(f"{name}: {file_nbytes} bytes are too few for a safetensors file: it was cut short")
+        raise CheckpointError(f"{name}: {file_nbytes} bytes are too few for a safetensors file: the file was cut short")
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
     if length > min(_MOST_NBYTES, file_nbytes - _LENGTH.size):
-        raise CheckpointError(f"{name}: says that its header has {length} bytes, the file has {file_nbytes}")
+        raise CheckpointError(f"{name}: says that its header has {length} bytes, but the file has {file_nbytes}")
     return int(length)
 
 
 def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
-    """Read a header. Raises CheckpointError for anything but tensors that fill the data section without holes."""
+    """Decode a header. Raises CheckpointError unless its tensors fill the data section without gaps."""
     check_density(f"{name}: its header", text)
     values = parse_json(f"{name}: its header", text)
     if not isinstance(values, dict):
@@ -150,11 +152,11 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
     at = 0
     for entry in entries:
         if entry.start != at:
-            how = "overlaps the one before" if entry.start < at else "leaves a hole before it"
-            raise CheckpointError(f"{name}: {entry.key} begins at byte {entry.start}, not {at}: it {how}")
+            problem = "overlaps the tensor before" if entry.start < at else "leaves a gap before itself"
+            raise CheckpointError(f"{name}: {entry.key} begins at byte {entry.start}, not {at}: it {problem}")
         at = entry.stop
     if at != data_nbytes:
-        raise CheckpointError(f"{name}: its tensors end at byte {at}, its data at byte {data_nbytes}")
+        raise CheckpointError(f"{name}: its tensors end at byte {at}, but its data at byte {data_nbytes}")
     return Header(tuple(entries), metadata)
 
 
@@ -162,7 +164,7 @@ _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a header says of one tensor."""
+    """The entry of one tensor in the JSON of a header."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], Meta(max_length=_MOST_DIMENSIONS)]
@@ -173,10 +175,12 @@ def _entry(name: str, key: str, value: Any) -> Entry:
     try:
         tensor = msgspec.convert(value, _Tensor)
     except msgspec.ValidationError as error:
-        raise CheckpointError(f"{name}: {key} is not described as a tensor is: {error}: {str(value)[:200]}") from error
+        raise CheckpointError(
+            f"{name}: the entry of {key} does not describe a tensor: {error}: {str(value)[:200]}"
+        ) from error
     code, shape, (start, stop) = tensor.dtype, tensor.shape, tensor.data_offsets
     if code not in DTYPES:
-        raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which is not known here")
+        raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which this library does not know")
     if stop - start != prod(shape) * DTYPES[code][1]:
         raise CheckpointError(
             f"{name}: {key} is {code} of shape {list(shape)}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "

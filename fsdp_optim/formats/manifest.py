@@ -1,6 +1,6 @@
-"""The manifest, `fsdp_optim.json`: written last, it makes a folder a checkpoint, and says what is in the files.
+"""The manifest, `fsdp_optim.json`, which lists the files. It is written last and makes a folder a checkpoint.
 
-The classes here are what its JSON has: msgspec writes and reads them by their types, and nothing else is believed.
+The classes below are the schema of its JSON. msgspec writes and reads them by their types, and rejects other types.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fsdp_optim.formats.json_text import check_density, parse_json
 from fsdp_optim.storage.base import Opened, Undecided, check_name
 
 NAME = "fsdp_optim.json"
-MOST_NBYTES = 1 << 28  # of a manifest: some hundred for each parameter
+MOST_NBYTES = 1 << 28  # in a manifest; a parameter needs some hundred
 FORMAT, VERSION = "fsdp_optim", 2
 RANK_EXTRA = "extra/rank-"
-"""How the names of the files begin that have the values of one rank; five digits follow."""
+"""The beginning of the name of a file with the extra of one rank; five digits follow."""
 
 
 class NewerVersion(Undecided):
-    """The cause of a CheckpointError: the checkpoint may be whole, but this version of the library cannot tell."""
+    """The cause of a CheckpointError about a checkpoint that only a newer version of the library can read."""
 
 
 class FileInfo(Struct, frozen=True):
-    """One safetensors file: its bytes, and the hashes of its header and of its table of checksums (None: it has none)."""
+    """One safetensors file: its size in bytes, and the hashes of its header and of its table of checksums (None: no table)."""
 
     nbytes: Annotated[int, Meta(ge=0)] = msgspec.field(name="size")
     header: str = msgspec.field(name="header_xxh3_64")
@@ -45,19 +45,19 @@ class ParamInfo(Struct, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """The model: its parameters and buffers, and their other names."""
+    """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN."""
 
     params: dict[str, ParamInfo]
     aliases: dict[str, str]
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself.
+    """The content of a manifest.
 
     Attributes:
-        optim: the description of the optimizer, as `formats.description` writes it; None where a file of its own has that.
-        brief: the beginning of the manifest; None where an older version of the library wrote it.
-        checksum: the hash of all, where it was read.
+        optim: the description of the optimizer as JSON values; None if there is none, or if it has a file of its own.
+        brief: the summary at the beginning; None if an older version of the library saved.
+        checksum: the hash of a manifest that was read; empty for a new one.
     """
 
     files: dict[str, FileInfo]
@@ -73,12 +73,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
     checksum: str = ""
 
     @property
-    def short(self) -> Brief:
-        """The brief, or what one would say without sequence and step."""
+    def effective_brief(self) -> Brief:
+        """The brief or, for a manifest without one, a brief that is made of the rest."""
         return self.brief if self.brief is not None else self.made_brief(0)
 
     def made_brief(self, sequence: int, step: int | None = None, keep_last: int | None = None) -> Brief:
-        """The brief that agrees with the rest."""
+        """A brief that agrees with the rest of the manifest."""
         return Brief(
             version=self.version,
             sequence=sequence,
@@ -95,14 +95,14 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """The bytes of the file."""
         values = msgspec.to_builtins(self)
         del values["checksum"]
-        values["brief"] = self.short.written()
+        values["brief"] = self.effective_brief.to_json()
         body = _canonical(values)
-        check_density(NAME, body)  # what would not be read is not written
+        check_density(NAME, body)  # refuses a text that no reader accepts
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
 
 
 class _Head(Struct, frozen=True):
-    """What every version has."""
+    """The fields that every version of the format has."""
 
     format: str
     version: int
@@ -118,10 +118,10 @@ def _canonical(values: Mapping[str, Any]) -> bytes:
 
 
 def manifest_in(opened: Opened) -> Manifest:
-    """The manifest of a complete checkpoint. Raises CheckpointError for everything else."""
+    """Read and verify the manifest. Raises CheckpointError if it is missing, damaged, or of a newer version."""
     if not opened.has(NAME):
         raise CheckpointError(
-            f"{opened.where}: has no {NAME}, so it is no checkpoint of this library, or one whose save did not finish"
+            f"{opened.where}: has no {NAME}, so it is no checkpoint of this library, or its save did not finish"
         )
     path = opened.named(NAME)
     text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)
@@ -138,26 +138,28 @@ def manifest_in(opened: Opened) -> Manifest:
             ) from NewerVersion()
         checksum = document.checksum
         if not _is_as_written(text, checksum) and hex_of(_canonical(document.checkpoint)) != checksum:
-            raise CheckpointError(f"{path}: is not what was saved: its checksum differs; load another checkpoint")
+            raise CheckpointError(
+                f"{path}: is not the manifest that was saved: its checksum differs; load another checkpoint"
+            )
         brief = document.checkpoint.get("brief")
-        found = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
-        for name in found.files:
+        manifest = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
+        for name in manifest.files:
             check_name(path, name)
-            if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= found.world_size:
-                raise ValueError(f"{name} is of a rank beyond the {found.world_size} that saved it")
+            if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= manifest.world_size:
+                raise ValueError(f"{name} is of a rank beyond the {manifest.world_size} ranks that saved")
         if brief is not None:
-            _check_brief(path, found, Brief.read(path, brief))
-        return found
+            _check_brief(path, manifest, Brief.from_json(path, brief))
+        return manifest
 
 
 def _check_brief(path: str, manifest: Manifest, brief: Brief) -> None:
-    """The brief has to agree with the rest: those who read it alone see the same checkpoint."""
+    """Raise CheckpointError unless the brief agrees with the rest, because some readers read only the brief."""
     if manifest.made_brief(brief.sequence, brief.step, brief.keep_last) != brief:
-        raise CheckpointError(f"{path}: its brief and the rest of it say different things; load another checkpoint")
+        raise CheckpointError(f"{path}: its brief and the rest contradict each other; load another checkpoint")
 
 
 def _is_as_written(text: bytes, checksum: str) -> bool:
-    """Whether it is this library's own text, unchanged: then its values need not be written again to be compared."""
+    """Whether the text has the checksum as it stands, so that its values need not be encoded again for the comparison."""
     prefix, suffix = b'{"checksum":"%s","checkpoint":' % checksum.encode(errors="replace"), b"}\n"
     if not text.startswith(prefix) or not text.endswith(suffix):
         return False

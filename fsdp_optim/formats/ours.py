@@ -1,4 +1,4 @@
-"""This library's own format, as docs/format.md describes it: recognised, read and written."""
+"""This library's own format, which docs/format.md describes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from msgspec.structs import replace
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import (
-    Contents,
+    CheckpointContents,
     Format,
+    FormatReader,
+    FormatWriter,
     Half,
-    Planned,
     PlannedFile,
+    PlannedTensor,
     Prepared,
-    Reader,
     Stamp,
-    Writer,
-    Written,
+    WrittenFiles,
 )
 from fsdp_optim.formats.brief import content_of
 from fsdp_optim.formats.checkpoint import DESCRIPTION_FILE, Checkpoint, file_of_extra
 from fsdp_optim.formats.checksums import hex_of, join_tables, segment_nbytes, sums_of
-from fsdp_optim.formats.description import OptimDescription, decoded, encoded, written
+from fsdp_optim.formats.description import OptimDescription, decoded, encoded, to_plain
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.header import Header
 from fsdp_optim.formats.json_text import check_density, parse_json
@@ -51,7 +51,7 @@ _PLAIN = {"format": "pt"}  # the metadata of every safetensors file: its tensors
 
 
 class Ours(Format):
-    """safetensors files with one full copy, checksums beside them, and a manifest."""
+    """The format of this library: safetensors files with one copy of each tensor, tables of checksums, and a manifest."""
 
     name = "fsdp_optim"
     judge = JUDGE
@@ -59,17 +59,17 @@ class Ours(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
 
-    def open(self, opened: Opened, *, verify: bool) -> Reader:
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
         return Checkpoint.opened_in(opened, verify=verify)
 
-    def writer(self) -> Writer:
+    def writer(self) -> FormatWriter:
         return OurWriter()
 
     def sequence_in(self, opened: Opened) -> int:
         for read in (
             read_brief,
-            lambda opened: manifest_in(opened).short,
-        ):  # the rest may have it where the brief is damaged
+            lambda opened: manifest_in(opened).effective_brief,
+        ):  # for a damaged brief the rest may do
             with contextlib.suppress(OSError):
                 brief = read(opened)
                 return brief.sequence if brief is not None else 0
@@ -79,18 +79,18 @@ class Ours(Format):
 OURS = Ours()
 
 
-class OurWriter(Writer):
-    """Plans the files of a save, and makes the small ones."""
+class OurWriter(FormatWriter):
+    """The `FormatWriter` of this library's own format."""
 
-    def prepare(self, contents: Contents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         files: dict[str, bytes] = {}
         optim, read_back, shared = None, None, ""
         if contents.optim is not None:
             optim, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
             read_back = _read_back(optim, tensors, allow_pickle=allow_pickle, records=records)
             shared = _plain_groups(contents.optim)
-            if tensors:  # the manifest cannot hold them
-                value, optim = written(contents.optim), None
+            if tensors:  # JSON in the manifest cannot contain tensors
+                value, optim = to_plain(contents.optim), None
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         manifest = Manifest(
             files={},
@@ -102,7 +102,7 @@ class OurWriter(Writer):
         )
         return Prepared(_content_of(manifest), shared, files, read_back, manifest)
 
-    def copied(self, reader: Reader) -> Prepared | None:
+    def copied(self, reader: FormatReader) -> Prepared | None:
         if not isinstance(reader, Checkpoint):
             return None
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
@@ -112,22 +112,25 @@ class OurWriter(Writer):
         return Prepared(_content_of(manifest), metadata.get("param_groups", ""), files, None, manifest)
 
     def files(
-        self, half: Half, tensors: Sequence[Planned], shared: str, *, most_nbytes: int, num_ranks: int
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        """Named as Hugging Face names them."""
+        """Plan files with the names that Hugging Face uses."""
         metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
-        header = Header.of(((one.key, one.dtype, one.shape) for one in tensors), metadata)
+        header = Header.of(((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors), metadata)
         sized = zip(tensors, header.entries, strict=True)
-        batches = in_batches(sized, lambda one: one[1].stop - one[1].start, most_nbytes)
-        parts = [[one for one, _ in batch] for batch in batches] or [[]]
+        batches = in_batches(sized, lambda pair: pair[1].stop - pair[1].start, most_nbytes)
+        per_file = [[tensor for tensor, _ in batch] for batch in batches] or [[]]
         planned = []
-        for number, part in enumerate(parts, start=1):
-            name = f"{half}.safetensors" if len(parts) == 1 else f"{half}-{number:05}-of-{len(parts):05}.safetensors"
-            if len(parts) > 1:
+        for number, in_file in enumerate(per_file, start=1):
+            name = (
+                f"{half}.safetensors" if len(per_file) == 1 else f"{half}-{number:05}-of-{len(per_file):05}.safetensors"
+            )
+            if len(per_file) > 1:
                 header = Header.of(
-                    ((one.key, one.dtype, one.shape) for one in part), metadata if number == 1 else _PLAIN
+                    ((tensor.key, tensor.dtype, tensor.shape) for tensor in in_file),
+                    metadata if number == 1 else _PLAIN,
                 )
-            planned.append(_planned(name, half, part, header, num_ranks))
+            planned.append(_planned(name, half, in_file, header, num_ranks))
         return planned
 
     def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
@@ -138,7 +141,7 @@ class OurWriter(Writer):
         return msgspec.to_builtins(info_of(data))
 
     def last(
-        self, prepared: Prepared, files: Sequence[PlannedFile], written: Written, stamp: Stamp
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
         infos = msgspec.convert(written.extras, dict[str, FileInfo])
         for file in files:
@@ -163,7 +166,7 @@ def _content_of(manifest: Manifest) -> str:
     return content_of(manifest.model.params, has_optim=manifest.has_optim)
 
 
-def _planned(name: str, half: Half, tensors: Sequence[Planned], header: Header, num_ranks: int) -> PlannedFile:
+def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:
     entries = header.entries
     return PlannedFile(
         name=name,
@@ -180,7 +183,7 @@ def _planned(name: str, half: Half, tensors: Sequence[Planned], header: Header, 
 def _read_back(
     optim: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
 ) -> OptimDescription:
-    """What a reader makes of it. Raises CheckpointError for what none takes."""
+    """The description as a reader will decode it. Raises CheckpointError if no reader accepts it."""
     text = json.dumps(optim, separators=(",", ":")).encode()
     if not tensors:
         check_density(_WHERE, text)
@@ -188,7 +191,7 @@ def _read_back(
             params = optim["params"]
             largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
             raise CheckpointError(
-                f"{largest}: the description of its state is the most of {len(text)} bytes, and a reader takes "
+                f"{largest}: the description of its state takes most of {len(text)} bytes, and a reader accepts only "
                 f"{MOST_NBYTES // 2}: keep large values as tensors"
             )
     try:
@@ -198,25 +201,25 @@ def _read_back(
 
 
 def _plain_groups(description: OptimDescription) -> str:
-    """The param groups for readers without this library: names and numbers; exact ones are in the manifest."""
+    """The param groups as JSON for readers without this library. The exact values are in the manifest."""
 
     def plain(value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
 
     def named(value: Any) -> Any:
-        """With keys that JSON has."""
+        """The value with keys that JSON allows."""
         if isinstance(value, Mapping):
             return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
         return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    groups = [{**named(dict(one.hyperparameters)), "params": list(one.params)} for one in description.groups]
+    groups = [{**named(dict(group.hyperparameters)), "params": list(group.params)} for group in description.groups]
     return json.dumps(groups, default=plain)
 
 
 def _index_of(files: Sequence[PlannedFile]) -> bytes:
-    """Which file of a split half has which tensor, as Hugging Face writes it."""
+    """The index of a split half, as Hugging Face writes it: the file of each tensor."""
     index = {
         "metadata": {"total_size": sum(file.nbytes_of_data for file in files)},
-        "weight_map": {one.key: file.name for file in files for one in file.tensors},
+        "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
     }
     return json.dumps(index, indent=2).encode() + b"\n"

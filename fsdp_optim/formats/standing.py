@@ -1,4 +1,4 @@
-"""Whether a place has a complete checkpoint. "It cannot be told" is an answer of its own, for which nothing is removed."""
+"""The judge of this library's own format: whether a place has a complete checkpoint. "Undecided" is a result of its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from fsdp_optim.formats.checksums import sums_of
 from fsdp_optim.formats.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.storage.base import Opened, Standing, is_sure_that_not
 
-_FIRST_NBYTES = 4096  # of a manifest are read for its brief
-_TIMES = 16  # as many are read where it does not end there
+_FIRST_NBYTES = 4096  # of a manifest, read first for its brief
+_TIMES = 16  # as many bytes are read next, if the brief is longer
 _OWN = re.compile(
     r"(model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
 
 
 class CheckpointJudge:
-    """What a store has to know of this format."""
+    """The `Judge` of this library's own format."""
 
     manifest = NAME
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
-        """Look whether all files that the manifest names are there in their sizes."""
+        """Whether the place has all files of the manifest with their sizes."""
         try:
-            brief = (None if whole else read_brief(opened)) or manifest_in(opened).short
+            brief = (None if whole else read_brief(opened)) or manifest_in(opened).effective_brief
             if brief.version > VERSION:
                 reason = f"{opened.named(NAME)} has the schema version {brief.version}"
                 return Standing(is_sure=False, reason=reason)
@@ -38,16 +38,16 @@ class CheckpointJudge:
         return Standing(brief)
 
     def token_in(self, opened: Opened) -> str | None:
-        """What only this checkpoint has; None where it cannot be read."""
+        """The token of a checkpoint; None if it cannot be read."""
         try:
             return any_brief(opened).token
         except (OSError, MemoryError):
             return None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """Whether a save has written a file of some name.
+        """A function that says whether a file of a given name was written by a save.
 
-        Where the manifest cannot be read, what has a name that a save gives is the save's.
+        Where the manifest cannot be read, every name that a save could give counts as written by a save.
         """
         listed: set[str] | None = None
         if opened is not None:
@@ -65,7 +65,7 @@ JUDGE = CheckpointJudge()
 
 
 def read_brief(opened: Opened) -> Brief | None:
-    """The brief of a manifest; None where it has none. Raises CheckpointError where it is damaged, or is not read."""
+    """The brief of a manifest; None if it has none. Raises CheckpointError if the brief is damaged or unreadable."""
     nbytes, size = _FIRST_NBYTES, opened.size_of(NAME)
     while True:
         brief = brief_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
@@ -75,5 +75,5 @@ def read_brief(opened: Opened) -> Brief | None:
 
 
 def any_brief(opened: Opened) -> Brief:
-    """The brief of a manifest, which is made of the rest where it has none."""
-    return read_brief(opened) or manifest_in(opened).short
+    """The brief of a manifest or, for a manifest without one, a brief that is made of the rest."""
+    return read_brief(opened) or manifest_in(opened).effective_brief

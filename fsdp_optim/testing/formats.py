@@ -24,15 +24,15 @@ import torch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import (
     COMMON,
-    Contents,
+    CheckpointContents,
     Format,
+    FormatReader,
     Half,
-    Planned,
-    Reader,
+    PlannedTensor,
     Stamp,
     StoredTensor,
-    Written,
-    of_rank,
+    WrittenFiles,
+    rank_extra_name,
 )
 from fsdp_optim.formats.description import (
     OPAQUE,
@@ -104,7 +104,7 @@ class FormatConformance(MixIn):
         )
         return OptimDescription(
             groups=(GroupDescription((("lr", 1e-3), ("betas", (0.9, 0.999)), ("eps", 1e-8)), ("large",)),),
-            extra={"loss_scale": 2.0},
+            other_keys={"loss_scale": 2.0},
             params={"large": ParamDescription((300, 1000), values, has_state=True)},
             optimizer_class="Adam",
         )
@@ -116,10 +116,14 @@ class FormatConformance(MixIn):
         format = self.make_format()
         store, writer = self.make_store(format), format.writer()
         params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
-        contents = Contents(_RANKS, params, {"other": "large"}, description)
+        contents = CheckpointContents(_RANKS, params, {"other": "large"}, description)
         prepared = writer.prepare(contents, allow_pickle=False, records={})
         small = dict(prepared.files)
-        for name, value in ((COMMON, {"step": 7, "t": torch.ones(2)}), (of_rank(0), [0]), (of_rank(1), [1])):
+        for name, value in (
+            (COMMON, {"step": 7, "t": torch.ones(2)}),
+            (rank_extra_name(0), [0]),
+            (rank_extra_name(1), [1]),
+        ):
             small.update([writer.extra(name, value, allow_pickle=False)])
         files = [
             file
@@ -130,20 +134,20 @@ class FormatConformance(MixIn):
             )
         ]
         staging = store.begin(overwrite=False, durable=False)
-        hand = store.join(staging.address, durable=False, who="rank 0")
+        store_writer = store.join(staging.address, durable=False, who="rank 0")
         rows = {}
         for file in files:
-            hand.create(file.name, file.nbytes, file.head)
-            section = DataSection(file.name, partial(hand.write, file.name), file.offset, file.tensors_in)
+            store_writer.create(file.name, file.nbytes, file.head)
+            section = DataSection(file.name, partial(store_writer.write, file.name), file.offset, file.tensors_in)
             extents = [
                 Extent(start, _bytes_of(halves[file.half][one.key]))
                 for one, start in zip(file.tensors, file.starts, strict=True)
             ]
             rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
         for name, data in small.items():
-            hand.put(name, data)
-        staging.seal([file.name for file in files], [hand.finish()], durable=False)
-        written = Written(rows, {name: writer.info_of(data) for name, data in small.items()})
+            store_writer.put(name, data)
+        staging.seal([file.name for file in files], [store_writer.finish()], durable=False)
+        written = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
         names = [*small, *(file.name for file in files)]
         last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
         for name, data in last[:-1]:
@@ -160,11 +164,11 @@ class FormatConformance(MixIn):
         """The same files at a new place."""
         store = self.make_store(self.make_format())
         staging = store.begin(overwrite=False, durable=False)
-        hand = store.join(staging.address, durable=False, who="rank 0")
+        store_writer = store.join(staging.address, durable=False, who="rank 0")
         for name, data in files.items():
             if name != manifest:
-                hand.put(name, data)
-        staging.seal([], [hand.finish()], durable=False)
+                store_writer.put(name, data)
+        staging.seal([], [store_writer.finish()], durable=False)
         staging.commit(manifest, files[manifest], durable=False)
         return store
 
@@ -193,7 +197,7 @@ class FormatConformance(MixIn):
             found = self._everything(self._save(halves, description, most_nbytes=most_nbytes).store)
             wanted: dict[str, Any] = {f"{half}: {key}": t for half, its in halves.items() for key, t in its.items()}
             wanted |= {"extra: common": {"step": 7, "t": torch.ones(2)}, "description": description}
-            wanted |= {f"extra: {of_rank(0)}": [0], f"extra: {of_rank(1)}": [1]}
+            wanted |= {f"extra: {rank_extra_name(0)}": [0], f"extra: {rank_extra_name(1)}": [1]}
             wanted["rest"] = ({"other": "large"}, _RANKS, 70)
             self._case.assertEqual(sorted(found), sorted(wanted))
             for name, value in wanted.items():
@@ -319,10 +323,10 @@ class FormatConformance(MixIn):
             self._case.assertLess(peak, _BIG_NBYTES // 2, "bytes at the peak")
 
 
-def _planned(tensors: Tensors) -> list[Planned]:
+def _planned(tensors: Tensors) -> list[PlannedTensor]:
     """Wide elements first, as the library gives them."""
     ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    return [Planned(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape)) for key in ordered]
+    return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape)) for key in ordered]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -331,7 +335,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.numpy().data if flat.numel() else memoryview(bytearray())
 
 
-def _elements_of(reader: Reader, stored: StoredTensor) -> torch.Tensor:
+def _elements_of(reader: FormatReader, stored: StoredTensor) -> torch.Tensor:
     """All of a tensor, put together from what the ranks of storage have of it."""
     whole = torch.empty(stored.placement.numel, dtype=dtype_named(stored.dtype))
     for rank in stored.placement.ranks:

@@ -30,11 +30,11 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, ShardEnd
-from fsdp_optim.verbs.wanted import Wanted, decide, warn_of_uncollected
+from fsdp_optim.verbs.load_plan import LoadPlan, plan_load, warn_of_uncollected
 
 
 @dataclass(frozen=True)
-class Contents:
+class FullContents:
     """What is told of a state to be delivered: everything but the elements of sharded values."""
 
     summaries: Mapping[str, Summary]
@@ -80,7 +80,7 @@ def deliver(
     callers: RankGroup,
     local: Local,
     picture: Picture,
-    contents: Contents,
+    contents: FullContents,
     source: End,
 ) -> Shard | list[Shard]:
     """Move a state from where it is to where the model and optimizer of `picture` need it.
@@ -88,18 +88,18 @@ def deliver(
     Called by all ranks, inside `all_hear`.
     """
     opaque = contents.opaque
-    wanted = decide(
+    load_plan = plan_load(
         local, contents.summaries, contents.fit, lambda fqn, name: opaque[fqn, name], is_own=contents.is_own
     )
     failure = Failure()
     values = _values(picture, contents.summaries)
     target = ShardEnd(local, {})
     with failure:
-        target = allocate_shard(wanted, values, callers.rank)
+        target = allocate_shard(load_plan, values, callers.rank)
     move(values, source, target, callers, callers.budget, failure)
     made: Shard | list[Shard] = []
     with failure:
-        made = wanted.dict_of(target.flats, contents.groups, contents.extra) if failure.error is None else []
+        made = load_plan.dict_of(target.flats, contents.groups, contents.extra) if failure.error is None else []
     warn_of_uncollected(local, contents.uncollected)
     agree(callers, "delivered", failure.error, fatal=failure.fatal)
     return made
@@ -112,7 +112,7 @@ def _tell_contents(
     full: Mapping[str, Any] | None,
     source_rank: int,
     options: Options,
-) -> tuple[FullState | None, Contents]:
+) -> tuple[FullState | None, FullContents]:
     """The source checks its dict against everyone's model and tells what is in it; the same contents on all ranks."""
     state, content = None, b""
     if callers.rank == source_rank and full is not None:
@@ -121,7 +121,7 @@ def _tell_contents(
         _check_whole(state, local.order, source_rank)
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
         content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
-    contents: Contents = pickle.loads(tell(callers, "contents", content).content_of(source_rank))
+    contents: FullContents = pickle.loads(tell(callers, "contents", content).content_of(source_rank))
     opaque = _scatter_opaque(callers, picture, state, contents, source_rank)
     return state, replace(contents, opaque=opaque, is_own=state is None)
 
@@ -132,7 +132,7 @@ def _without(value: Any) -> OpaqueShards | None:
 
 
 def _scatter_opaque(
-    callers: RankGroup, picture: Picture, state: FullState | None, contents: Contents, source_rank: int
+    callers: RankGroup, picture: Picture, state: FullState | None, contents: FullContents, source_rank: int
 ) -> dict[tuple[str, str], Any]:
     """The opaque values that this rank needs: of a sharded parameter that of its shard, of a whole one all of it."""
     keys: list[tuple[str, str, int | None]] = []
@@ -177,8 +177,8 @@ def _check_whole(state: FullState, order: Sequence[str], source_rank: int) -> No
                 )
 
 
-def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> Contents:
-    return Contents(
+def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> FullContents:
+    return FullContents(
         summaries=summaries,
         groups=tuple(({key: own(value) for key, value in group.items()}, fqns) for group, fqns in state.groups),
         extra={key: own(value) for key, value in state.extra.items()},
@@ -199,20 +199,23 @@ def _values(picture: Picture, summaries: Mapping[str, Summary]) -> list[StateVal
     ]
 
 
-def allocate_shard(wanted: Wanted, values: Sequence[StateValue], rank: int) -> ShardEnd:
+def allocate_shard(load_plan: LoadPlan, values: Sequence[StateValue], rank: int) -> ShardEnd:
     """Memory for what this rank's optimizer gets, of which some values will fill everything.
 
     Raises StateError where they would not: memory comes uninitialised.
     """
     slabs = Slabs()
-    flats = {param.local_id: allocate(param, summary, rank, wanted.missing, slabs) for param, summary in wanted.given}
+    flats = {
+        param.local_id: allocate(param, summary, rank, load_plan.missing, slabs)
+        for param, summary in load_plan.receiving
+    }
     coming = {(value.fqn, value.name) for value in values}
-    for param, summary in wanted.given:
+    for param, summary in load_plan.receiving:
         for fqn, placement in param.named.placements.items():
-            for name in summary.dtypes if fqn not in wanted.missing else ():
+            for name in summary.dtypes if fqn not in load_plan.missing else ():
                 if (fqn, name) not in coming and placement.numel_on(rank):
                     raise StateError(
                         f"{fqn}: rank {rank} needs {counted_noun(placement.numel_on(rank), 'element')} of {name}, and none "
                         "would come"
                     )
-    return ShardEnd(wanted.local, flats)
+    return ShardEnd(load_plan.local, flats)

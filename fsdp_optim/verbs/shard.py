@@ -24,9 +24,9 @@ from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, names_of_model, read_local
 from fsdp_optim.verbs.ends import DictEnd
+from fsdp_optim.verbs.load_plan import plan_load, warn_of_uncollected
 from fsdp_optim.verbs.scatter import allocate_shard
 from fsdp_optim.verbs.sharded_dict import is_sharded, reshard
-from fsdp_optim.verbs.wanted import decide, warn_of_uncollected
 from fsdp_optim.view import ModelView, check_materialized
 
 
@@ -47,21 +47,21 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     others = _of_other_ranks(local.view, state, options)
     state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.groups, others=others)
     warn_of_uncollected(local, state.uncollected)
-    wanted = decide(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
+    load_plan = plan_load(local, summarize(state, shapes), fit, lambda fqn, name: state.state[fqn][name])
     rank = local.view.rank
     values = [
         StateValue(fqn, name, dtype, placement)
-        for param, summary in wanted.given
+        for param, summary in load_plan.receiving
         for fqn, placement in param.named.placements.items()
         if fqn in state.state
         for name, dtype in summary.dtypes.items()
     ]
     here = world_here().group("get_shard_from_optim_state_dict", (rank,))
     source = DictEnd(lambda value: Whole(value.placement.shape, (rank,)), lambda fqn, name: state.state[fqn][name])
-    target, failure = allocate_shard(wanted, values, rank), Failure()
+    target, failure = allocate_shard(load_plan, values, rank), Failure()
     move(values, source, target, here, here.budget, failure)
     agree(here, "cut", failure.error)
-    return wanted.dict_of(target.flats, state.groups, state.extra)
+    return load_plan.dict_of(target.flats, state.groups, state.extra)
 
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:

@@ -28,7 +28,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import calling, meet, read_local
 from fsdp_optim.verbs.ends import DictEnd, WholeEnd
-from fsdp_optim.verbs.scatter import Contents, deliver
+from fsdp_optim.verbs.scatter import FullContents, deliver
 
 _Here = dict[tuple[str, str], torch.Tensor]
 """This rank's elements of each value, 1-D, by FQN and name."""
@@ -63,7 +63,7 @@ def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], optio
         summaries = summarize(described, live.shapes)
         source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
         odd = _odd_values(callers, state, summaries, source)
-        contents = Contents(summaries, described.groups, described.extra, odd, fit)
+        contents = FullContents(summaries, described.groups, described.extra, odd, fit)
         return deliver(callers, local, picture, contents, source)
 
 

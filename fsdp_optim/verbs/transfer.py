@@ -25,7 +25,7 @@ from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_odd
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer, load
-from fsdp_optim.verbs.scatter import Contents, deliver
+from fsdp_optim.verbs.scatter import FullContents, deliver
 
 
 def transfer(
@@ -114,13 +114,15 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
             )
 
 
-def _contents(callers: RankGroup, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit) -> Contents:
+def _contents(
+    callers: RankGroup, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit
+) -> FullContents:
     """What every rank knows of the source already; values that are not cut like their parameter come to those that need them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
     odd = move_odd(everywhere, lambda fqn: _needs(fqn, picture, dst), failure)
     agree(callers, "odd values", failure.error, fatal=failure.fatal)
-    return Contents(
+    return FullContents(
         summaries={
             fqn: _as_arrived(fqn, _only(picture.params[fqn].summary or Summary(), values), odd)
             for fqn, values in full.state.items()

@@ -33,7 +33,7 @@ from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refus
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.checkpoint import runs
+from fsdp_optim.checkpoint import local_extents
 from fsdp_optim.storage.posix import completion, filesystem, folder, leftovers, store
 from fsdp_optim.testing import run_on_ranks
 
@@ -48,15 +48,15 @@ BUCKETS = (1 << 26, 64)
 def nothing_lies_on_the_host(*, has_part: bool) -> Iterator[None]:
     """All local tensors are taken for a device's. Raises if none of a rank that has a part came by way of the host."""
     made = []
-    real = runs._by_way_of_host
+    real = local_extents._by_way_of_host
 
     def by_way_of_host(its: Any) -> Any:
         made.append(sum(len(run.memory) for run in its))
         return real(its)
 
     with (
-        mock.patch.object(runs, "lies_on_host", return_value=False),
-        mock.patch.object(runs, "_by_way_of_host", by_way_of_host),
+        mock.patch.object(local_extents, "lies_on_host", return_value=False),
+        mock.patch.object(local_extents, "_by_way_of_host", by_way_of_host),
     ):
         yield
     if has_part and not made:
@@ -79,7 +79,7 @@ def save_in_background_by_way_of_host(root: Path) -> None:
     with cpu():
         for wrapper in WRAPPERS:
             trained = Trained(wrapper, **KWARGS)
-            with mock.patch.object(runs, "lies_on_host", return_value=False):
+            with mock.patch.object(local_extents, "lies_on_host", return_value=False):
                 handle = async_save(root / wrapper, trained)
             handle.wait()
 
@@ -315,17 +315,17 @@ class ClosingTest(InFolder):
 
 def save_all_but_one(path: Path, checksums: bool) -> tuple[str, str]:
     """Rank 1 loses a run on the way."""
-    from fsdp_optim.checkpoint.writing import Writer
+    from fsdp_optim.checkpoint.writing import RankWriter
 
-    real = Writer.runs_of
+    real = RankWriter.extents_of
 
-    def lose(self: Writer, parts: Any) -> Any:
+    def lose(self: RankWriter, parts: Any) -> Any:
         found = real(self, parts)
         if dist.get_rank() == 1:
             found["optim.safetensors"].pop()
         return found
 
-    with cpu(), mock.patch.object(Writer, "runs_of", lose):
+    with cpu(), mock.patch.object(RankWriter, "extents_of", lose):
         return error_text(lambda: save(path, Trained("FSDP2", **KWARGS), checksums=checksums))
 
 

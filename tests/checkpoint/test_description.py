@@ -19,7 +19,7 @@ from fsdp_optim.formats.description import (
     ParamDescription,
     decoded,
     encoded,
-    read,
+    from_plain,
 )
 
 WORDS = st.text(max_size=3).filter(lambda text: not any(0xD800 <= ord(letter) < 0xE000 for letter in text))
@@ -68,7 +68,7 @@ def _plain(description: OptimDescription) -> list[Any]:
     """Its fields, without the help of what is tested."""
     groups = [[group.hyperparameters, group.params] for group in description.groups]
     params = {fqn: [param.shape, param.values, param.has_state] for fqn, param in description.params.items()}
-    return [groups, params, description.extra, description.optimizer_class]
+    return [groups, params, description.other_keys, description.optimizer_class]
 
 
 class DescriptionTest(unittest.TestCase):
@@ -106,16 +106,16 @@ class DescriptionTest(unittest.TestCase):
     )
     def test_other_types_are_refused_by_name(self, _: str, values: dict[str, Any], word: str) -> None:
         plain = {"optimizer_class": "SGD", "groups": [], "extra": {}, "params": {}}
-        read("here", plain)
+        from_plain("here", plain)
         with self.assertRaisesRegex(CheckpointError, f"^here: is not written as it should be.*{word}"):
-            read("here", plain | values)
+            from_plain("here", plain | values)
 
     def test_nothing_may_be_left_out(self) -> None:
         plain: dict[str, Any] = {"groups": [], "extra": {}, "params": {}}
-        self.assertEqual(read("here", plain), OptimDescription((), {}, {}))
+        self.assertEqual(from_plain("here", plain), OptimDescription((), {}, {}))
         for key in plain:
             with self.assertRaisesRegex(CheckpointError, key):
-                read("here", {name: value for name, value in plain.items() if name != key})
+                from_plain("here", {name: value for name, value in plain.items() if name != key})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import fsdp_optim
 from fsdp_optim.checkpoint.background import async_save
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.save import save
-from fsdp_optim.checkpoint.writing import Writer
+from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
@@ -294,7 +294,7 @@ def one_rank_fails_in_the_background(address: Any, key: bytes, victim: int) -> t
     with cpu():
         trained = Trained("FSDP2")
         with (
-            mock.patch.object(Writer, "write", side_effect=CheckpointError("no room"))
+            mock.patch.object(RankWriter, "write", side_effect=CheckpointError("no room"))
             if (dist.get_rank() == victim)
             else nullcontext()
         ):

@@ -257,10 +257,10 @@ class GrowthTest(InFolder):
             pairs = [(Key(f"key {index}"), 0) for index in range(number)] + [(Key(f"key {number - 1}"), 1)]
             Key.compared = 0
             kind, text = error_text(lambda: json_text.without_duplicates(pairs))  # noqa: B023
-            self.assertEqual((kind, text), ("ValueError", f"'key {number - 1}' is in it twice"))
+            self.assertEqual((kind, text), ("ValueError", f"'key {number - 1}' occurs twice"))
             self.assertLess(Key.compared, 10 * number)
         kind, text = error_text(lambda: parse_json("here", b'{"a": 1, "b": 2, "a": 3}'))
-        self.assertEqual((kind, text), ("CheckpointError", "here: is not readable: 'a' is in it twice"))
+        self.assertEqual((kind, text), ("CheckpointError", "here: is not readable JSON: 'a' occurs twice"))
 
     @parameterized.expand(
         (

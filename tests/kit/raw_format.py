@@ -13,22 +13,22 @@ from xxhash import xxh3_64_hexdigest
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import (
+    CheckpointContents,
     Chunks,
-    Contents,
     Format,
-    Planned,
+    FormatReader,
+    FormatWriter,
     PlannedFile,
+    PlannedTensor,
     Prepared,
-    Reader,
     Stamp,
     StoredTensor,
-    Writer,
-    Written,
-    replaced,
+    WrittenFiles,
+    replaced_error,
 )
 from fsdp_optim.formats.bools import check_bytes
 from fsdp_optim.formats.checksums import Sums, join_tables
-from fsdp_optim.formats.description import OptimDescription, decoded, written
+from fsdp_optim.formats.description import OptimDescription, decoded, to_plain
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import Extra, encode_extra, info_of, read_extra
@@ -93,10 +93,10 @@ class Raw(Format):
     def recognises(self, opened: Opened) -> bool:
         return opened.has(INDEX)
 
-    def open(self, opened: Opened, *, verify: bool) -> Reader:
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
         return RawReader(opened)
 
-    def writer(self) -> Writer:
+    def writer(self) -> FormatWriter:
         return RawWriter()
 
     def sequence_in(self, opened: Opened) -> int:
@@ -107,22 +107,22 @@ class Raw(Format):
 RAW = Raw()
 
 
-class RawWriter(Writer):
-    def prepare(self, contents: Contents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+class RawWriter(FormatWriter):
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         files: dict[str, bytes] = {}
         read_back = None
         if contents.optim is not None:
-            plain = written(contents.optim)
+            plain = to_plain(contents.optim)
             files[DESCRIPTION] = encode_extra("optim", plain, allow_pickle=allow_pickle, records=records)
             read_back = contents.optim
         document = {"world_size": contents.world_size, "aliases": dict(contents.aliases)}
         return Prepared(str(sorted(contents.params)), "", files, read_back, document)
 
-    def copied(self, reader: Reader) -> Prepared | None:
+    def copied(self, reader: FormatReader) -> Prepared | None:
         return None
 
     def files(
-        self, half: Any, tensors: Sequence[Planned], shared: str, *, most_nbytes: int, num_ranks: int
+        self, half: Any, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         return [
             PlannedFile(
@@ -145,7 +145,7 @@ class RawWriter(Writer):
         return [len(data), info_of(data).header]
 
     def last(
-        self, prepared: Prepared, files: Sequence[PlannedFile], written: Written, stamp: Stamp
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
         tensors: dict[str, Any] = {"model": {}, "optim": {}}
         for file in files:
@@ -248,12 +248,12 @@ class RawReader:
             for one in its if dtype == "bool" else ():
                 check_bytes(section.name, key, one.memory)
 
-    def verified(self) -> Reader:
+    def verified(self) -> FormatReader:
         return self
 
     def check_unchanged(self) -> None:
         if self.opened.version_of(INDEX) != self.version:
-            raise replaced(self.where)
+            raise replaced_error(self.where)
 
     def close(self) -> None:
         self.opened.close()

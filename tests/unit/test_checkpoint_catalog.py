@@ -190,7 +190,7 @@ class OrderTest(CatalogTest):
         """As where thousands of ranks have extras of their own: it does not end in the first bytes that are read."""
         files = {f"extra/rank-{rank:05}.safetensors": rank for rank in range(3000)}
         brief = briefs.Brief(1, 7, None, 3, 99, "token", "content", 3000, files)
-        checkpoint = {"brief": brief.written(), "format": "fsdp_optim"}
+        checkpoint = {"brief": brief.to_json(), "format": "fsdp_optim"}
         (self.root / "step-1").mkdir()
         seal_as_it_is(self.root / "step-1", checkpoint)
         with OpenFolder(self.root / "step-1") as opened:

@@ -64,7 +64,7 @@ class TableTest(unittest.TestCase):
         for start in range(10):
             for stop in range(start + 1, 11):
                 touched = [i for i in range(4) if borders[i] < stop and start < borders[i + 1]]
-                window = sums.window(start, stop)
+                window = sums.segments_in(start, stop)
                 wanted = [borders[touched[0]], *(borders[i + 1] for i in touched)]
                 check_same(
                     f"[{start}, {stop})", (window.borders, window.hashes), (wanted, [hashes[i] for i in touched])

@@ -20,7 +20,7 @@ log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadPlan:
     """By local id: what each live parameter gets (None: nothing), and its opaque values."""
 
     local: Local
@@ -33,7 +33,7 @@ class Wanted:
         return frozenset(self.fit.missing)
 
     @property
-    def given(self) -> list[tuple[LocalParam, Summary]]:
+    def receiving(self) -> list[tuple[LocalParam, Summary]]:
         """The live parameters that get something, with what it is."""
         found = ((param, self.summaries.get(param.local_id)) for param in self.local.optim.params)
         return [(param, summary) for param, summary in found if summary is not None]
@@ -47,7 +47,7 @@ class Wanted:
         """The optimizer's own dict; `tensors`: filled local tensors by local id and value name."""
         state: dict[LocalId, Mapping[str, Any]] = {
             param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id])
-            for param, summary in self.given
+            for param, summary in self.receiving
         }
         for param in self.local.optim.params:
             if param.state is not None and self.missing.issuperset(param.named.fqns):
@@ -70,9 +70,9 @@ class Wanted:
                 state.pop(param.local_id, None)
 
 
-def decide(
+def plan_load(
     local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any], *, is_own: bool = False
-) -> Wanted:
+) -> LoadPlan:
     """Check everything that can be refused.
 
     `saved(fqn, name)` gives an opaque value of the full state; `is_own`: one that this rank may keep.
@@ -86,7 +86,7 @@ def decide(
         summary = summary_for(param, summaries, missing, local.optim.evidence)
         wanted[param.local_id] = summary
         opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank, is_own=is_own)
-    return Wanted(local, fit, wanted, opaque)
+    return LoadPlan(local, fit, wanted, opaque)
 
 
 def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:
