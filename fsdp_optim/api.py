@@ -16,6 +16,7 @@ from fsdp_optim.checkpoint import save as saving
 from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.stores import shelf_at
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
@@ -35,7 +36,8 @@ from fsdp_optim.options import (
 from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.local import OptimizerLike, Optimizers
 from fsdp_optim.state.shard import Shard
-from fsdp_optim.storage.posix.files import checkpoint_errors, local_path
+from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
@@ -353,6 +355,7 @@ def save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write one full checkpoint: a folder of safetensors files, which all ranks write at once, each its own bytes.
 
@@ -362,7 +365,8 @@ def save(
 
     Args:
         path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
-            the lowest rank; `~` is the home folder. A URL (`s3://...`) is refused.
+            the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
+            (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
         model, optim: as for gather; several optimizers as a list, which may not be empty; None: weights and buffers only.
         step: the trainer's step; recorded, and `restored.summary.step` has it.
         extra: values of the trainer (the lowest rank's count): JSON values, tuples, tensors, numpy arrays.
@@ -384,6 +388,9 @@ def save(
             lines in the log elsewhere.
         on_replica_mismatch: as for gather; also for weights and buffers, each of which has to be equal on the ranks that hold
             the same part of it, BatchNorm statistics too.
+        storage_options: of a URL: `endpoint_url`, `region_name`, credentials and whatever boto3's client, or the fsspec file
+            system, takes; `part_nbytes`: the size of uploaded parts; `dead_after`: seconds without a sign of life after which
+            a save is dead and its leftovers are removed (300). May differ between ranks.
 
     Raises (the same on all ranks):
         CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it; names the file.
@@ -409,6 +416,7 @@ def save(
             keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
+            storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
 
@@ -435,6 +443,7 @@ def async_save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory: training may go on and change it.
 
@@ -462,6 +471,7 @@ def async_save(
             keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
+            storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)
 
@@ -484,6 +494,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer, at any world size, in any wrapper or none.
 
@@ -507,7 +518,7 @@ def load(
         allow_pickle: load pickled values, which can run any code: only from someone you trust. Without it a model loads all the
             same; a pickled value of the extras raises CheckpointError when it is asked for, and the others are there. One that a
             module of the model keeps (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
-        progress, name_of, process_group, timeout, bucket_nbytes: as for save and gather.
+        progress, name_of, process_group, timeout, bucket_nbytes, storage_options: as for save and gather.
 
     Returns:
         The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,
@@ -528,20 +539,35 @@ def load(
     )
     with checkpoint_errors(path):
         options = LoadOptions(
-            call, keep=keep, verify=verify, check=check, allow_pickle=allow_pickle, progress=progress, cast=cast
+            call,
+            keep=keep,
+            verify=verify,
+            check=check,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            cast=cast,
+            storage_options=storage_options,
         )
         return restore.restore(path, model, optim, options)
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints; None where there is none. No communication.
+def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
+    """The newest complete checkpoint in a folder of checkpoints, or under a URL; None where there is none. No communication.
 
     The newest one is the one that was saved last, whatever the clocks said: each save records a sequence number that is higher
     than all in the folder. Where two are equal (folders were merged), the higher `step` is newer, then the later time.
     Checkpoints of a version that did not record it are older than all others.
 
+    Args:
+        root: a path, or a URL as for save.
+        storage_options: as for save.
+
+    Returns:
+        A Path in a folder, a URL (str) under a URL; None where there is no complete checkpoint.
+
     Raises:
         CheckpointError: the folder cannot be listed, or has checkpoints, but none that can be read just now.
     """
     with checkpoint_errors(root):
-        return catalog.latest(Path(local_path(root)))
+        found = catalog.latest(shelf_at(root, storage_options))
+        return found if found is None or scheme_of(root) is not None else Path(found)

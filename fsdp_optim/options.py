@@ -196,6 +196,7 @@ class SaveOptions(Arguments):
     keep_last: int | None = None
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
         super().validate()
@@ -220,6 +221,7 @@ class LoadOptions(Arguments):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     cast: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:
         super().validate()

@@ -14,14 +14,14 @@ from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
 class SaveHandle:
     """A save that is being written in the background."""
 
-    def __init__(self, path: Path, write: Callable[[], Saved]) -> None:
+    def __init__(self, path: Path | str, write: Callable[[], Saved]) -> None:
         self.path = path
         self._write: Callable[[], Saved] | None = write
         self._saved: Saved | None = None
         self._error: BaseException | None = None
         self._is_reported = False  # whether the caller has seen the error
         # A daemon thread, because the interpreter joins other threads before it runs `settle` at exit, which reports errors.
-        self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path}", daemon=True)
 
     def done(self) -> bool:
         """Whether the save is over, successfully or not."""

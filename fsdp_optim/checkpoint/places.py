@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 
-from fsdp_optim.checkpoint.stores import Place, store_at, store_of_leader
+from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_of_leader
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
 
 
-def common_store(callers: RankGroup, place: Place) -> Store:
+def common_store(callers: RankGroup, place: Place, options: StorageOptions = None) -> Store:
     """The store of a place, the same on all ranks: a relative path counts from the working directory of the lowest rank.
 
     Called by all ranks.
     """
-    mine = store_at(place)
+    mine = store_at(place, options=options)
     content = os.fsencode(mine.where)
     told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", compared=content)
-    return mine if told.alike else store_of_leader(place, mine, os.fsdecode(told.content_of(callers.ranks[0])))
+    if told.alike:
+        return mine
+    return store_of_leader(place, mine, os.fsdecode(told.content_of(callers.ranks[0])), options=options)

@@ -19,6 +19,7 @@ from fsdp_optim.move import End, Slice, StateValue
 from fsdp_optim.plan import clip_to_target, copies_into
 
 _CPU = torch.device("cpu")
+_REQUESTS_TOGETHER = 4  # one rank reads the small tensors in so many requests' bytes of a file
 _CUT_FROM = 256 << 10  # bytes; one rank reads a smaller tensor that several ranks need
 _MOST_EXTENTS = 512  # at once, because there may be many short rows
 
@@ -84,14 +85,19 @@ class CheckpointEnd(End):
         """Ranks that need the same elements each read a share of them; short rows are read in contiguous chunks."""
         if self.as_needed or not value.nbytes:
             return other
-        stored = stored_value(value).stored
+        stored, ranks = stored_value(value).stored, other.ranks
         is_shared = other.num_replicas > 1 or other.overlapping
-        if not is_shared and not has_short_rows(other, value.dtype.itemsize, stored.short_nbytes):
+        is_short = has_short_rows(other, value.dtype.itemsize, stored.short_nbytes)
+        if not is_shared and not is_short and len(ranks) * stored.request_nbytes <= value.nbytes:
             return other
-        if value.nbytes >= _CUT_FROM:
-            return in_flat_chunks(other, other.ranks)
-        ranks = other.ranks  # one rank reads tensors that are adjacent in a file
-        return Whole(other.shape, (ranks[stored.start // _CUT_FROM % len(ranks)],))
+        together = max(_CUT_FROM, _REQUESTS_TOGETHER * stored.request_nbytes)
+        first = stored.start // together % len(ranks)  # one rank reads tensors that are adjacent in a file
+        if value.nbytes < max(_CUT_FROM, 2 * stored.request_nbytes):
+            return other if len(ranks) == 1 else Whole(other.shape, (ranks[first],))
+        if len(ranks) * stored.request_nbytes <= value.nbytes:
+            return in_flat_chunks(other, ranks)
+        num = value.nbytes // stored.request_nbytes
+        return in_flat_chunks(other, [ranks[(first + index) % len(ranks)] for index in range(num)])
 
     def fill(self, parts: Sequence[Slice]) -> None:
         rounds: list[list[Slice]] = []  # a tensor that was tied at the save may be needed twice, and is read twice

@@ -69,7 +69,7 @@ def _restore(
             raise StateError("an optimizer needs the model that it was built from: give model= too")
         options.validate()
         pending.settle()
-        store = store_at(path)
+        store = store_at(path, options=options.storage_options)
         with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
             restored = read_extras(checkpoint, store, _position(options), options, format)
             restored.summary = LoadSummary(world_size=checkpoint.world_size, step=checkpoint.step)
@@ -80,7 +80,7 @@ def _restore(
     ):
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
-        store = common_store(callers, path)
+        store = common_store(callers, path, options.storage_options)
         checkpoint = stack.enter_context(closing(_open_on_all(callers, store, options, format)))
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None

@@ -17,7 +17,7 @@ class Saved:
         absent: the FQNs of the optimizer's parameters without state.
     """
 
-    path: Path
+    path: Path | str
     num_tensors: int
     nbytes: int
     nbytes_written: int

@@ -32,7 +32,7 @@ from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.stores import Place, folder_of, name_of, store_at, store_of_leader
+from fsdp_optim.checkpoint.stores import Place, name_of, path_of, store_at, store_of_leader
 from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import (
@@ -99,8 +99,8 @@ class Job:
         return self.callers.rank == self.callers.ranks[0]
 
     @property
-    def path(self) -> Path:
-        return Path(self.store.where)
+    def path(self) -> Path | str:
+        return path_of(self.store)
 
     def completion(self) -> Completion:
         callers = self.callers
@@ -190,7 +190,7 @@ def begin(
 
     Returns the save, and the live tensors as the source of a move.
     """
-    store, writer = store_at(path, format), format.writer()
+    store, writer = store_at(path, format, options.storage_options), format.writer()
     warn_if_alone(callers, store.where, has_group=options.call.process_group is not None)
     pending.settle()
     about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
@@ -221,7 +221,8 @@ def begin(
             told.content_of(callers.ranks[0])
         )
         can = Capabilities(part_nbytes=part_nbytes, most_parts=most_parts)
-        store, options = store_of_leader(path, store, leaders_place, format), replace(options, durable=durable)
+        store = store_of_leader(path, store, leaders_place, format, options.storage_options)
+        options = replace(options, durable=durable)
         if strategy == BY_MACHINES:
             strategy = IN_PLACE if told.alike else PER_RANK
             if strategy == IN_PLACE:
@@ -261,8 +262,8 @@ def _removes(store: Store, staging: Staging, options: SaveOptions, content: str)
     """Whether the save removes an older checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
     if staging.replaces or options.keep_last is None:
         return staging.replaces
-    path = folder_of(store, "keep_last=")
-    return bool(outdated(path, Series.of(path, content, options.step, options.keep_last), options.keep_last))
+    series = Series.of(store.where, content, options.step, options.keep_last)
+    return bool(outdated(store, series, options.keep_last))
 
 
 def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGroup) -> dict[str, bytes]:
@@ -300,8 +301,8 @@ def finish(job: Job, written: Sequence[bytes]) -> None:
         else:
             staging.commit(name, data, durable=durable)
     if stamp.keep_last is not None and durable:  # otherwise there was nothing to remove at the beginning
-        path = folder_of(job.store, "keep_last=")
-        keep_newest(path, Series.of(path, job.prepared.content, stamp.step, stamp.keep_last), stamp.keep_last)
+        series = Series.of(job.store.where, job.prepared.content, stamp.step, stamp.keep_last)
+        keep_newest(job.store, series, stamp.keep_last)
 
 
 def _contents(callers: RankGroup, weights: SavedHalf, state: SavedHalf | None) -> CheckpointContents:

@@ -1,43 +1,63 @@
-"""The store of a user's path."""
+"""Which store a user's path or URL means."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.ours import OURS
-from fsdp_optim.storage.base import Store
+from fsdp_optim.storage.base import Shelf, Store
 from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.storage.schemes import scheme_of, store_of_url
 
 Place: TypeAlias = "str | os.PathLike[str] | Store"
-"""A user's path, or a store."""
+"""A user's path or URL, or a store that somebody has made."""
+
+StorageOptions: TypeAlias = "Mapping[str, Any] | None"
 
 
-def store_at(place: Place, format: Format = OURS) -> Store:
-    """The store of a place. Raises CheckpointError for a path that no file system accepts, and for a URL."""
+def store_at(place: Place, format: Format = OURS, options: StorageOptions = None) -> Store:
+    """The store of a place. Raises CheckpointError for a path that no file system takes, and for a URL that nothing handles."""
+    if options is not None and not isinstance(options, Mapping):
+        raise CheckpointError(
+            f"storage_options has to be a dict of options for the store, not {type(options).__name__}"
+        )
+    if isinstance(place, str) and scheme_of(place) is not None:
+        return store_of_url(place.rstrip("/"), format.judge, dict(options or {}))
+    if options:
+        raise CheckpointError(f"{name_of(place)}: storage_options are for URLs (s3://...): a path has none")
     return Folder(place, format.judge) if _is_path(place) else place  # type: ignore[arg-type, return-value]
 
 
-def store_of_leader(place: Place, mine: Store, where: str, format: Format = OURS) -> Store:
-    """The store of the lowest rank, which calls it `where`. A relative path counts from the working directory of that rank."""
-    return store_at(where, format) if _is_path(place) else mine
+def store_of_leader(
+    place: Place, mine: Store, where: str, format: Format = OURS, options: StorageOptions = None
+) -> Store:
+    """The store that the lowest rank calls `where`: a relative path counts from the working directory of that rank."""
+    if not _is_path(place) or where == mine.where:
+        return mine
+    return store_at(where, format, options if scheme_of(where) is not None else None)
+
+
+def shelf_at(root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS) -> Shelf[Any]:
+    """The shelf that a folder, or a prefix of a bucket, is."""
+    inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else Path(root, "_")
+    return store_at(inside, format, options).shelf()
 
 
 def name_of(place: Place) -> str:
-    """A place as the user gave it, for errors."""
+    """A place as its user gave it, for errors."""
     return str(place) if _is_path(place) else place.where  # type: ignore[union-attr]
 
 
+def path_of(store: Store) -> Path | str:
+    """The place of a store as results have it: a path for a folder, a URL for everything else."""
+    return store.path if isinstance(store, Folder) else store.where
+
+
 def _is_path(place: Place) -> bool:
-    """Whether a place is meant as a path: anything without the methods of a store. `Folder` refuses what is not a path."""
+    """Whatever has none of a store's methods is meant as a path, and refused by name where it is none."""
     return not hasattr(place, "begin")
-
-
-def folder_of(store: Store, option: str) -> Path:
-    """The path of a store that is a folder. Raises CheckpointError for any other store. `option`: what needs the folder."""
-    if not isinstance(store, Folder):
-        raise CheckpointError(f"{store.where}: {option} needs a folder")
-    return store.path

@@ -67,6 +67,7 @@ class StoredTensor:
         shape: the global shape.
         file, start: the file of the first chunk, and the byte at which the chunk begins, counted as the format's `read` counts.
         short_nbytes: a range of fewer bytes than this costs too much to read by itself.
+        request_nbytes: a read of fewer bytes costs more than a message from a rank that reads the adjacent bytes.
         chunks: the files and bytes of all ranks of storage, if several have elements of the tensor; None if one has all.
     """
 
@@ -76,6 +77,7 @@ class StoredTensor:
     file: str
     start: int
     short_nbytes: int = 128 << 10
+    request_nbytes: int = 0
     chunks: Chunks | None = None
 
     @property

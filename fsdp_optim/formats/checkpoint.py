@@ -109,7 +109,9 @@ class Checkpoint:
             for entry in file.header.entries:
                 if entry.key in tensors:
                     raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
-                tensors[entry.key] = StoredTensor(entry.key, entry.dtype, entry.shape, name, entry.start, short)
+                tensors[entry.key] = StoredTensor(
+                    entry.key, entry.dtype, entry.shape, name, entry.start, short, opened.request_nbytes
+                )
         for stem, tensors in halves.items():
             _check_index(opened, stem, manifest, tensors, verify=verify)
         return cls(opened, manifest, files, halves["model"], halves["optim"], verify, version)
@@ -194,7 +196,9 @@ class Checkpoint:
                 file = self.files[name]
                 sums = self._table(file)
                 fill = partial(self.opened.read_into, name)
-                section = DataSection(self.named(name), fill, file.offset, file.header.tensors_in)
+                section = DataSection(
+                    self.named(name), fill, file.offset, file.header.tensors_in, self.opened.num_requests
+                )
                 read_extents(section, ranges, sums, did_read)
                 check_bools(section.name, file.bools, ranges)
 

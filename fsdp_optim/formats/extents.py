@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import xxhash
@@ -41,12 +43,14 @@ class DataSection:
         move: reads pieces of memory from an offset of the file, or writes them there.
         offset: the byte of the file at which the section begins.
         tensors_in: a function that names the tensors in a range [start, stop) of the section, for errors.
+        num_reads: how many reads are best under way at the same time; several threads then call `move`.
     """
 
     name: str
     move: Callable[[Pieces, int], None]
     offset: int
     tensors_in: Callable[[int, int], str]
+    num_reads: int = 1
 
 
 def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> Rows:
@@ -107,12 +111,35 @@ def read_extents(
     segments = sums.segments_in(ordered[0].start, ordered[-1].stop) if sums is not None else None
     covered = _with_rest_of_segments(ordered, segments.borders) if segments is not None else ordered
     check = _Check(section, segments) if segments is not None else None
-    for batch in _batches(covered):
-        section.move([e.memory for e in batch], section.offset + batch[0].start)
+    for batch in _read(section, _batches(covered)):
         if check is not None:
             for extent in batch:
                 check.add(extent)
         did_read(batch[-1].stop - batch[0].start)
+
+
+def _read(section: DataSection, batches: Iterable[list[Extent]]) -> Iterator[list[Extent]]:
+    """Fill batches, several at the same time. Yields each batch when it and all before it are filled."""
+
+    def fill(batch: list[Extent]) -> list[Extent]:
+        section.move([extent.memory for extent in batch], section.offset + batch[0].start)
+        return batch
+
+    if section.num_reads == 1:
+        yield from map(fill, batches)
+        return
+    with ThreadPoolExecutor(section.num_reads, thread_name_prefix="fsdp_optim: read") as pool:
+        under_way: deque[Future[list[Extent]]] = deque()
+        try:
+            for batch in batches:
+                if len(under_way) == 2 * section.num_reads:
+                    yield under_way.popleft().result()
+                under_way.append(pool.submit(fill, batch))
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
 
 
 def _with_rest_of_segments(extents: Sequence[Extent], borders: Sequence[int]) -> Iterator[Extent]:

@@ -32,7 +32,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from fsdp_optim.errors import CheckpointError, causes_of
 
@@ -119,6 +119,9 @@ class Store(Protocol):
 
     def machine_id(self) -> str:
         """A string that is equal on processes that can share a file where `writes_ranges` is "on one machine"."""
+
+    def shelf(self) -> Shelf[Any]:
+        """The folder, or the prefix, that this place and its siblings are in."""
 
     def siblings(self) -> Iterator[Opened]:
         """All possible checkpoints in the same folder or under the same prefix, including this one. The caller closes each."""
@@ -318,6 +321,41 @@ class Standing(Generic[BriefT]):
     @property
     def is_complete(self) -> bool:
         return self.brief is not None
+
+
+@dataclass(frozen=True)
+class Shelved(Generic[BriefT]):
+    """A complete checkpoint on a shelf, as far as the beginning of its manifest shows.
+
+    Attributes:
+        where: its place now: the path or the URL from which it is loaded.
+        base: the place for which it was saved, which is another one where a save was killed between two renames.
+        can_go: False where `remove` would not remove the checkpoint itself, as of a symbolic link.
+    """
+
+    where: str
+    base: str
+    brief: BriefT
+    can_go: bool = True
+
+
+class Shelf(Protocol[BriefT]):
+    """All checkpoints of one folder, or under one prefix. `where`: its name, for errors."""
+
+    @property
+    def where(self) -> str: ...
+
+    def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+        """The complete checkpoints, the oldest first, and why others that have a manifest could not be read just now.
+
+        Raises CheckpointError where the shelf cannot be listed.
+        """
+
+    def standing_of(self, one: Shelved[BriefT]) -> Standing[BriefT]:
+        """The state of a checkpoint by the whole of its manifest."""
+
+    def remove(self, ones: Sequence[Shelved[BriefT]], reason: str) -> None:
+        """Remove checkpoints. Each removal is logged with the reason; what cannot be removed is warned about."""
 
 
 class Judge(Protocol[BriefT]):

@@ -21,7 +21,8 @@ from fsdp_optim.checkpoint import background, formats, restore, save
 from fsdp_optim.checkpoint.convert import convert
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
-from fsdp_optim.storage.memory import Bucket, MemoryStore
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import run_on_ranks
 
@@ -119,7 +120,7 @@ class SecondFormatTest(unittest.TestCase):
 
     def test_in_another_store(self) -> None:
         """Formats do not know stores: in memory, in parts, it is written and read alike."""
-        store = MemoryStore(Bucket(), "run/step-1", part_nbytes=100)
+        store = ObjectStore(MemoryBucket(), "run/step-1", RAW.judge, part_nbytes=100)
         one, other = Trained("plain", adam), Trained("plain", adam, 0)
         save.save(store, one.model, one.optim, SaveOptions(Options(), durable=False), RAW)
         restore.restore(store, other.model, other.optim, LoadOptions(Options()), RAW)

@@ -1,4 +1,4 @@
-"""Checkpoints in a store that is no folder: saved and loaded through the protocol alone, by one process and by ranks."""
+"""Checkpoints in a bucket: saved and loaded by one process and by ranks, in parts of several writers and of one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
 
 import fsdp_optim
+from fsdp_optim.checkpoint import catalog
 from fsdp_optim.checkpoint.background import async_save
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.save import save
@@ -29,10 +30,12 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
-from fsdp_optim.storage.memory import Bucket, MemoryStore
+from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
-PARTS = (0, 1000)
+PARTS = (True, False)  # whether several ranks can put the parts of one file
+PART_NBYTES = 1000
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")
 
 
@@ -54,12 +57,23 @@ def load_from(store: Store, trained: Trained, **options: Any) -> Any:
     return restore(store, trained.model, trained.optim, LoadOptions(call_of(trained), progress=False, **options))
 
 
+def store_in(memory: Any, prefix: str, by_many: bool = True) -> ObjectStore:
+    return ObjectStore(MemoryBucket(memory, parts_by_many=by_many), prefix, OURS.judge, part_nbytes=PART_NBYTES)
+
+
 class InOneProcessTest(unittest.TestCase):
     def setUp(self) -> None:
-        self.bucket, self.trained = Bucket(), Trained("plain")
+        self.memory, self.trained = Memory(), Trained("plain")
 
-    def store(self, prefix: str = "run/step-1", part_nbytes: int = 0) -> MemoryStore:
-        return MemoryStore(self.bucket, prefix, part_nbytes=part_nbytes)
+    @property
+    def bucket(self) -> MemoryBucket:
+        return MemoryBucket(self.memory)
+
+    def store(self, prefix: str = "run/step-1", by_many: bool = True) -> ObjectStore:
+        return store_in(self.memory, prefix, by_many)
+
+    def keys(self) -> list[str]:
+        return [found.key for found in (*self.bucket.list(""), *self.bucket.uploads(""))]
 
     def check_loads(self, store: Store, **options: Any) -> Any:
         other = Trained("plain", steps=0)
@@ -69,8 +83,8 @@ class InOneProcessTest(unittest.TestCase):
         return restored
 
     @parameterized.expand(itertools.product(PARTS, (4_000_000_000, 300, 1)))
-    def test_bit_for_bit(self, part_nbytes: int, max_file_size: int) -> None:
-        store = self.store(part_nbytes=part_nbytes)
+    def test_bit_for_bit(self, by_many: bool, max_file_size: int) -> None:
+        store = self.store(by_many=by_many)
         extra = {"step": 7, "tensor": torch.arange(3)}
         save_to(store, self.trained, max_file_size=max_file_size, extra=extra, per_rank_extra=[1.5], step=3)
         restored = self.check_loads(self.store())
@@ -80,10 +94,10 @@ class InOneProcessTest(unittest.TestCase):
         files = [name for name in self.files(store) if name.startswith("model")]
         self.assertEqual(len(files) > 3, max_file_size < 1000, files)
 
-    def files(self, store: MemoryStore) -> dict[str, bytes]:
-        """What the save that counts has written, by name."""
-        keys = [key for key in self.bucket.keys(store.prefix) if "\n" in key]
-        return {key.split("\n")[1].split("/", 1)[1]: self.bucket.get(key, 0, 1 << 30) for key in keys}
+    def files(self, store: ObjectStore) -> dict[str, bytes]:
+        """The files of a place, by name."""
+        inside = store.place.inside
+        return {found.key.removeprefix(inside): self.bucket.read(found.key)[0] for found in self.bucket.list(inside)}
 
     @parameterized.expand([(size,) for size in (4_000_000_000, 300)])
     def test_the_files_are_those_of_a_folder(self, max_file_size: int) -> None:
@@ -102,46 +116,45 @@ class InOneProcessTest(unittest.TestCase):
             )
             path = Path(folder, "step-1")
             expected = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-        del expected[MARKER]
+        del expected[MARKER], found[MARKER]
         self.assertGreater(len(expected), 4)
         self.assertEqual(found, expected)
 
     @parameterized.expand([(part,) for part in PARTS])
-    def test_every_flipped_byte_is_found(self, part_nbytes: int) -> None:
-        store = self.store(part_nbytes=part_nbytes)
+    def test_every_flipped_byte_is_found(self, by_many: bool) -> None:
+        store = self.store(by_many=by_many)
         save_to(store, self.trained, extra={"a": 1})
         target = Trained("plain", steps=1)
         before = everything(target)
-        for key in self.bucket.keys(store.prefix):
-            data = self.bucket.get(key, 0, 1 << 30)
+        for key in self.keys():
+            data = self.bucket.read(key)[0]
             for at in {0, len(data) // 2, len(data) - 1}:
                 wrong = bytearray(data)
                 wrong[at] ^= 1
-                tag = self.bucket.tag_of(key)
-                self.bucket.put(key, bytes(wrong), tag or "")
+                self.bucket.put(key, bytes(wrong))
                 with self.subTest(key=key, at=at):
                     kind, text = error_text(lambda: load_from(self.store(), target))
                     if kind not in ("CheckpointError", "StateError"):
                         raise Differs(f"{key}, byte {at}: {kind}: {text}")
-                    self.assertIn("memory:run/step-1", text)
-                self.bucket.put(key, data, tag or "")
+                    self.assertIn("memory://bucket/run/step-1", text)
+                self.bucket.put(key, data)
         check_same("nothing was loaded", everything(target), before)
         self.check_loads(store)
 
     def test_missing_and_cut_objects(self) -> None:
         store = self.store()
         save_to(store, self.trained)
-        saved = {key: (self.bucket.get(key, 0, 1 << 30), self.bucket.tag_of(key)) for key in self.bucket.keys("")}
-        for key, (data, tag) in saved.items():
-            for cut in (None, b"", data[:-1], data[: len(data) // 2]):
-                self.bucket.delete(key)
+        saved = {key: self.bucket.read(key)[0] for key in self.keys()}
+        for key, data in saved.items():
+            for cut in (None, b"", data.rstrip(b"\n")[:-1], data[: len(data) // 2]):
+                self.bucket.delete([key])
                 if cut is not None:
-                    self.bucket.put(key, cut, tag or "")
+                    self.bucket.put(key, cut)
                 with self.subTest(key=key, cut=cut and len(cut)):
                     kind, text = error_text(lambda: load_from(store, Trained("plain", steps=1)))
                     self.assertEqual(kind, "CheckpointError", text)
-                for name, (whole, its) in saved.items():
-                    self.bucket.put(name, whole, its or "")
+                for name, whole in saved.items():
+                    self.bucket.put(name, whole)
         self.check_loads(store)
 
     def test_overwriting(self) -> None:
@@ -150,10 +163,31 @@ class InOneProcessTest(unittest.TestCase):
         save_to(store, Trained("plain", steps=1))
         kind, text = error_text(lambda: save_to(store, self.trained))
         self.assertEqual((kind, "overwrite=True" in text), ("CheckpointError", True))
-        keys = len(self.bucket.keys(""))
+        names = set(self.files(store))
+        for _ in range(3):  # the first one has the plain names, each other one a folder of its own
+            save_to(store, self.trained, overwrite=True)
+            self.check_loads(store)
+            with store.open() as opened:
+                folder = opened.files.token
+            found = {name.removeprefix(f"{folder}/") for name in self.files(store)}
+            self.assertEqual(found, names)
+            self.assertEqual(len(self.keys()), len(names) + 1, "the manifest is in the folder too")
+
+    def test_strangers_stay(self) -> None:
+        """What somebody has put beside the files is kept when they are replaced, and when they are removed."""
+        store = self.store()
+        save_to(store, self.trained)
+        self.bucket.put("run/step-1/config.json", b"{}")
+        save_to(store, self.trained, overwrite=True)
         save_to(store, self.trained, overwrite=True)
         self.check_loads(store)
-        self.assertEqual(len(self.bucket.keys("")), keys)
+        self.assertEqual(self.bucket.read("run/step-1/config.json")[0], b"{}")
+
+    def test_keep_last(self) -> None:
+        for step in range(1, 6):
+            save_to(self.store(f"run/step-{step}"), self.trained, step=step, keep_last=2)
+        self.assertEqual(list(self.bucket.folders("run/")), ["run/step-4", "run/step-5"])
+        self.assertEqual(catalog.latest(self.store().shelf()), "memory://bucket/run/step-5")
 
     def test_sequence_numbers(self) -> None:
         """Of the places under one prefix."""
@@ -163,26 +197,26 @@ class InOneProcessTest(unittest.TestCase):
                 self.assertEqual(OURS.sequence_in(opened), 1 if prefix.startswith("other") else min(number, 3))
 
     def test_a_save_that_fails_leaves_nothing(self) -> None:
-        class Full(Bucket):
-            def put(self, key: str, data: bytes, tag: str = "") -> None:
+        class Full(Memory):
+            def put(self, key: str, data: bytes, only_if: str | None) -> str | None:
                 if key.endswith(".sums"):
                     raise CheckpointError("the store is full")
-                super().put(key, data, tag)
+                return super().put(key, data, only_if)
 
-        self.bucket = Full()
+        self.memory = Full()
         kind, text = error_text(lambda: save_to(self.store(), self.trained))
         self.assertEqual((kind, text), ("CheckpointError", "the store is full"))
-        self.assertEqual(self.bucket.keys(""), [])
+        self.assertEqual(self.keys(), [])
 
     @parameterized.expand([(part,) for part in PARTS])
-    def test_in_the_background(self, part_nbytes: int) -> None:
+    def test_in_the_background(self, by_many: bool) -> None:
         """What the training does meanwhile is not saved; when it is over, no note is left."""
-        store, kept = self.store(part_nbytes=part_nbytes), Trained("plain")
+        store, kept = self.store(by_many=by_many), Trained("plain")
         handle = save_in_background(store, kept, extra={"a": 1})
         scramble(kept)
         handle.wait()
         self.check_loads(store)
-        self.assertEqual([key for key in self.bucket.keys("") if ":" in key], [])
+        self.assertEqual([key for key in self.keys() if ".saving-" in key], [])
 
     def test_a_failure_in_the_background(self) -> None:
         store = self.store()
@@ -190,18 +224,17 @@ class InOneProcessTest(unittest.TestCase):
         def fail(*args: Any) -> None:
             raise CheckpointError("the store went away")
 
-        with mock.patch.object(self.bucket, "put_range", fail):
+        with mock.patch.object(self.memory, "put_part", fail):
             handle = save_in_background(store, self.trained, strategy="per_rank_files")
             kind, text = error_text(handle.wait)
         self.assertEqual((kind, text), ("CheckpointError", "rank 0: the store went away"))
-        self.assertEqual(self.bucket.keys(""), [])
+        self.assertEqual(self.keys(), [])
 
-    @parameterized.expand([("keep_last=", {"keep_last": 1}), ("in_place", {"strategy": "in_place"})])
-    def test_what_it_cannot_do_is_refused(self, words: str, options: dict[str, Any]) -> None:
-        kind, text = error_text(lambda: save_to(self.store(part_nbytes=1000), self.trained, **options))
+    def test_what_it_cannot_do_is_refused(self) -> None:
+        kind, text = error_text(lambda: save_to(self.store(by_many=False), self.trained, strategy="in_place"))
         self.assertEqual(kind, "CheckpointError")
-        self.assertIn(words, text)
-        self.assertEqual(self.bucket.keys(""), [])
+        self.assertIn("in_place", text)
+        self.assertEqual(self.keys(), [])
 
 
 class Serving(BaseManager):
@@ -218,7 +251,7 @@ Asking.register("bucket")
 @contextmanager
 def shared_bucket() -> Iterator[tuple[Any, bytes]]:
     """A bucket that is served by this process: where, and the key to it."""
-    bucket, key = Bucket(), b"of this test"
+    bucket, key = Memory(), b"of this test"
     Serving.register("bucket", callable=lambda: bucket)
     server = Serving(("127.0.0.1", 0), key).get_server()
 
@@ -241,14 +274,14 @@ def bucket_at(address: Any, key: bytes) -> Any:
     return manager.bucket()  # type: ignore[attr-defined]
 
 
-def save_on_ranks(address: Any, key: bytes, part_nbytes: int) -> list[Any]:
+def save_on_ranks(address: Any, key: bytes, by_many: bool) -> list[Any]:
     """What each rank holds of each wrapper's model, and what it saved of it."""
     bucket = bucket_at(address, key)
     found = []
     with cpu():
         for wrap in WRAPS:
             trained = Trained(wrap)
-            store = MemoryStore(bucket, f"run/{wrap}", part_nbytes=part_nbytes)
+            store = store_in(bucket, f"run/{wrap}", by_many)
             options: dict[str, Any] = {"per_rank_extra": dist.get_rank(), "max_file_size": 500}
             saved = (
                 save_in_background(store, trained, **options).wait()
@@ -266,7 +299,7 @@ def load_on_ranks(address: Any, key: bytes) -> None:
         for source, wrap in zip(WRAPS, (*WRAPS[1:], WRAPS[0]), strict=True):
             expected, other = Trained(wrap), Trained(wrap, steps=0)
             scramble(other)
-            restored = load_from(MemoryStore(bucket, f"run/{source}"), other, check="bitwise")
+            restored = load_from(store_in(bucket, f"run/{source}"), other, check="bitwise")
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
             check_same("per rank", restored.per_rank, min(dist.get_rank(), 2))
 
@@ -275,7 +308,7 @@ def one_rank_fails(address: Any, key: bytes, victim: int) -> tuple[str, str]:
     """A rank whose store cannot write: all raise its error, and nothing is there."""
     bucket = bucket_at(address, key)
 
-    class Broken(MemoryStore):
+    class Broken(ObjectStore):
         def join(self, *args: Any, **kwargs: Any) -> Any:
             writer = super().join(*args, **kwargs)
             if dist.get_rank() == victim:
@@ -286,7 +319,11 @@ def one_rank_fails(address: Any, key: bytes, victim: int) -> tuple[str, str]:
         raise CheckpointError("there is no room")
 
     with cpu():
-        return error_text(lambda: save_to(Broken(bucket, "run/broken"), Trained("FSDP2")))
+        return error_text(
+            lambda: save_to(
+                Broken(MemoryBucket(bucket), "run/broken", OURS.judge, part_nbytes=PART_NBYTES), Trained("FSDP2")
+            )
+        )
 
 
 def one_rank_fails_in_the_background(address: Any, key: bytes, victim: int) -> tuple[str, str]:
@@ -298,14 +335,14 @@ def one_rank_fails_in_the_background(address: Any, key: bytes, victim: int) -> t
             if (dist.get_rank() == victim)
             else nullcontext()
         ):
-            return error_text(save_in_background(MemoryStore(bucket, "run/broken"), trained).wait)
+            return error_text(save_in_background(store_in(bucket, "run/broken"), trained).wait)
 
 
 class OnRanksTest(unittest.TestCase):
     @parameterized.expand([(part,) for part in PARTS])
-    def test_saved_on_three_and_loaded_on_fewer(self, part_nbytes: int) -> None:
+    def test_saved_on_three_and_loaded_on_fewer(self, by_many: bool) -> None:
         with shared_bucket() as (address, key):
-            by_rank = run_on_ranks(save_on_ranks, 3, address, key, part_nbytes)
+            by_rank = run_on_ranks(save_on_ranks, 3, address, key, by_many)
             for name, wrap in zip(WRAPS, zip(*by_rank, strict=True), strict=True):
                 self.assertEqual(sum(written for _, written in wrap), wrap[0][0], "every byte is written once")
                 if name != "DDP":  # of small replicas, neighbours in a file are written by one rank
@@ -318,14 +355,14 @@ class OnRanksTest(unittest.TestCase):
             for victim in range(2):
                 told = run_on_ranks(one_rank_fails, 2, address, key, victim)
                 check_same("told", told, [("CheckpointError", f"rank {victim}: there is no room")] * 2)
-                self.assertEqual(bucket_at(address, key).keys(""), [])
+                self.assertEqual(bucket_at(address, key).listed(""), [])
 
     def test_one_rank_fails_in_the_background(self) -> None:
         with shared_bucket() as (address, key):
             for victim in range(3):
                 told = run_on_ranks(one_rank_fails_in_the_background, 3, address, key, victim)
                 check_same("told", told, [("CheckpointError", f"rank {victim}: no room")] * 3)
-                self.assertEqual(bucket_at(address, key).keys(""), [])
+                self.assertEqual(bucket_at(address, key).listed(""), [])
 
 
 if __name__ == "__main__":

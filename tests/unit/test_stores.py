@@ -12,7 +12,6 @@ from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Store
-from fsdp_optim.storage.memory import Bucket, MemoryStore
 from fsdp_optim.storage.multipart import MultipartFile
 from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
@@ -29,21 +28,6 @@ class TestFolder(StoreConformance, unittest.TestCase):
 
     def another_handle(self, store: Store) -> Store:
         return Folder(store.where, self.judge)
-
-
-class TestMemory(StoreConformance, unittest.TestCase):
-    part_nbytes = 0
-
-    def make_store(self, judge: Any) -> Store:
-        self.bucket = Bucket()
-        return MemoryStore(self.bucket, "run/step-1", part_nbytes=self.part_nbytes)
-
-    def another_handle(self, store: Store) -> Store:
-        return MemoryStore(self.bucket, "run/step-1", part_nbytes=self.part_nbytes)
-
-
-class TestMemoryInParts(TestMemory):
-    part_nbytes = 1000
 
 
 class TestObjects(StoreConformance, unittest.TestCase):

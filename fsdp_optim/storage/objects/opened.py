@@ -71,7 +71,7 @@ class OpenedObjects(Opened):
     def size_of(self, name: str) -> int:
         nbytes = self.nbytes_of(name)
         if nbytes < 0:
-            raise MissingObjectError(f"{self.named(name)}: is missing; the checkpoint is not whole")
+            raise CheckpointError(f"{self.named(name)}: is missing; the checkpoint is not whole")
         return nbytes
 
     def nbytes_of(self, name: str) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, Judge, Store
-from fsdp_optim.storage.objects.base import Bucket
+from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.completion import ObjectCompletion
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
-from fsdp_optim.storage.objects.saves import own_keys, remove_dead
+from fsdp_optim.storage.objects.saves import remove_dead
+from fsdp_optim.storage.objects.shelf import ObjectShelf
 from fsdp_optim.storage.objects.staging import ObjectStaging
 from fsdp_optim.storage.objects.writer import Address, ObjectWriter
 
@@ -21,8 +21,6 @@ PART_NBYTES = 8 << 20
 
 DEAD_AFTER = 300.0
 """Seconds without a sign of life after which a save is dead, and what it has left is removed by the next one."""
-
-_LOOKED_AT_ONCE = 16
 
 
 class ObjectStore(Store):
@@ -62,11 +60,14 @@ class ObjectStore(Store):
         return self.place.where
 
     def open(self) -> OpenedObjects:
-        return open_place(self.bucket, self.place, self._judge)
+        try:
+            return open_place(self.bucket, self.place, self._judge)
+        except MissingObjectError as error:
+            raise CheckpointError(str(error)) from error
 
     def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
         """As a Store does. An object store knows no durability: what it has answered for is stored."""
-        for sibling in self.siblings_places():
+        for sibling in self.shelf().places():
             if sibling != self.place:
                 remove_dead(self.bucket, sibling, self._judge, self._dead_after)
         return ObjectStaging(
@@ -83,29 +84,8 @@ class ObjectStore(Store):
     def machine_id(self) -> str:
         return self.where
 
-    def siblings_places(self) -> list[Place]:
-        """This place and all others beside it in the bucket, whatever they have."""
-        folders = {*self.bucket.folders(self.place.parent), self.place.prefix}
-        names = sorted(one for one in folders if not one.rpartition("/")[2].startswith("."))
-        return [Place(f"{self.bucket.name}/{one}", one) for one in names]
+    def shelf(self) -> ObjectShelf[Any]:
+        return ObjectShelf(self.bucket, self.place.parent, self._judge)
 
     def siblings(self) -> Iterator[OpenedObjects]:
-        with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
-            for opened in pool.map(self._look, self.siblings_places()):
-                if opened is not None:
-                    yield opened
-
-    def _look(self, place: Place) -> OpenedObjects | None:
-        """The checkpoint of a place, with the beginning of its manifest; None where it has none, or it is gone again."""
-        try:
-            opened = open_place(self.bucket, place, self._judge)
-            opened.fetch_head(self._judge.manifest)
-        except CheckpointError:
-            return None
-        return opened
-
-    def remove(self, opened: OpenedObjects, place: Place) -> None:
-        """Remove a checkpoint: its manifest first, so that nobody takes the rest for one."""
-        keys = list(own_keys(self.bucket, opened, place, self._judge))
-        self.bucket.delete([place.manifest(self._judge.manifest)])
-        self.bucket.delete(keys)
+        return (opened for opened in self.shelf().opened() if not isinstance(opened, CheckpointError))

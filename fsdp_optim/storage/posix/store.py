@@ -17,6 +17,7 @@ from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix.shelf import FolderShelf
 from fsdp_optim.storage.posix.writer import FolderWriter
 
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames
@@ -66,6 +67,9 @@ class Folder(Store):
 
     def machine_id(self) -> str:
         return this_host(self.path)
+
+    def shelf(self) -> FolderShelf[Any]:
+        return FolderShelf(self.path.parent, self._judge)
 
     def siblings(self) -> Iterator[OpenFolder]:
         """All folders in the same folder, including unfinished saves and renamed earlier checkpoints."""

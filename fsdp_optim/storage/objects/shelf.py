@@ -1,0 +1,109 @@
+"""The checkpoints under a prefix of a bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import BriefT, Judge, Shelf, Shelved, Standing, is_sure_that_not
+from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
+from fsdp_optim.storage.objects.keys import Place
+from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
+from fsdp_optim.storage.objects.saves import own_keys
+
+_LOOKED_AT_ONCE = 16
+
+log = logging.getLogger("fsdp_optim")
+
+
+class ObjectShelf(Shelf[BriefT]):
+    """A prefix, or a whole bucket, whose next parts of keys may each be a checkpoint.
+
+    `prefix`: empty, or with a slash at its end.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, judge: Judge[BriefT]) -> None:
+        self._bucket, self._prefix, self._judge = bucket, prefix, judge
+
+    @property
+    def where(self) -> str:
+        return f"{self._bucket.name}/{self._prefix}".rstrip("/")
+
+    def places(self) -> list[Place]:
+        """All places on the shelf, with a checkpoint or without."""
+        prefixes = self._bucket.folders(self._prefix)
+        names = sorted(one for one in prefixes if not one.removeprefix(self._prefix).startswith("."))
+        return [Place(f"{self._bucket.name}/{one}", one) for one in names]
+
+    def opened(self) -> Iterator[OpenedObjects | CheckpointError]:
+        """The checkpoint of each place that has a manifest, or why it cannot be told whether it has one; several at a time."""
+        with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
+            for found in pool.map(self._look, self.places()):
+                if found is not None:
+                    yield found
+
+    def _look(self, place: Place) -> OpenedObjects | CheckpointError | None:
+        try:
+            opened = open_place(self._bucket, place, self._judge)
+            opened.fetch_head(self._judge.manifest)
+        except MissingObjectError:
+            return None
+        except CheckpointError as error:
+            return error
+        return opened
+
+    def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+        found, unread = [], []
+        for opened in self.opened():
+            if isinstance(opened, CheckpointError):
+                if not is_sure_that_not(opened):
+                    unread.append(str(opened))
+                continue
+            standing = self._standing_in(opened, whole=False)
+            if standing.brief is not None:
+                found.append(Shelved(opened.where, opened.where, standing.brief))
+            elif not standing.has_moved:
+                log.warning(
+                    "%s has a manifest, and is no checkpoint that can be read: %s", opened.where, standing.reason
+                )
+                if not standing.is_sure:
+                    unread.append(standing.reason)
+        return sorted(found, key=lambda one: one.brief.order), unread
+
+    def _standing_in(self, opened: OpenedObjects, *, whole: bool) -> Standing[BriefT]:
+        try:
+            standing: Standing[BriefT] = self._judge.standing_in(opened, whole=whole)
+            if not standing.is_complete and opened.was_replaced():
+                return Standing(is_sure=False, has_moved=True, reason=standing.reason)
+        except OSError as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return standing
+
+    def _place_of(self, one: Shelved[BriefT]) -> Place:
+        return Place(one.where, one.where.removeprefix(f"{self._bucket.name}/"))
+
+    def standing_of(self, one: Shelved[BriefT]) -> Standing[BriefT]:
+        try:
+            opened = open_place(self._bucket, self._place_of(one), self._judge)
+        except MissingObjectError as error:
+            return Standing(has_manifest=False, has_moved=True, reason=str(error))
+        except CheckpointError as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return self._standing_in(opened, whole=True)
+
+    def remove(self, ones: Sequence[Shelved[BriefT]], reason: str) -> None:
+        for one in ones:
+            place = self._place_of(one)
+            try:
+                opened = open_place(self._bucket, place, self._judge)
+                keys = list(own_keys(self._bucket, opened, place, self._judge))
+                self._bucket.delete(
+                    [place.manifest(self._judge.manifest)]
+                )  # first: nobody takes the rest for a checkpoint
+                self._bucket.delete(keys)
+            except OSError as error:
+                log.warning("%s cannot be removed, though %s: %s", one.where, reason, error)
+                continue
+            log.info("removed %s: %s", one.where, reason)

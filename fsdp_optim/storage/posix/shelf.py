@@ -1,0 +1,85 @@
+"""The checkpoints of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_optim.storage.base import BriefT, Judge, Shelf, Shelved, Standing
+from fsdp_optim.storage.posix.leftovers import LOCK, OLD, UNFINISHED, aside, remove_gone, retire
+from fsdp_optim.storage.posix.looks import is_link, is_nothing, names_in, standing_of
+from fsdp_optim.storage.posix.strangers import strangers_in
+
+_ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
+
+log = logging.getLogger("fsdp_optim")
+
+
+class FolderShelf(Shelf[BriefT]):
+    """A folder in which each folder may be a checkpoint."""
+
+    def __init__(self, root: Path, judge: Judge[BriefT]) -> None:
+        self._root, self._judge = root, judge
+
+    @property
+    def where(self) -> str:
+        return str(self._root)
+
+    def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+        """As a Shelf does. A listing that is made while a folder is renamed may have neither name of the folder, so a listing
+        counts when the next one is the same.
+        """
+        found: list[Shelved[BriefT]] = []
+        unread: list[str] = []
+        for _ in range(_ATTEMPTS):
+            before = names_in(self._root)
+            found, unread, vanished = self._scan(before)
+            if not vanished and names_in(self._root) == before:
+                break
+            time.sleep(_AGAIN)
+        return sorted(found, key=lambda one: one.brief.order), unread
+
+    def _scan(self, names: set[str]) -> tuple[list[Shelved[BriefT]], list[str], bool]:
+        """As `complete`, at one look; and whether a folder went away meanwhile, so that one may be missing."""
+        bases = dict(aside(self._root, OLD))
+        unfinished = {folder for mark in UNFINISHED for folder, _ in aside(self._root, mark)}
+        found, unread, vanished = [], [], False
+        for folder in (self._root / name for name in sorted(names)):
+            base = bases.get(folder, folder)
+            if folder in unfinished or (base != folder and not is_nothing(base)):
+                continue
+            standing = standing_of(folder, self._judge, whole=False)
+            if standing.brief is not None:
+                found.append(Shelved(str(folder), str(base), standing.brief, not is_link(folder)))
+                continue
+            if standing.has_moved:
+                vanished = True
+            elif standing.has_manifest:
+                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", folder, standing.reason)
+                if not standing.is_sure:
+                    unread.append(standing.reason)
+        return found, unread, vanished
+
+    def standing_of(self, one: Shelved[BriefT]) -> Standing[BriefT]:
+        return standing_of(Path(one.where), self._judge)
+
+    def remove(self, ones: Sequence[Shelved[BriefT]], reason: str) -> None:
+        gone = []
+        for folder in (Path(one.where) for one in ones):
+            strangers = self._strangers_in(folder)
+            try:
+                gone.append(retire(folder))
+            except OSError as error:
+                log.warning("%s cannot be removed, though %s: %s", folder, reason, error.strerror or error)
+                continue
+            with_them = f", with what somebody had put into it: {', '.join(strangers)}" if strangers else ""
+            log.info("removed %s: %s%s", folder, reason, with_them)
+        remove_gone(gone)
+
+    def _strangers_in(self, folder: Path) -> list[str]:
+        with contextlib.suppress(OSError):
+            return strangers_in(folder, LOCK, self._judge)
+        return []
