@@ -77,10 +77,12 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _s3(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+    from fsdp_optim.storage.objects.s3 import S3Bucket
+
     own, rest = _split(options)
     name, _, prefix = url.partition("://")[2].partition("/")
-    bucket = import_module("fsdp_optim.storage.objects.s3").S3Bucket(name, rest)
-    return ObjectStore(bucket, prefix, judge, **own)
+    size = {"part_nbytes": own["part_nbytes"]} if "part_nbytes" in own else {}  # a store may take smaller parts than S3
+    return ObjectStore(S3Bucket(name, {**rest, **size}), prefix, judge, **own)
 
 
 def _fsspec(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:

@@ -14,6 +14,7 @@ Importing this module loads torch, but neither fairscale nor pytest, and starts 
 from __future__ import annotations
 
 from fsdp_optim.testing.adapter_conformance import AdapterConformance
+from fsdp_optim.testing.bucket_conformance import BucketConformance
 from fsdp_optim.testing.conformance import StoreConformance
 from fsdp_optim.testing.control_conformance import ControlConformance
 from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu, forget_fairscale_groups
@@ -25,6 +26,7 @@ from fsdp_optim.testing.worker import RemoteError
 
 __all__ = [
     "AdapterConformance",
+    "BucketConformance",
     "ControlConformance",
     "FormatConformance",
     "RankPool",

@@ -1,0 +1,249 @@
+"""Requests to an S3 store through boto3: one client per process, repeated within a stated time, with fresh credentials.
+
+boto3 is imported when the first request is made. Its client repeats what may pass (throttling, resets, time-outs) with backoff;
+a request that fails nevertheless is begun again here, until the stated time is over.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from os import getpid
+from typing import Any, TypeVar
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Undecided
+from fsdp_optim.storage.objects.base import MissingObjectError
+from fsdp_optim.storage.objects.s3_errors import (
+    Answered,
+    answer_of,
+    is_passing,
+    line_of_answer,
+    line_of_error,
+    without,
+)
+
+T = TypeVar("T")
+
+_RETRY_SECONDS = 120.0
+_CONNECTIONS = 64  # at most, per process
+_ATTEMPTS = 5  # of the client library, for one request
+_LONGEST_PAUSE = 10.0  # seconds
+_OF_SESSION = {
+    *("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_account_id", "region_name"),
+    *("profile_name", "botocore_session"),
+}
+_OF_CLIENT = {"api_version", "use_ssl", "verify", "endpoint_url", "config"}
+_OURS = {"retry_seconds", "part_nbytes"}
+
+
+def _check_options(where: str, options: Mapping[str, Any]) -> None:
+    known = _OF_SESSION | _OF_CLIENT | _OURS
+    for name in options:
+        if name not in known:
+            raise CheckpointError(f"{where}: {name!r} is no storage option; these are: {', '.join(sorted(known))}")
+    for name in sorted(_OURS & set(options)):
+        if isinstance(options[name], bool) or not isinstance(options[name], (int, float)) or options[name] <= 0:
+            raise CheckpointError(f"{where}: the storage option {name} must be a number above 0, not {options[name]!r}")
+
+
+@dataclass(frozen=True, repr=False)
+class _Made:
+    """A client, the process that made it, and what must not be seen of its credentials."""
+
+    client: Any
+    pid: int
+    secrets: tuple[str, ...]
+
+
+class Requests:
+    """The requests of a process to one bucket. `where`: the URL of the bucket, for errors.
+
+    A process that was forked makes a client of its own: connections cannot be shared.
+    """
+
+    def __init__(self, where: str, bucket: str, options: Mapping[str, Any]) -> None:
+        _check_options(where, options)
+        self._where, self._bucket, self._options = where, bucket, dict(options)
+        self._seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
+        self._made: _Made | None = None
+        self._lock, self._lock_pid = threading.Lock(), getpid()
+        self._now = threading.local()  # `deadline` and `attempts` of the request that this thread makes
+
+    def __repr__(self) -> str:
+        return f"Requests({self._where!r})"
+
+    def named(self, key: str | None) -> str:
+        """The URL of an object, or of the bucket."""
+        return self._where if key is None else f"{self._where}/{key}"
+
+    def send(
+        self, operation: str, key: str | None = None, *, expected: Collection[str | int] = (), **arguments: Any
+    ) -> dict[str, Any]:
+        """Make one request of the bucket, or of one of its objects, and return the parsed answer.
+
+        Raises Answered for an error whose status or code is `expected`, and CheckpointError for any other one.
+        """
+        given = {"Bucket": self._bucket, **({} if key is None else {"Key": key}), **arguments}
+
+        def make(client: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = getattr(client, operation)(**given)
+            return answer
+
+        return self.repeat(operation, key, make, expected=expected)
+
+    def repeat(
+        self,
+        operation: str,
+        key: str | None,
+        make: Callable[[Any], T],
+        *,
+        expected: Collection[str | int] = (),
+        progress: Callable[[], int] = int,
+    ) -> T:
+        """Call `make(client)` until it succeeds, fails for good, or the time is over without `progress`. Raises as `send`."""
+        began, tries, refreshed, reached = time.monotonic(), 0, False, progress()
+        while True:
+            self._now.deadline, self._now.attempts = began + self._seconds, 0
+            made: _Made | None = None
+            try:
+                made = self._client()
+                return make(made.client)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                answered = answer_of(operation, error)
+                if answered is not None and answered.may_have_expired and not refreshed and made is not None:
+                    refreshed = True
+                    self._forget(made)
+                    continue
+                if progress() != reached:
+                    began, tries, reached = time.monotonic(), 0, progress()
+                elapsed = time.monotonic() - began
+                if not is_passing(error, answered) or elapsed >= self._seconds:
+                    if answered is not None:
+                        answered.was_repeated = tries > 0 or self._now.attempts > 1
+                        if answered.words & set(expected):
+                            raise answered from None
+                        raise self.failure(key, answered, elapsed) from None
+                    raise self._failure(operation, key, answered or error, elapsed) from Undecided(operation)
+            tries += 1
+            pause = min(_LONGEST_PAUSE, 0.1 * 2**tries) * random.uniform(0.5, 1)
+            time.sleep(max(0.0, min(pause, began + self._seconds - time.monotonic())))
+
+    def failure(self, key: str | None, answered: Answered, seconds: float = 0.0) -> CheckpointError:
+        """The error of one line for an answer that a caller had expected, and has no use for."""
+        failure = self._failure(answered.operation, key, answered, seconds)
+        failure.__cause__ = None if answered.lacks_bucket else Undecided(answered.operation)
+        return failure
+
+    def _failure(self, operation: str, key: str | None, error: BaseException, seconds: float) -> CheckpointError:
+        """`seconds`: for how long the request was repeated, if its reason may pass."""
+        kind = CheckpointError
+        if isinstance(error, Answered):
+            line, may_pass = line_of_answer(self._where, self.named(key), error), is_passing(error, error)
+            kind = MissingObjectError if error.lacks_bucket else kind
+        else:
+            line, may_pass = line_of_error(self._where, self.named(key), operation, error), is_passing(error, None)
+        if may_pass:
+            line = f"{line}; it was repeated for {seconds:.0f} s"
+        made = self._made
+        line = re.sub(r"//[^/@\s]*@", "//", without(made.secrets if made else self._secrets(), line))
+        return kind(line)
+
+    def _secrets(self, *more: str | None) -> tuple[str, ...]:
+        names = ("aws_secret_access_key", "aws_session_token")
+        return tuple(str(secret) for secret in (*(self._options.get(name) for name in names), *more) if secret)
+
+    def _client(self) -> _Made:
+        pid = getpid()
+        made = self._made
+        if made is not None and made.pid == pid:
+            return made
+        if self._lock_pid != pid:  # another thread of the parent may have had it when this process was forked
+            self._lock, self._lock_pid = threading.Lock(), pid
+        with self._lock:
+            if self._made is None or self._made.pid != pid:
+                self._made = self._new_client(pid)
+            return self._made
+
+    def _forget(self, made: _Made) -> None:
+        """Let the next request make a client, which asks for credentials again; unless another thread has done so."""
+        with self._lock:
+            if self._made is made:
+                self._made = None
+
+    def _new_client(self, pid: int) -> _Made:
+        try:
+            import boto3
+            from botocore.config import Config
+        except ImportError:
+            line = f"{self._where}: needs boto3: pip install 'fsdp_optim[s3]'"
+            raise CheckpointError(line) from Undecided("boto3")
+        config = Config(
+            max_pool_connections=_CONNECTIONS,
+            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            connect_timeout=min(10.0, max(1.0, self._seconds / 4)),
+            read_timeout=min(60.0, max(1.0, self._seconds / 2)),
+            tcp_keepalive=True,
+            response_checksum_validation="when_required",  # some servers give the checksum of the whole with a range of it
+        )
+        given = self._options.get("config")
+        theirs = Config(**given) if isinstance(given, Mapping) else given
+        config = config if theirs is None else config.merge(theirs)
+        session = boto3.Session(**{name: value for name, value in self._options.items() if name in _OF_SESSION})
+        options = {name: value for name, value in self._options.items() if name in _OF_CLIENT - {"config"}}
+        client = session.client("s3", config=config, **options)
+        client.meta.events.register_first("needs-retry.s3", self._stop_in_time)
+        credentials = session.get_credentials()
+        frozen = credentials.get_frozen_credentials() if credentials is not None else None
+        return _Made(client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ())))
+
+    def _stop_in_time(
+        self, *, response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: Any
+    ) -> None:
+        """Between two attempts of the client library: raise what it would repeat, when the time is over."""
+        from botocore.exceptions import ClientError
+
+        self._now.attempts = attempts
+        if time.monotonic() < self._now.deadline:
+            return
+        if caught_exception is not None:
+            raise caught_exception
+        if response is not None and response[0].status_code >= 300:
+            raise ClientError(response[1], operation.name)
+
+
+class Body:
+    """Memory as a file that boto3 sends without a copy.
+
+    `read` may give more than was asked for: the HTTP library asks for a few KiB at a time, and sends whatever it gets.
+    """
+
+    _LEAST = 1 << 20
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data.cast("B"), 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, nbytes: int | None = None) -> memoryview:
+        """The next bytes; none at the end."""
+        end = len(self._data) if nbytes is None or nbytes < 0 else self._at + max(nbytes, self._LEAST)
+        block = self._data[self._at : end]
+        self._at += len(block)
+        return block
+
+    def tell(self) -> int:
+        """The position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a position: from the beginning (0), from here (1), or from the end (2)."""
+        self._at = (0, self._at, len(self._data))[whence] + offset
+        return self._at

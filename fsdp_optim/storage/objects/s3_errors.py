@@ -1,0 +1,155 @@
+"""What the errors of S3 mean: which may pass, and the one line that a user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
+"""The codes of answers to credentials that have expired."""
+
+_PASSING_STATUSES = {408, 429, 500, 502, 503, 504}
+_PASSING_CODES = {
+    *(
+        "SlowDown",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "InternalError",
+        "ServiceUnavailable",
+        "OperationAborted",
+    ),
+    *("ConditionalRequestConflict", "IncompleteBody", "BadDigest", "PriorRequestNotComplete", "TooManyRequests"),
+    *("Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded", "BandwidthLimitExceeded"),
+}
+_OF_ACCESS = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden"}
+_OF_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId"}
+_OF_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "301", "IllegalLocationConstraintException"}
+_TO_DO = {
+    "abort_multipart_upload": ("remove an unfinished upload", "s3:AbortMultipartUpload"),
+    "complete_multipart_upload": ("complete an upload", "s3:PutObject"),
+    "create_multipart_upload": ("begin an upload", "s3:PutObject"),
+    "delete_object": ("delete", "s3:DeleteObject"),
+    "delete_objects": ("delete", "s3:DeleteObject"),
+    "get_object": ("read", "s3:GetObject"),
+    "head_bucket": ("look at the bucket", "s3:ListBucket"),
+    "head_object": ("look at the object", "s3:GetObject"),
+    "list_multipart_uploads": ("list unfinished uploads", "s3:ListBucketMultipartUploads"),
+    "list_objects_v2": ("list", "s3:ListBucket"),
+    "put_object": ("write", "s3:PutObject"),
+    "upload_part": ("write a part", "s3:PutObject"),
+}
+
+
+@dataclass(eq=False)
+class Answered(Exception):
+    """An answer of the store that is an error.
+
+    Attributes:
+        region: the region that the answer names; "" where it names none.
+        was_repeated: whether the request had been made before without an answer that came through; it may have succeeded then.
+    """
+
+    operation: str
+    status: int
+    code: str
+    message: str
+    region: str = ""
+    was_repeated: bool = False
+
+    def __str__(self) -> str:
+        status = f" (HTTP {self.status})" if self.status and str(self.status) != self.code else ""
+        return f"{self.code}{status}{': ' if self.message else ''}{self.message}"
+
+    @property
+    def words(self) -> set[str | int]:
+        """The status and the code, one of which a caller may expect."""
+        return {self.status, self.code}
+
+    @property
+    def lacks_bucket(self) -> bool:
+        """Whether there is no bucket."""
+        return self.code == "NoSuchBucket" or (self.operation == "head_bucket" and self.status == 404)
+
+    @property
+    def may_have_expired(self) -> bool:
+        """Whether the credentials may have expired. An answer to HEAD has no code but its status."""
+        return self.code in EXPIRED or (self.code == "400" and self.operation.startswith("head_"))
+
+
+def answer_of(operation: str, error: BaseException) -> Answered | None:
+    """The answer of the store in an error of boto3; None where no answer came."""
+    response: Mapping[str, Any] | None = getattr(error, "response", None)
+    if not isinstance(response, Mapping) or "Error" not in response:
+        return None
+    about, meta = response["Error"], response.get("ResponseMetadata", {})
+    headers = meta.get("HTTPHeaders", {})
+    region = about.get("Region") or headers.get("x-amz-bucket-region") or ""
+    status, code = int(meta.get("HTTPStatusCode", 0)), str(about.get("Code", "an error"))
+    return Answered(operation, status, code, " ".join(str(about.get("Message", "")).split()), region)
+
+
+def is_passing(error: BaseException, answered: Answered | None) -> bool:
+    """Whether the same request may succeed later."""
+    if answered is not None:
+        return answered.status in _PASSING_STATUSES or answered.code in _PASSING_CODES
+    from botocore import exceptions
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
+
+    lasting = (exceptions.SSLError, exceptions.ProxyConnectionError)
+    passing = (
+        *(exceptions.ConnectionError, exceptions.HTTPClientError, exceptions.IncompleteReadError, ResponseParserError),
+        *(
+            exceptions.CredentialRetrievalError,
+            exceptions.MetadataRetrievalError,
+            HTTPError,
+            ConnectionError,
+            TimeoutError,
+        ),
+    )
+    return isinstance(error, passing) and not isinstance(error, lasting)
+
+
+def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
+    """What a user reads of an answer. `bucket`: its URL; `where`: the URL of the object, or of the bucket."""
+    verb, action = _TO_DO.get(answered.operation, (answered.operation, f"s3: {answered.operation}"))
+    if answered.lacks_bucket:
+        return f"{bucket}: there is no such bucket"
+    if answered.code in _OF_ACCESS:
+        on = f"{bucket.replace('s3://', 'arn:aws:s3:::', 1)}{where[len(bucket) :] if where != bucket else ''}"
+        missing = " (without s3:ListBucket also where there is none)" if answered.operation == "head_object" else ""
+        return f"{where}: may not {verb}{missing}: the bucket's policy has to allow {action} on {on}; it answered {answered}"
+    if answered.code in _OF_KEYS:
+        return f"{where}: the store does not accept the credentials: it answered {answered}"
+    if answered.code in _OF_REGION:
+        region = (
+            f"region {answered.region!r}: give region_name={answered.region!r}" if answered.region else "another region"
+        )
+        return f"{bucket}: the bucket is in {region}, in storage_options or the configuration; it answered {answered}"
+    if answered.may_have_expired and answered.code in EXPIRED:
+        return f"{where}: the credentials have expired, and so have those that were asked for again: it answered {answered}"
+    return f"{where}: cannot {verb}: the store answered {answered}"
+
+
+def line_of_error(bucket: str, where: str, operation: str, error: BaseException) -> str:
+    """What a user reads where no answer came."""
+    from botocore import exceptions
+
+    verb, _ = _TO_DO.get(operation, (operation, ""))
+    words = " ".join(str(error).split())
+    if isinstance(
+        error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError, exceptions.ProfileNotFound)
+    ):
+        ways = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give storage_options"
+        return f"{bucket}: no credentials for S3: {words}: {ways}"
+    if isinstance(error, (exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError)):
+        return f"{where}: the store cannot be reached, check endpoint_url: {words}"
+    return f"{where}: cannot {verb}: {type(error).__name__}: {words}"
+
+
+def without(secrets: Iterable[str], line: str) -> str:
+    """A line without secrets."""
+    for secret in secrets:
+        line = line.replace(secret, "***")
+    return line

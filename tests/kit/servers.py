@@ -1,0 +1,115 @@
+"""Object stores on loopback, in processes of their own: moto's server, and rclone over a folder.
+
+with serving("moto") as options:                 # plain values, which ranks in other processes can be given
+    bucket = S3Bucket(new_bucket(options), options)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+Server = Literal["moto", "rclone"]
+Options = dict[str, Any]
+
+ACCESS_KEY, SECRET_KEY = "testing-access", "testing-secret-3141592653"
+PART_NBYTES = 1024
+"""The least size of a part, so that tests need no large ones."""
+
+_START_SECONDS = 60
+_NUMBERS = itertools.count()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def options_for(port: int) -> Options:
+    """Storage options for a server on a port of loopback."""
+    return {
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "region_name": "us-east-1",
+        "aws_access_key_id": ACCESS_KEY,
+        "aws_secret_access_key": SECRET_KEY,
+        "part_nbytes": PART_NBYTES,
+        "retry_seconds": 20,
+    }
+
+
+@contextlib.contextmanager
+def serving(kind: Server) -> Iterator[Options]:
+    """A server that has no buckets yet; the storage options for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(3):  # another process may take the port first
+            port = free_port()
+            with _running(_command(kind, port, folder), folder) as process:
+                if _answers(process, port):
+                    yield options_for(port)
+                    return
+        raise RuntimeError(f"{kind} does not answer: {Path(folder, 'log').read_text()[-2000:]}")
+
+
+def port_of(options: Options) -> int:
+    """The port of the server that storage options are for."""
+    return int(options["endpoint_url"].rpartition(":")[2])
+
+
+def new_bucket(options: Options) -> str:
+    """Make a bucket with a name that this server has not; the name."""
+    import boto3
+
+    name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
+    given = {name: value for name, value in options.items() if name not in ("part_nbytes", "retry_seconds")}
+    boto3.Session().client("s3", **given).create_bucket(Bucket=name)
+    return name
+
+
+def _command(kind: Server, port: int, folder: str) -> list[str]:
+    if kind == "moto":
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    data = Path(folder) / "data"
+    data.mkdir(exist_ok=True)
+    binary = Path(sys.executable).parent / "rclone"
+    address = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
+    return [str(binary), "serve", "s3", str(data), *address, "--config", ""]
+
+
+@contextlib.contextmanager
+def _running(command: list[str], folder: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with an environment that has no credentials; it is stopped for sure."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_", "MOTO_"))}
+    env |= {"S3_UPLOAD_PART_MIN_SIZE": "1", "PYTHONWARNINGS": "ignore", "HOME": folder}
+    with open(Path(folder) / "log", "wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait until the server answers; whether it does."""
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/")
+            connection.getresponse().read()
+            return process.poll() is None
+        connection.close()
+        time.sleep(0.05)
+    return False
