@@ -208,8 +208,8 @@ def _check_groups(state: State, loaded: Local, keep: Sequence[str]) -> None:
 
 def _check_other_keys(state: State, loaded: Local) -> None:
     """Compare the other keys of the optimizer's own dict."""
-    for key, value in state.full.extra.items():
-        if key in loaded.optim.extra and not same(loaded.optim.extra[key], value):
+    for key, value in state.full.other_keys.items():
+        if key in loaded.optim.other_keys and not same(loaded.optim.other_keys[key], value):
             raise CheckpointError(
-                f"{key} is {loaded.optim.extra[key]!r} in the live optimizer, but {value!r} was saved"
+                f"{key} is {loaded.optim.other_keys[key]!r} in the live optimizer, but {value!r} was saved"
             )

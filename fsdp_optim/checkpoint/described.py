@@ -57,7 +57,7 @@ def describe(state: SavedHalf) -> OptimDescription:
             GroupDescription(tuple(hyper.items()), state.picture.group_fqns(index))
             for index, hyper in enumerate(state.local.optim.groups)
         ),
-        other_keys=dict(state.local.optim.extra),
+        other_keys=dict(state.local.optim.other_keys),
         params=params,
         optimizer_class=class_names_written([known.name for known in state.local.optim.classes]),
     )

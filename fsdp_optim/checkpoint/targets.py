@@ -237,7 +237,7 @@ class State:
 
     def dict_of(self) -> Shard | list[Shard]:
         flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats
-        return self.load_plan.dict_of(flats, self.full.groups, self.full.extra)
+        return self.load_plan.dict_of(flats, self.full.groups, self.full.other_keys)
 
 
 def check_filled(full: FullState, summaries: Summaries) -> None:

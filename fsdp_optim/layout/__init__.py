@@ -17,6 +17,7 @@ from fsdp_optim.layout.boxes import (
 )
 from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
 from fsdp_optim.layout.flat_runs import FlatRuns
+from fsdp_optim.layout.holders import RankSet
 from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
@@ -34,6 +35,7 @@ __all__ = [
     "MeshBoxes",
     "Piece",
     "Placement",
+    "RankSet",
     "Ranks",
     "Run",
     "RunTable",

@@ -1,4 +1,4 @@
-"""Whether a saved state is one of the live optimizer's class, and what of it another class can go on with."""
+"""The comparison of a saved state with the live optimizer's class, and the part of a state that another class can use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_optim.state.local import LocalOptim
 
 @dataclass(frozen=True)
 class LiveGroup:
-    """One param group of a live optimizer: its class, hyperparameters and FQNs, and the names of the values it has state of."""
+    """One param group of a live optimizer: the optimizer's class, hyperparameters, FQNs, and the names of its state values."""
 
     of: OptimizerClass
     hyperparameters: Mapping[str, Any]
@@ -23,10 +23,10 @@ class LiveGroup:
 
 
 @dataclass(frozen=True)
-class Left:
-    """What `strict=False` did not take, because only one side has it: names of hyperparameters and of state values.
+class Unmatched:
+    """The names of hyperparameters and state values that only one side has, and that `strict=False` does not load.
 
-    `kept`: the names of values of the live optimizer, by FQN, that stay beside those that are loaded.
+    `kept`: FQN -> names of live state values that stay beside the loaded values. `text`: the difference, for a warning.
     """
 
     hyperparameters: tuple[str, ...] = ()
@@ -38,17 +38,17 @@ class Left:
 def live_groups(
     optim: LocalOptim, fqns: Sequence[Sequence[str]], values: Mapping[str, frozenset[str]]
 ) -> tuple[LiveGroup, ...]:
-    """The groups of a live optimizer. `fqns`: those of each group; `values`: as `LocalOptim.values_by_class`, of all ranks."""
+    """The groups of a live optimizer. `fqns`: the FQNs of each group; `values`: `LocalOptim.values_by_class` of all ranks."""
     return tuple(
         LiveGroup(of, hyper, tuple(names), values.get(of.name, frozenset()))
         for of, hyper, names in zip(optim.classes, optim.groups, fqns, strict=False)
     )
 
 
-def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tuple[FullState, Left]:
-    """The part of a full state that optimizers of these classes can go on with: all of it where the classes are the same.
+def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tuple[FullState, Unmatched]:
+    """The part of a full state that optimizers of these classes can use: the whole state where the classes are the same.
 
-    Raises StateError (strict) where they are not, and says what differs.
+    Raises StateError (strict) that names the differences, where the classes differ.
     """
     state, groups = dict(full.state), list(full.groups)
     kept: dict[str, frozenset[str]] = {}
@@ -79,21 +79,21 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
             values |= (saved.values ^ group.values) | (saved.values - taken)
             texts.append(text)
     if not texts:
-        return full, Left()
-    left = Left(tuple(sorted(hyperparameters)), tuple(sorted(values)), kept, texts[0])
-    return replace(full, state=state, groups=tuple(groups)), left
+        return full, Unmatched()
+    unmatched = Unmatched(tuple(sorted(hyperparameters)), tuple(sorted(values)), kept, texts[0])
+    return replace(full, state=state, groups=tuple(groups)), unmatched
 
 
 _WAYS_OUT = (
-    "Build the optimizer that it was saved with, or give strict=False, which takes the hyperparameters and the state values that "
-    "both have and lists the rest"
+    "Build an optimizer of the saved class, or give strict=False, which loads the hyperparameters and state values that both "
+    "have and lists the rest"
 )
 
-# What every version of torch.optim may add to the groups, and what its schedulers put there: no sign of another class.
+# Hyperparameters that some versions of torch.optim and its schedulers add to the groups: they do not show another class.
 _OPTIONS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
 _OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 
-# Hyperparameters that optimizers have had from their first version on: one more or less is another class.
+# Hyperparameters that optimizers have in all versions: one more or one less shows another class.
 _TELLING = frozenset(
     {
         *("betas", "eps", "weight_decay", "amsgrad", "momentum", "dampening", "nesterov", "alpha", "centered", "rho"),
@@ -101,7 +101,7 @@ _TELLING = frozenset(
     }
 )
 
-# The state values that classes of torch.optim cannot step without, and those that they may have.
+# For each class of torch.optim: the state values that a step needs, and those that the class may have.
 _VALUES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     name: (frozenset(needed.split()), frozenset(others.split()))
     for name, needed, others in (
@@ -123,12 +123,12 @@ _VALUES: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 
 
 def _values_of(live: LiveGroup) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The values that a group cannot step without, and all that it may have; None for a class that is not known."""
+    """The state values that a step of a group needs, and all values that the group may have; None for an unknown class."""
     if live.of.torch_name not in _VALUES:
         return None
     needed, others = _VALUES[live.of.torch_name]
     switched_on = {_SWITCHES[key] for key, on in live.hyperparameters.items() if key in _SWITCHES and on}
-    if not needed:  # SGD makes its only value when it steps
+    if not needed:  # SGD makes its only value in its first step
         return needed, others
     return needed | others & switched_on, needed | others
 
@@ -143,7 +143,7 @@ def _own(hyperparameters: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A group of a saved state: its class ("" where it was not recorded), its hyperparameters, the names of its values."""
+    """A group of a saved state: the optimizer's class ("" where not recorded), hyperparameters, names of the state values."""
 
     name: str
     hyperparameters: Mapping[str, Any]
@@ -154,20 +154,23 @@ class _Saved:
         return _own(self.hyperparameters)
 
     def is_of_another_class(self, live: LiveGroup) -> bool:
-        """By the recorded class; where it is the same or none, by names that only one side has."""
+        """Whether the classes differ: by the recorded class, else by the names that only one side has."""
         if self.name and not live.of.is_the_class(self.name):
             return True
         return self._has_other_hyperparameters(live) or self._has_other_values(live)
 
     def _has_other_values(self, live: LiveGroup) -> bool:
-        """Both have values that the other does not have. Those of an optimizer without state are known of torch's own only."""
+        """Whether each side has values that the other does not have.
+
+        The values of an optimizer without state are known for torch.optim's own classes only.
+        """
         needed = may_have = live.values
         if not live.values and live.of.is_of_torch:
             needed, may_have = _values_of(live) or (live.values, live.values)
         return bool(self.values - may_have and needed - self.values)
 
     def _has_other_hyperparameters(self, live: LiveGroup) -> bool:
-        if not self.hyperparameters:  # as of torch's flattened dicts of models without state
+        if not self.hyperparameters:  # torch's flattened dicts of models without state have none
             return False
         known = {*live.hyperparameters, *live.of.hyperparameters}
         foreign = self.own_hyperparameters - known - _OPTIONS
@@ -179,13 +182,13 @@ class _Saved:
 
     def difference(self, live: LiveGroup) -> str:
         if self.name and not live.of.is_the_class(self.name):
-            text = f"this state is one of {self.name}, the optimizer is {live.of.name}"
+            text = f"the state is of the class {self.name}, the optimizer of the class {live.of.name}"
         else:
-            text = f"this state is one of another optimizer than {live.of.name}"
-        mine, theirs = self.own_hyperparameters, _own(live.hyperparameters)
-        text += _only("hyperparameters", mine - theirs, theirs - mine)
+            text = f"the state is of another class than the optimizer's {live.of.name}"
+        saved_names, live_names = self.own_hyperparameters, _own(live.hyperparameters)
+        text += _only("hyperparameters", saved_names - live_names, live_names - saved_names)
         flag = "decoupled_weight_decay"
-        if flag in mine & theirs and self.hyperparameters[flag] != live.hyperparameters[flag]:
+        if flag in saved_names & live_names and self.hyperparameters[flag] != live.hyperparameters[flag]:
             text += (
                 f"; {flag} is {self.hyperparameters[flag]} in the state, {live.hyperparameters[flag]} in the optimizer"
             )
@@ -194,9 +197,9 @@ class _Saved:
         return text
 
     def common_hyperparameters(self, live: LiveGroup) -> dict[str, Any]:
-        """Those of the live group, with the saved values of what both have.
+        """The hyperparameters of the live group, with the saved value of each that both sides have.
 
-        What makes the class what it is stays, and what decides which state values there have to be.
+        Hyperparameters that define the class, or decide which state values exist, keep their live value.
         """
         stays = {"decoupled_weight_decay", *_SWITCHES}
         saved = self.hyperparameters
@@ -206,7 +209,7 @@ class _Saved:
         }
 
     def common_values(self, live: LiveGroup) -> frozenset[str]:
-        """The values that both have; none where the live optimizer could not step with these alone."""
+        """The state values that both sides have; none where the live optimizer could not step with them alone."""
         if live.values:
             return self.values & live.values
         is_related = self.name in live.of.names or set(self.hyperparameters) == set(live.hyperparameters)

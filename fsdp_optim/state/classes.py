@@ -1,4 +1,4 @@
-"""Which class an optimizer is of, under whatever wraps it."""
+"""The class of an optimizer inside any wrappers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 _INNER = ("optimizer", "_optimizer", "optim")
-"""Where wrappers of optimizers keep the one that steps: Accelerate, DeepSpeed, fairseq, torch, fairscale."""
+"""Attributes in which wrappers of Accelerate, DeepSpeed, fairseq, torch and fairscale keep the wrapped optimizer."""
 
 
 def innermost(optim: Any) -> Any:
-    """The optimizer inside all wrappers that there are around one."""
+    """The optimizer inside all wrappers."""
     seen = {id(optim)}
     while True:
         inner = next(_inside(optim), None)
@@ -24,23 +24,23 @@ def innermost(optim: Any) -> Any:
 
 
 def _inside(optim: Any) -> Iterator[Any]:
-    """What looks like the optimizer that one wraps: by its name, or because it has the same groups."""
-    for name, one in getattr(optim, "__dict__", {}).items():
-        is_one = not isinstance(one, type) and hasattr(one, "param_groups") and hasattr(one, "state_dict")
-        if is_one and (name in _INNER or one.param_groups is optim.param_groups):
-            yield one
+    """The attributes that look like a wrapped optimizer: by their name, or because they have the same groups."""
+    for name, value in getattr(optim, "__dict__", {}).items():
+        is_optimizer = not isinstance(value, type) and hasattr(value, "param_groups") and hasattr(value, "state_dict")
+        if is_optimizer and (name in _INNER or value.param_groups is optim.param_groups):
+            yield value
 
 
 def is_of_torch(optim: Any) -> bool:
-    """Whether the optimizer that steps is one of torch.optim's own, whose state values are known."""
+    """Whether the innermost optimizer is of a class of torch.optim, whose state values are known."""
     return type(innermost(optim)).__module__.startswith("torch.optim")
 
 
 @dataclass(frozen=True)
 class OptimizerClass:
-    """The class of a live optimizer: its name and those of its parents, and the hyperparameters that it has by itself.
+    """The class of a live optimizer: the names of the class and its parents, and the names of its default hyperparameters.
 
-    `torch_name`: the name of the class of torch.optim that it is, or that it comes from; "" for others.
+    `torch_name`: the name of the class itself, or of its nearest parent, in torch.optim; "" for other classes.
     """
 
     names: tuple[str, ...]
@@ -50,12 +50,12 @@ class OptimizerClass:
     @classmethod
     def of(cls, optim: Any) -> OptimizerClass:
         inner = innermost(optim)
-        kinds = [kind for kind in type(inner).__mro__ if kind not in (object, torch.optim.Optimizer)]
+        classes = [base for base in type(inner).__mro__ if base not in (object, torch.optim.Optimizer)]
         defaults = getattr(inner, "defaults", None)
         return cls(
-            tuple(kind.__name__ for kind in kinds) or (type(inner).__name__,),
+            tuple(base.__name__ for base in classes) or (type(inner).__name__,),
             tuple(sorted(map(str, defaults))) if isinstance(defaults, Mapping) else (),
-            next((kind.__name__ for kind in kinds if kind.__module__.startswith("torch.optim")), ""),
+            next((base.__name__ for base in classes if base.__module__.startswith("torch.optim")), ""),
         )
 
     @property
@@ -63,25 +63,25 @@ class OptimizerClass:
         return self.names[0]
 
     def is_the_class(self, name: str) -> bool:
-        """Whether state of the class `name` can be this optimizer's: its own, or that of the torch.optim class it extends.
+        """Whether `name` is this class, or the torch.optim class that it extends, so that the state of `name` fits.
 
-        The classes of torch.optim extend each other too (AdamW extends Adam), and do not take each other's state.
+        The classes of torch.optim extend each other too (AdamW extends Adam), but their states do not fit each other.
         """
         return name in (self.name, self.torch_name)
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it is one of torch.optim's own, whose state values are known."""
+        """Whether this is a class of torch.optim, whose state values are known."""
         return self.name == self.torch_name
 
 
 def class_names_written(names: Sequence[str]) -> str | list[str] | None:
-    """The class of each group as it is recorded: one name, or a list where several optimizers of different classes were given."""
+    """The recorded form of each group's class name: one name, or a list for optimizers of different classes."""
     return names[0] if len(set(names)) == 1 else list(names) or None
 
 
 def class_names_read(written: object, num_groups: int) -> tuple[str, ...]:
-    """The inverse: the class of each of so many groups; none where it is not recorded, or not for these groups."""
+    """The inverse of `class_names_written`: the class name of each group; empty where there is no record for these groups."""
     if isinstance(written, str):
         return (written,) * num_groups
     if isinstance(written, (list, tuple)) and len(written) == num_groups:

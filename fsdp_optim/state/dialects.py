@@ -1,4 +1,4 @@
-"""Full dicts of all libraries, read: each dialect is one class, and the list of them says which is asked first."""
+"""Readers of full dicts of all libraries: each dialect is one class, and `DIALECTS` lists them in the order of recognition."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from fsdp_optim.state.names import Names
 
 
 class Dialect(Protocol):
-    """How one library writes full dicts. Asked in this order: `recognises`, and of the first that does, `read`."""
+    """The full dicts of one library. The first dialect in `DIALECTS` whose `recognises` returns True reads the dict."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
-        """Whether a dict is one of these. Those that come later in the list are not asked then."""
+        """Whether a dict that no earlier dialect has recognised is written in this dialect."""
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
-        """Its state. Raises StateError where it is of another model, or its ids cannot be told apart."""
+        """The state in a dict. Raises StateError for a dict of another model, and for ids whose parameters are unknown."""
 
 
 def normalize(full: Mapping[str, Any], names: Names) -> FullState:
-    """Read a full dict of any accepted kind: ours, fairscale's, torch's, a plain optimizer's; keyed by id or by name.
+    """Read a full dict in any dialect: this library's, fairscale's, torch's, a plain optimizer's; keyed by id or by name.
 
-    Raises StateError where the ids cannot be told apart, or the dict is not a full dict.
+    Raises StateError where the parameters of ids are unknown, or the dict is not a full dict.
     """
     if not isinstance(full, Mapping):
         raise StateError(
@@ -37,7 +37,7 @@ def normalize(full: Mapping[str, Any], names: Names) -> FullState:
 
 
 class Flattened:
-    """torch.distributed.checkpoint's flattened dict: one level of keys, and names in them."""
+    """torch.distributed.checkpoint's flattened dict: one level of keys, which contain the names."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
         return is_flattened(full)
@@ -47,15 +47,15 @@ class Flattened:
 
 
 class NoFullDict:
-    """A dict that lacks what all others have."""
+    """A dict without the keys that every full dict has, which is refused."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
         return bool(self._missing(full))
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
         raise StateError(
-            f"this is no optimizer state dict: it has no {' and no '.join(self._missing(full))}; give what "
-            "gather_full_optim_state_dict returned, or an optimizer's state_dict()"
+            f"this is no optimizer state dict: it has no {' and no '.join(self._missing(full))}; give the result of "
+            "gather_full_optim_state_dict, or an optimizer's state_dict()"
         )
 
     def _missing(self, full: Mapping[str, Any]) -> list[str]:
@@ -63,7 +63,7 @@ class NoFullDict:
 
 
 class Ours:
-    """What this library gathers, and what it reads from a checkpoint."""
+    """A dict that this library gathered, or read from a checkpoint."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
         return is_ours(full)
@@ -71,11 +71,11 @@ class Ours:
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
         to_name = _to_name(full, _names_or_ids(full, names), names)
         listing: Listing = "ids" if "local_ids" in full or not is_by_name(full) else "other"
-        return read(full, to_name, lambda key: _looks_loose(key, to_name, names), listing=listing)
+        return read(full, to_name, lambda key: _is_non_param(key, to_name, names), listing=listing)
 
 
 class Fairscale:
-    """What fairscale gathers, or what is made for its reader: it counts ids unit after unit, and lists numbers."""
+    """A dict that fairscale gathered, or that was made for fairscale's reader: its ids count unit after unit."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
         return "param_id_map" in full
@@ -88,11 +88,11 @@ class Fairscale:
             for key, values in _with_singletons(full).items()
         }
         listing: Listing = "units" if named is None else "other" if is_by_name(full) else "ids"
-        return read(full, to_name, lambda key: _looks_loose(key, to_name, names), entries=entries, listing=listing)
+        return read(full, to_name, lambda key: _is_non_param(key, to_name, names), entries=entries, listing=listing)
 
 
 class Named:
-    """What torch gathers, or an optimizer with named parameters has: names in place of ids, or beside them."""
+    """A dict of torch's gather, or of an optimizer with named parameters: names in place of ids, or beside the ids."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
         return names_in(full) is not None
@@ -100,18 +100,18 @@ class Named:
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
         to_name = _to_name(full, names_in(full) or [], names)
         listing: Listing = "other" if is_by_name(full) else "ids"
-        return read(full, to_name, lambda key: _looks_loose(key, to_name, names), listing=listing)
+        return read(full, to_name, lambda key: _is_non_param(key, to_name, names), listing=listing)
 
 
 class Plain:
-    """A plain optimizer's state_dict(): ids alone, which count the parameters as the live optimizer's groups do."""
+    """A plain optimizer's state_dict(): ids without names, which count the parameters like the live optimizer's groups."""
 
     def recognises(self, full: Mapping[str, Any]) -> bool:
         return True
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
         to_name = _to_name(full, _names_or_ids(full, names), names)
-        return read(full, to_name, lambda key: _looks_loose(key, to_name, names))
+        return read(full, to_name, lambda key: _is_non_param(key, to_name, names))
 
 
 DIALECTS: tuple[Dialect, ...] = (Flattened(), NoFullDict(), Ours(), Fairscale(), Named(), Plain())
@@ -121,49 +121,51 @@ DIALECTS: tuple[Dialect, ...] = (Flattened(), NoFullDict(), Ours(), Fairscale(),
 
 
 def _to_name(full: Mapping[str, Any], fqns: Sequence[Sequence[str]], names: Names) -> dict[Any, str]:
-    """Every key that the groups of a dict list, with the FQN that it stands for. `fqns`: those of each group, in its order."""
+    """Key -> FQN, for every key that the groups of a dict list. `fqns`: the FQNs of each group, in the group's order."""
     groups = full["param_groups"]
     if [len(group) for group in fqns] != num_listed(groups):
         raise StateError(
-            f"the full dict has {_counts(num_listed(groups))}, the optimizer's parameters on the unwrapped model are "
-            f"{_counts([len(group) for group in names.groups])}: it is another model's, or grouped in another way: build the "
-            "optimizer as it was when saved"
+            f"the full dict has {_counts(num_listed(groups))}, the optimizer on the unwrapped model has "
+            f"{_counts([len(group) for group in names.groups])}: the dict is of another model, or has other groups: build the "
+            "model and the optimizer's groups as they were when saved"
         )
     to_name = {
         key: names.canonical(fqn)
-        for group, its in zip(groups, fqns, strict=True)
-        for key, fqn in zip(group["params"], its, strict=True)
+        for group, fqns_of_group in zip(groups, fqns, strict=True)
+        for key, fqn in zip(group["params"], fqns_of_group, strict=True)
     }
     twice = [fqn for fqn, number in Counter(to_name.values()).items() if number > 1]
     if twice:
+        keys = [key for key, fqn in to_name.items() if fqn == twice[0]]
         raise StateError(
-            f"{twice[0]}: the full dict lists it twice or more, as {[k for k, fqn in to_name.items() if fqn == twice[0]]}: "
-            "gather it again, or give names that differ"
+            f"{twice[0]}: the full dict lists this parameter under several keys, {keys}: "
+            "gather the dict again, or give parameters different names"
         )
     return to_name
 
 
 def _names_or_ids(full: Mapping[str, Any], names: Names) -> Sequence[Sequence[str]]:
-    """The names that a dict has, or those for which its ids stand, as the live optimizer counts."""
+    """The names in a dict, or the names of its ids as the live optimizer counts them, group by group."""
     named = names_in(full)
     if named is not None:
         return named
     if names.unknown_order:
         raise StateError(
-            f"{names.unknown_order}: the ids of a dict without names cannot be told; gather it with key_by='name', or make a "
-            "plain optimizer's dict one by name with rekey_optim_state_dict(full, model, key_by='name', optim=optim)"
+            f"{names.unknown_order}: the parameters of the ids in a dict without names are not known; gather the dict with "
+            "key_by='name', or convert a plain optimizer's dict with rekey_optim_state_dict(full, model, key_by='name', "
+            "optim=optim)"
         )
     return names.groups
 
 
 def _in_units(full: Mapping[str, Any], names: Names) -> list[list[str]]:
-    """fairscale counts ids unit after unit, not in the unwrapped model's order; and has one group."""
+    """The names of a fairscale dict's ids, which count unit after unit, not in the unwrapped model's order, in one group."""
     order = names.unit_order
     if order is None:
         if len(set(full["param_id_map"].values())) > 1:
             raise StateError(
-                "this full dict is fairscale's own and counts its ids by FSDP unit, which only a model wrapped in the same "
-                "way can tell: read it there once, with rekey_optim_state_dict(full, wrapped_model, key_by='name')"
+                "this full dict is fairscale's own and counts its ids by FSDP unit, and only a model wrapped in the same way "
+                "has that order: convert the dict with rekey_optim_state_dict(full, wrapped_model, key_by='name')"
             )
         order = names.model_order
     if len(full["param_groups"]) != 1:
@@ -171,8 +173,8 @@ def _in_units(full: Mapping[str, Any], names: Names) -> list[list[str]]:
     return [list(order)]
 
 
-def _looks_loose(key: object, to_name: Mapping[Any, str], names: Names) -> bool:
-    """Whether an entry of the state is one that torch keeps as it is, under a key that is no parameter."""
+def _is_non_param(key: object, to_name: Mapping[Any, str], names: Names) -> bool:
+    """Whether a key of the state is not a parameter's, so that the entry is kept unchanged, as torch does."""
     is_name = isinstance(key, str) and (key.isdigit() or names.canonical(key) in names.known)
     return not isinstance(key, int) and not is_name and all(isinstance(known, int) for known in to_name)
 
@@ -187,7 +189,7 @@ def _counts(nums: Sequence[int]) -> str:
 
 
 def _with_singletons(full: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
-    """fairscale keeps tensors without dimensions as lists, with the last original of a unit only: they are every one's."""
+    """The state with fairscale's lists of 0-dimensional tensors given to all originals of a unit, not only to the last one."""
     state: Mapping[Any, Mapping[str, Any]] = full["state"]
     local_of = full.get("param_id_map") or {}
     shared: dict[Any, dict[str, Any]] = {}
@@ -203,9 +205,12 @@ def _is_singleton_list(value: object) -> bool:
 
 
 def _of_all_ranks(fqn: object, name: str, value: Any) -> Any:
-    """fairscale lists a tensor without dimensions once per rank; any other value stays what it is."""
+    """The tensor in a list of 0-dimensional tensors, which fairscale fills with one per rank; any other value unchanged."""
     if _is_singleton_list(value):
         if any(v.item() != value[0].item() for v in value[1:]):
-            raise StateError(f"{fqn}: {name} differs between the ranks that saved it: {[v.item() for v in value]}")
+            raise StateError(
+                f"{fqn}: {name} differs between the ranks that saved the dict: {[v.item() for v in value]}; a full dict "
+                "needs one value: set it alike on all ranks before gathering"
+            )
         return value[0]
     return value

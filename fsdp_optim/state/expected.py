@@ -1,4 +1,4 @@
-"""The optimizer that a full dict was made for, on this rank, where the caller has none to show."""
+"""The optimizer that a full dict was made for, reconstructed on this rank for calls without an optimizer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fsdp_optim.view import ModelView, NamedHandle
 def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False) -> LocalOptim:
     """An optimizer with the full state's groups over the model's live parameters.
 
-    Ids count as torch.optim counts: group after group. Inside a group they follow the saved local ids where the model has
-    the same units as when it was saved; else the wrapped model's parameters(), or the saved optimizer's own order where it had
-    one. `others`: the full state may also have parameters that only other ranks hold.
+    Ids count group after group, as in torch.optim. Inside a group they follow the saved local ids if the model has the same
+    units as the saved model; else the order of the wrapped model's parameters(), or the saved optimizer's order if that was
+    another one. `others`: the full state may also have parameters that only other ranks hold.
 
-    Raises StateError for a flat parameter whose originals sit in two groups, or are only partly in the full state, and
-    where the order of the live parameters cannot be told.
+    Raises StateError for a flat parameter whose originals are in two groups, or only partly in the full state, and
+    where the order of the live parameters is not known.
     """
     group_of = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     known = {fqn for named in view.handles for fqn in named.fqns}
     unknown = [fqn for fqn in group_of if fqn not in known]
     if unknown and not others:
         raise StateError(
-            f"{unknown[0]}: the full dict has it, the model does not "
+            f"{unknown[0]}: the full dict has this parameter, the model does not "
             f"({counted_noun(len(unknown), 'such parameter')}; the model has "
-            f"{len(view.order)}, the full dict {len(group_of)}): give the dict of this model"
+            f"{counted_noun(len(view.order), 'parameter')}, the full dict {len(group_of)}): give the dict of this model"
         )
     by_group: list[list[NamedHandle]] = [[] for _ in full.groups]
     for named in view.handles:
@@ -55,12 +55,12 @@ def expected_optimizer(view: ModelView, full: FullState, *, others: bool = False
         groups=tuple(group for group, _ in full.groups),
         group_ids=tuple(group_ids),
         group_param_names=(None,) * len(full.groups),
-        extra={},
+        other_keys={},
     )
 
 
 def _as_saved(handles: list[NamedHandle], saved: Sequence[str], full: FullState, view: ModelView) -> list[NamedHandle]:
-    """The live parameters of one group as its optimizer lists them, judged by how the saved one counted them."""
+    """The live parameters of one group in the order of the optimizer, derived from the order of the saved group."""
     place, known = view.place_of, {fqn for named in handles for fqn in named.fqns}
     listed = [fqn for fqn in saved if fqn in known]
     wrapped = [fqn for named in view.handles for fqn in named.fqns]
@@ -73,14 +73,14 @@ def _as_saved(handles: list[NamedHandle], saved: Sequence[str], full: FullState,
         places = [at[fqn] for fqn in sorted(named.fqns, key=place.__getitem__)]
         if full.unknown_order or full.listing == "other" or places != list(range(places[0], places[0] + len(places))):
             raise StateError(
-                f"the full dict lists the parameters of {named.fqns[0]}'s group in an order of its own, so that the order in "
-                "which this model's optimizer lists them is not known: give optim=, the optimizer that the shard is for"
+                f"the full dict lists the parameters of {named.fqns[0]}'s group in another order than the model, so the order in "
+                "this model's optimizer is not known: give optim=, the optimizer that the shard is for"
             )
     return sorted(handles, key=lambda named: at[named.fqns[0]])
 
 
 def _same_units(handles: list[NamedHandle], saved: Mapping[str, int]) -> bool:
-    """Whether the saved local ids stand for just these live parameters."""
+    """Whether the saved local ids stand for exactly these live parameters."""
     units: dict[int, set[str]] = {}
     for fqn in (fqn for named in handles for fqn in named.fqns):
         local_id = saved.get(fqn)

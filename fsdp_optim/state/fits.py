@@ -1,4 +1,4 @@
-"""Whether a full state fits a model and its optimizer: checked whole, before anything is made of it."""
+"""The check that a full state fits a model and its optimizer, complete before any shard is made."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from fsdp_optim.state.supported import is_sparse, sparse
 
 @dataclass(frozen=True)
 class Fit:
-    """What does not fit: FQNs that only a model's optimizer has (`missing`), and those that only a full state has (`unexpected`).
+    """The differences between a full state and a live optimizer.
 
-    And where the optimizers' classes differ, the names of the hyperparameters and state values that only one side has. `kept`:
-    by FQN, the names of values of the live optimizer that stay beside those that are loaded.
+    Attributes:
+        missing: FQNs that only the live optimizer has.
+        unexpected: FQNs that only the full state has.
+        unmatched_hyperparameters, unmatched_values: the names that only one side has, where the optimizers' classes differ.
+        kept: FQN -> names of live state values that stay beside the loaded values.
     """
 
     missing: tuple[str, ...] = ()
@@ -32,14 +35,14 @@ class Fit:
     unmatched_values: tuple[str, ...] = ()
     kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
-    def said(self) -> dict[str, list[str]]:
-        """The same as plain values, without what is empty."""
+    def as_plain(self) -> dict[str, list[str]]:
+        """The differences as a dict of lists, without empty lists."""
         return {name: list(names) for name, names in vars(self).items() if names and name != "kept"}
 
 
 LIVE_GROUPS = (
-    "build the optimizer with the groups that it was saved with, or give groups='live', which finds every parameter by its name "
-    "and leaves the optimizer's groups and hyperparameters as they are"
+    "build the optimizer with the saved groups, or give groups='live', which finds every parameter by its name and leaves the "
+    "optimizer's groups and hyperparameters as they are"
 )
 
 
@@ -53,32 +56,32 @@ def check_fits(
     others: Collection[str] = (),
     regroup: bool = False,
 ) -> Fit:
-    """Refuse a full state that is not one of this model and optimizer, before anything is made of it.
+    """Refuse a full state that is not of this model and optimizer, before any shard is made.
 
     Args:
-        live: FQNs that have state in the live optimizer. One that the full state lists, but has no state for although it
-            has for others, was frozen or unused when it was saved: its live state is not thrown away without a word, it is
-            missing.
-        strict: refuse parameters that are missing or unexpected, too.
-        others: parameters of the full state that only other ranks hold; they are not counted as unexpected.
-        regroup: several optimizers share the groups of the full state, so their own groups do not have to be the same.
+        live: FQNs that have state in the live optimizer. Such a parameter is missing also if the full state lists it without
+            state while other parameters have state: it was frozen or unused when saved, and its live state must not be
+            dropped silently.
+        strict: also refuse missing and unexpected parameters.
+        others: parameters of the full state that only other ranks hold; they do not count as unexpected.
+        regroup: several optimizers share the groups of the full state, so the live groups may differ from the saved ones.
 
     Raises StateError that names the parameter, both numbers and the way out.
     """
     saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
     unexpected = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
-    # Of a flat parameter all originals are left out, or they disagree, which is another error.
+    # A flat parameter counts only if none of its originals has state; originals that disagree are another error.
     units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
-    left_out = live.intersection(fqn for fqns in units for fqn in fqns)
-    missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in left_out]
+    without_state = live.intersection(fqn for fqns in units for fqn in fqns)
+    missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in without_state]
     if unexpected and strict:
         raise StateError(
             _not_found(unexpected, sorted(names.known), "the full dict has", "the model's optimizer does not")
         )
     if missing and strict and missing[0] in saved:
         raise StateError(
-            f"{missing[0]}: the full dict has no state for it (it was frozen or not used when it was saved), the optimizer has; "
-            "load into an optimizer without state to begin it anew, or keep what it has with strict=False"
+            f"{missing[0]}: the full dict has no state for this parameter (it was frozen or unused when saved), the "
+            "optimizer has; load into an optimizer without state to begin anew, or give strict=False, which keeps the live state"
         )
     if missing and strict:
         raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict does not"))
@@ -91,17 +94,17 @@ def check_fits(
 
 
 def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:
-    """The saved group of a live parameter: that of all its originals.
+    """The saved group of a live parameter, which all its originals have in common.
 
-    Raises StateError for a flat parameter whose originals sit in two groups.
+    Raises StateError for a flat parameter whose originals are in two groups.
     """
     groups = [group_of.get(fqn) for fqn in fqns]
     for fqn, group in zip(fqns, groups, strict=True):
         if group != groups[0]:
             first, other = (f"group {g}" if g is not None else "no group" for g in (groups[0], group))
             raise StateError(
-                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and they lie in one flat parameter of this "
-                "model, which can be in one group only: wrap them in different units, or without flattening, or call "
+                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and both lie in one flat parameter of this "
+                "model, which can be in one group only: wrap the two in different units, or without flattening, or call "
                 "get_shard_from_optim_state_dict(model, optim, full, groups='live')"
             )
     return groups[0] if groups else None
@@ -122,7 +125,7 @@ def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> No
 
 
 def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
-    """Refuse values that are not shaped like their parameter and should be. Raises StateError."""
+    """Raise StateError for values that should have the shape of their parameter and do not."""
     evidence = full.evidence(shapes)
     for fqn, values in full.state.items():
         for name, value in values.items() if fqn in shapes else ():
@@ -138,14 +141,14 @@ def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
             if wrong:
                 got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise StateError(
-                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is another "
-                    "model's, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
-                    "the dict of this model, by name where ids are in doubt"
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is of "
+                    "another model, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
+                    "the dict of this model, by name if the order of its ids is in doubt"
                 )
 
 
 def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:
-    """Whether a value cannot be of the kind that the dict records for it."""
+    """Whether a value contradicts the kind that the dict records for it."""
     match recorded:
         case Kind.SHARDED:
             return not isinstance(value, torch.Tensor) or tuple(value.shape) != shape
@@ -158,7 +161,7 @@ def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:
 
 
 def _is_cut_short(name: str, value: object, shape: Shape, kind: Kind, evidence: Evidence) -> bool:
-    """Whether a value should be shaped like its parameter: by its name, unless it is of a class of its own."""
+    """Whether a value should have the shape of its parameter: by the value's name, except for tensor subclasses."""
     if kind is Kind.SCALAR:
         return value is not None and bool(shape) and evidence.has_to_follow(name)
     of_own_class = isinstance(value, (torch.Tensor, OpaqueShards)) and not is_plain(value)
@@ -171,7 +174,6 @@ def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -
     more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     return (
         f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {counted_noun(len(candidates), 'parameter')} there. "
-        "Is the dict of this model, and "
-        "does the optimizer hold the same parameters as when it was saved? Build it so (frozen layers may differ), or give "
-        "strict=False, which takes what both have and lists the rest"
+        "Give the dict of this model, and an optimizer with the parameters of the saved optimizer (frozen layers may differ), or "
+        "give strict=False, which loads the parameters that both have and lists the rest"
     )

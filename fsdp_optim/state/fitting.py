@@ -1,4 +1,4 @@
-"""A full state made to fit a live optimizer: of its class, in its groups, with its parameters; or refused."""
+"""A full state fitted to the class, groups and parameters of a live optimizer, or refused."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import LocalOptim
 from fsdp_optim.state.names import Names
 
-"""Whose param groups and hyperparameters count after a load."""
-
 log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
 class LiveOptimizer:
-    """What a full state has to fit.
+    """The live optimizer that a full state has to fit.
 
     Attributes:
-        optim, names: the optimizer on this rank, and how full dicts count its parameters, those of other ranks included.
-        shapes: of the parameters.
+        optim: the optimizer on this rank.
+        names: how full dicts count its parameters, including those of other ranks.
+        shapes: FQN -> shape of the parameter.
         with_state: FQNs that have state in the live optimizer.
-        values: the names of the state values that it has, by class (on all ranks, where ranks have met).
+        values: optimizer class -> names of its state values (on all ranks, if the ranks have met).
     """
 
     optim: LocalOptim
@@ -39,11 +38,11 @@ class LiveOptimizer:
     def fit(
         self, full: FullState, *, strict: bool, groups: GroupsFrom = "saved", others: Collection[str] = ()
     ) -> tuple[FullState, Fit]:
-        """The part of a full state that this optimizer takes. `strict`, `others`: as in `check_fits`.
+        """The part of a full state that this optimizer can load. `strict`, `others`: as in `check_fits`.
 
-        Raises StateError where it does not fit, before anything is made of it.
+        Raises StateError for a state that does not fit, before any shard is made.
         """
-        full, left = fit_class(full, live_groups(self.optim, self.names.groups, self.values), strict=strict)
+        full, unmatched = fit_class(full, live_groups(self.optim, self.names.groups, self.values), strict=strict)
         if groups == "live":
             full = _in_live_groups(full, self.optim, self.names)
         fit = check_fits(
@@ -53,20 +52,20 @@ class LiveOptimizer:
             live=self.with_state,
             strict=strict,
             others=others,
-            regroup=bool(self.optim.parts),
+            regroup=bool(self.optim.optimizers),
         )
-        if left.text:
-            log.warning("%s; strict=False: what both have is loaded", left.text)
+        if unmatched.text:
+            log.warning("%s; strict=False loads what both have", unmatched.text)
         return full, replace(
             fit,
-            unmatched_hyperparameters=left.hyperparameters,
-            unmatched_values=left.values,
-            kept=left.kept,
+            unmatched_hyperparameters=unmatched.hyperparameters,
+            unmatched_values=unmatched.values,
+            kept=unmatched.kept,
         )
 
 
 def _in_live_groups(full: FullState, optim: LocalOptim, names: Names) -> FullState:
-    """The same state in the live optimizer's groups, by name. Parameters that it does not have stay listed, in the last one."""
+    """The same state in the live optimizer's groups, by name. Parameters that only the state has are listed in the last group."""
     saved = [fqn for _, fqns in full.groups for fqn in fqns]
     known = set(saved)
     mine = [tuple(fqn for fqn in fqns if fqn in known) for fqns in names.groups]

@@ -10,21 +10,21 @@ from fsdp_optim.state.same import same
 
 
 def is_flattened(full: Mapping[str, Any]) -> bool:
-    """Whether a dict is what `get_optimizer_state_dict(flatten_optimizer_state_dict=True)` returns."""
+    """Whether a dict was returned by `get_optimizer_state_dict(flatten_optimizer_state_dict=True)`."""
     return "param_groups" not in full and any(str(key).startswith("param_groups.") for key in full)
 
 
 def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The same as a nested dict by name. It has no groups, only hyperparameters per parameter: `groups` gives the FQNs.
+    """The nested form of a flattened dict, by name. `groups`: the FQNs of each group, which a flattened dict does not have.
 
     Raises StateError where parameters of one group have different hyperparameters.
     """
     state: dict[str, dict[str, Any]] = {}
     hyper: dict[str, dict[str, Any]] = {}
     for key, value in full.items():
-        kind, _, rest = key.partition(".")
+        section, _, rest = key.partition(".")
         fqn, _, name = rest.rpartition(".")
-        {"state": state, "param_groups": hyper}.get(kind, {}).setdefault(fqn, {})[name] = value
+        {"state": state, "param_groups": hyper}.get(section, {}).setdefault(fqn, {})[name] = value
     made: list[dict[str, Any]] = []
     for fqns in map(frozenset, groups):
         known = [fqn for fqn in hyper if fqn in fqns]  # as the optimizer listed them
@@ -32,13 +32,11 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
             if not same(hyper[fqn], hyper[known[0]]):
                 raise StateError(
                     f"{known[0]} and {fqn} are in one param group of the optimizer, and have different hyperparameters in "
-                    f"the full dict: {hyper[known[0]]} and {hyper[fqn]}"
+                    f"the full dict: {hyper[known[0]]} and {hyper[fqn]}: build the optimizer with the saved groups"
                 )
         made.append({**(hyper[known[0]] if known else {}), "params": known})
     others = [fqn for fqn in hyper if not any(fqn in fqns for fqns in groups)]
     if others and made:
-        made[0]["params"] = [
-            *made[0]["params"],
-            *others,
-        ]  # refused later, by name, as parameters that the model does not have
+        # These are refused later, by name, as parameters that the model does not have.
+        made[0]["params"] = [*made[0]["params"], *others]
     return {"state": state, "param_groups": made}

@@ -1,4 +1,4 @@
-"""A digest of a large tensor that is taken where the tensor lies: on a device that is faster than bringing it to the host."""
+"""A digest of a large tensor, computed on the tensor's device, which is faster than a copy to the host."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import xxhash
 
 from fsdp_optim.memory import is_plain, pieces
 
-_MOST_NUMEL = 1 << 20  # elements that are folded together
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by the bytes of an element
+_MOST_NUMEL = 1 << 20  # elements in one sum
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # itemsize -> integer dtype
 _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 
 def is_folded(value: object) -> bool:
-    """Whether it is a dense tensor on a device: to fold it there is cheaper than to digest its bytes on the host."""
+    """Whether a value is a dense tensor on a device, where `fold_of` is cheaper than a digest on the host."""
     return (
         isinstance(value, torch.Tensor)
         and is_plain(value)
@@ -23,9 +23,9 @@ def is_folded(value: object) -> bool:
 
 
 def fold_of(value: torch.Tensor) -> str:
-    """Stands for the bits of a dense tensor: equal on all ranks that have the same, wherever the tensor lies.
+    """A digest of the bits of a dense tensor, independent of the tensor's device.
 
-    Each element counts by an odd number of its place, so that one other bit anywhere gives another sum.
+    Each element is multiplied by an odd weight of its index, so a single different bit gives a different sum.
     """
     weights = _weights(min(value.numel(), _MOST_NUMEL) * max(value.itemsize // 8, 1), value.device)
     sums = []

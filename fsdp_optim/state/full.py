@@ -1,7 +1,7 @@
-"""The full dict of this library: one state per original parameter, as if FSDP were not there. Written and read here.
+"""The writer and the reader of this library's full dict, which has one state per original parameter, as without FSDP.
 
-`write` and `read` are inverse: `read(write(state, key_by), names_of_its_keys)` is `state`. Dicts that other libraries wrote are
-read in `dialects.py`, by the same `read` wherever they are alike.
+`write` and `read` are inverse: `read(write(state, key_by), names_of_the_keys)` is `state`. `dialects.py` reads the dicts of
+other libraries, with the same `read` where the dicts are alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape, cut_named
 from fsdp_optim.options import KeyBy
 from fsdp_optim.state.classes import class_names_read, class_names_written
-from fsdp_optim.state.kinds import LOOSE_KIND, Evidence, Kind, kind_of, sight_of
+from fsdp_optim.state.kinds import NON_PARAM_KIND, Evidence, Kind, infer_kind, sight_of
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.values import Summary
 
@@ -23,39 +23,41 @@ FullDict = dict[str, Any]
 RESERVED_KEYS = frozenset(
     {
         *("state", "param_groups", "param_id_map", "local_ids", "fqns", "num_padded", "uncollected_local_ids"),
-        "unknown_order",  # only where ids cannot count the parameters: why
+        "unknown_order",  # why ids cannot count the parameters; absent where they can
         "optimizer_class",
         "kinds",
     }
 )
-"""Top-level keys of a full dict that mean something here; all others are the optimizer's own and kept."""
+"""Top-level keys of a full dict that this library uses; all other keys are the optimizer's own, and are kept."""
 
-LOOSE = "state under keys that are no parameters"
-"""What such state is called among an optimizer's other keys, as which it is treated."""
+NON_PARAM_STATE = "state under keys that are no parameters"
+"""The key in `other_keys` of the state that belongs to no parameter, which is treated like an optimizer's other keys."""
 
 Listing = Literal["ids", "units", "other"]
 
 
 @dataclass(frozen=True)
 class FullState:
-    """A full dict of any accepted kind, by FQN. Its values are those of the dict, not copies.
+    """A full dict in any dialect, by FQN. The values are those of the dict, not copies.
 
     Attributes:
-        state: by FQN; no entry for a parameter without state.
-        groups: each group's hyperparameters and its FQNs.
-        local_ids: the ids that the live parameters had on the rank that saved it, None where that is not known.
-        listing: what the order of the FQNs in a group is. "ids": that of the ids. "units": fairscale's, unit after unit. "other":
-            that of another tool, which can be any.
-        unknown_order: why ids cannot count its parameters, where the dict says so.
-        fqn_of: the FQN of each of the dict's own keys.
-        classes: the name of the class of each group's optimizer, empty where that is not known.
-        kinds: what the dict records of its values.
-        num_padded: the padding of each flat parameter, as fairscale lists it; nobody reads it here.
+        state: FQN -> values by name; without entries for parameters without state.
+        groups: the hyperparameters and FQNs of each group.
+        other_keys: the optimizer's own top-level keys, and under `NON_PARAM_STATE` the state that belongs to no parameter.
+        uncollected: FQNs whose wrapper forbids to collect the state.
+        local_ids: FQN -> id of the live parameter on the rank that saved the dict; None where the id is not known.
+        listing: the order of the FQNs in a group. "ids": the order of the ids. "units": fairscale's order, unit after unit.
+            "other": the order of another tool, which can be any.
+        unknown_order: why ids cannot count the parameters, from the dict; empty where they can.
+        fqn_of: key of the dict -> FQN.
+        classes: the class name of each group's optimizer; empty where the dict does not record it.
+        kinds: FQN -> recorded kinds of the values by name.
+        num_padded: the padding of each flat parameter in fairscale's form, for fairscale's reader only.
     """
 
     state: Mapping[str, Mapping[str, Any]]
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
-    extra: Mapping[str, Any]
+    other_keys: Mapping[str, Any]
     uncollected: frozenset[str] = frozenset()
     local_ids: Mapping[str, LocalId | None] = field(default_factory=dict)
     listing: Listing = "ids"
@@ -66,11 +68,11 @@ class FullState:
     num_padded: Any = None
 
     def class_of(self, group_index: int) -> str:
-        """The name of the class of a group's optimizer; "" where that is not known."""
+        """The class name of a group's optimizer; "" where the dict does not record it."""
         return self.classes[group_index] if self.classes else ""
 
     def evidence(self, shapes: Mapping[str, Shape]) -> Evidence:
-        """What the values of the parameters that have dimensions are, where the dict does not record it."""
+        """The evidence for the kinds of those values whose kind the dict does not record, of parameters with dimensions."""
         return Evidence.of(
             sight_of(name, value, shapes[fqn])
             for fqn, values in self.state.items()
@@ -79,19 +81,19 @@ class FullState:
         )
 
     def recorded(self, fqn: str, name: object) -> Kind | None:
-        """The kind of a value as the dict records it; None where it does not."""
+        """The recorded kind of a value; None where the dict records no kind."""
         word = self.kinds.get(fqn, {}).get(name)
         return Kind(word.partition(" ")[0]) if word is not None else None
 
     def kind_of(self, fqn: str, name: str, value: object, shape: Shape, evidence: Evidence) -> Kind:
-        """What a value is. One that was placed by itself is opaque: it is whole now."""
+        """The kind of a value, recorded or inferred. A placed value counts as opaque, because it is whole in a full dict."""
         recorded = self.recorded(fqn, name)
         if recorded is None:
-            return kind_of(name, value, shape, evidence)
+            return infer_kind(name, value, shape, evidence)
         return Kind.OPAQUE if recorded is Kind.PLACED else recorded
 
     def cut_of(self, fqn: str, name: object) -> str:
-        """How a value was cut that was placed by itself."""
+        """The recorded cut of a placed value; "" for all other values."""
         word, _, cut = self.kinds.get(fqn, {}).get(name, "").partition(" ")
         return cut if word == Kind.PLACED.value else ""
 
@@ -100,23 +102,23 @@ class FullState:
 
 
 def write(state: FullState, key_by: KeyBy, *, as_ours: bool = True, with_kinds: bool = True) -> FullDict:
-    """The full dict of a state, by id or by name; ids count the parameters as its groups list them.
+    """The full dict of a state, by id or by name; ids count the parameters in the order of the groups' lists.
 
-    Nothing is copied. `as_ours`: with the keys by which this library knows its own dicts. `with_kinds`: with what the state
-    records of its values.
+    Nothing is copied. `as_ours`: add the keys by which this library recognises its own dicts. `with_kinds`: add the recorded
+    kinds of the values.
     """
     ids = {fqn: index for index, fqn in enumerate(fqn for _, fqns in state.groups for fqn in fqns)}
     key: Mapping[str, Any] = ids if key_by == "id" else {fqn: fqn for fqn in ids}
-    loose = state.extra.get(LOOSE, {})
-    full: FullDict = {name: value for name, value in state.extra.items() if name != LOOSE}
+    non_param = state.other_keys.get(NON_PARAM_STATE, {})
+    full: FullDict = {name: value for name, value in state.other_keys.items() if name != NON_PARAM_STATE}
     if state.classes:
         full["optimizer_class"] = class_names_written(state.classes)
-    full["state"] = {**{key[fqn]: dict(state.state[fqn]) for fqn in ids if fqn in state.state}, **loose}
+    full["state"] = {**{key[fqn]: dict(state.state[fqn]) for fqn in ids if fqn in state.state}, **non_param}
     full["param_groups"] = [
         {
             **hyperparameters,
             "params": [key[fqn] for fqn in fqns],
-            **({"param_names": list(fqns)} if key_by == "id" else {}),  # torch's readers by name refuse it
+            **({"param_names": list(fqns)} if key_by == "id" else {}),  # torch's readers by name refuse this key
         }
         for hyperparameters, fqns in state.groups
     ]
@@ -133,14 +135,14 @@ def write(state: FullState, key_by: KeyBy, *, as_ours: bool = True, with_kinds: 
         full["num_padded"] = state.num_padded
     if with_kinds:
         full["kinds"] = {
-            **dict.fromkeys(loose, LOOSE_KIND),
+            **dict.fromkeys(non_param, NON_PARAM_KIND),
             **{key[fqn]: words for fqn, words in state.kinds.items()},
         }
     return full
 
 
 def kinds_of(summaries: Mapping[str, Summary | None]) -> dict[str, dict[Any, str]]:
-    """What a full dict records of its values: their kinds, by FQN and name. Parameters with the same ones share one dict."""
+    """The kinds that a full dict records, by FQN and name. Parameters with equal kinds share one dict."""
     shared: dict[object, dict[Any, str]] = {}
     found: dict[str, dict[Any, str]] = {}
     for fqn, summary in summaries.items():
@@ -157,33 +159,33 @@ def kinds_of(summaries: Mapping[str, Summary | None]) -> dict[str, dict[Any, str
 def read(
     full: Mapping[str, Any],
     to_name: Mapping[Any, str],
-    is_loose: Callable[[Any], bool],
+    is_non_param: Callable[[Any], bool],
     *,
     entries: Mapping[Any, Mapping[str, Any]] | None = None,
     listing: Listing = "ids",
 ) -> FullState:
-    """The state in a nested dict. `to_name`: every key that its groups list, with the FQN that it stands for.
+    """The state in a nested dict. `to_name`: key -> FQN, for every key that the groups list.
 
     Args:
-        is_loose: whether a key of the state is no parameter's, where the dict does not record it.
-        entries: its state, where that is not what is under `state`.
+        is_non_param: whether a key of the state belongs to no parameter, for dicts that do not record that.
+        entries: the state to read in place of the dict's `state`.
 
     Raises StateError where the dict contradicts itself.
     """
     groups, kinds = full["param_groups"], _recorded_kinds(full)
     state: dict[str, Mapping[str, Any]] = {}
-    loose: dict[Any, Any] = dict(full.get(LOOSE, {}))
+    non_param: dict[Any, Any] = dict(full.get(NON_PARAM_STATE, {}))
     for key, values in (full["state"] if entries is None else entries).items():
         if key in to_name:
-            if (
-                values or key in kinds
-            ):  # what stands for a whole flat parameter is in the state of its first original only
+            # An entry can be empty and yet recorded: only the first original of a flat parameter has its opaque values.
+            if values or key in kinds:
                 state[to_name[key]] = values
-        elif kinds.get(key) == LOOSE_KIND if kinds else is_loose(key):
-            loose[key] = values
+        elif kinds.get(key) == NON_PARAM_KIND if kinds else is_non_param(key):
+            non_param[key] = values
         else:
             raise StateError(
-                f"state has an entry {key!r} that is in none of the {counted_noun(len(groups), 'param group')}: gather it again"
+                f"the full dict's state has an entry {key!r}, which none of the {counted_noun(len(groups), 'param group')} "
+                "lists: gather the dict again"
             )
     local_of = full.get("local_ids") or full.get("param_id_map") or {}
     uncollected = set(full.get("uncollected_local_ids") or ())
@@ -196,9 +198,9 @@ def read(
             )
             for group in groups
         ),
-        extra={
+        other_keys={
             **{key: value for key, value in full.items() if key not in RESERVED_KEYS},
-            **({LOOSE: loose} if loose else {}),
+            **({NON_PARAM_STATE: non_param} if non_param else {}),
         },
         uncollected=frozenset(
             to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name
@@ -214,26 +216,26 @@ def read(
 
 
 def _recorded_kinds(full: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """What the dict says of the kinds of its values. Raises StateError for what gather does not write."""
+    """The kinds that the dict records. Raises StateError for kinds that gather does not write."""
     kinds = full.get("kinds")
     if kinds is None:
         return {}
     try:
-        for words in {id(words): words for words in kinds.values() if words != LOOSE_KIND}.values():
+        for words in {id(words): words for words in kinds.values() if words != NON_PARAM_KIND}.values():
             for word in words.values():
                 kind, _, cut = word.partition(" ")
                 Kind(kind)
                 cut_named(cut)
     except (AttributeError, TypeError, ValueError) as error:
         raise StateError(
-            f"kinds of this full dict is not what gather_full_optim_state_dict writes ({error}): give the dict as it was "
-            "gathered, or without kinds"
+            f"the key kinds of this full dict differs from what gather_full_optim_state_dict writes ({error}): give the dict as "
+            "it was gathered, or without the key kinds"
         ) from error
     return kinds  # type: ignore[no-any-return]
 
 
 def names_in(full: Mapping[str, Any]) -> list[list[str]] | None:
-    """The names that a nested dict itself has for what its groups list, group by group; None where it has ids alone."""
+    """The names in a nested dict of the parameters that its groups list, group by group; None for a dict with ids alone."""
     groups = full["param_groups"]
     keys = [[*group["params"]] for group in groups]
     if any(isinstance(key, str) for group in keys for key in group):
@@ -251,12 +253,12 @@ def is_by_name(full: Mapping[str, Any]) -> bool:
 
 
 def is_ours(full: Mapping[str, Any]) -> bool:
-    """Whether this library wrote a dict: by id or by name, whole or read from a checkpoint."""
+    """Whether this library wrote a dict, by id or by name, gathered or read from a checkpoint."""
     return "local_ids" in full or "kinds" in full
 
 
 def records_kinds(full: Mapping[str, Any]) -> bool:
-    """Whether a dict records what its values are."""
+    """Whether a dict records the kinds of its values."""
     return "kinds" in full
 
 

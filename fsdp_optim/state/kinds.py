@@ -1,4 +1,4 @@
-"""What kind a state value is: sharded like its parameter, a scalar, placed by itself, or opaque; judged from evidence."""
+"""The kind of a state value (sharded like its parameter, scalar, placed, opaque), and the evidence from which it is inferred."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fsdp_optim.memory import is_plain
 
 
 class Kind(Enum):
-    """What a state value is to its parameter.
+    """The relation of a state value to its parameter.
 
-    SHARDED follows the parameter's elements. SCALAR is one per parameter. PLACED is a DTensor with a shape or placements
-    of its own. OPAQUE is anything else.
+    A SHARDED value has an element for each element of the parameter. A SCALAR is one number or word per parameter. A PLACED
+    value is a DTensor with a shape or placements of its own. OPAQUE is any other value.
     """
 
     SHARDED = "sharded"
@@ -29,14 +29,14 @@ class Kind(Enum):
     OPAQUE = "opaque"
 
 
-LOOSE_KIND = "loose"
-"""What a full dict records of an entry of its state that is no parameter's."""
+NON_PARAM_KIND = "loose"
+"""The record in a full dict of an entry of the state that belongs to no parameter."""
 
-# For a parameter without dimensions, `step` and `exp_avg` look alike. These names of torch.optim are scalars; where
-# other parameters of the model have a value of the same name, they show what it is.
+# A parameter without dimensions has `step` and `exp_avg` of the same shape. These names of torch.optim are scalars, unless
+# the values of that name of other parameters of the model show otherwise.
 _SCALAR_NAMES = frozenset({"step", "mu_product", "eta", "mu"})
 
-# And these of torch.optim are always shaped like their parameter.
+# Values of torch.optim with these names always have the shape of their parameter.
 _SHARDED_NAMES = frozenset(
     {
         *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
@@ -46,7 +46,14 @@ _SHARDED_NAMES = frozenset(
 
 
 class Sight(NamedTuple):
-    """One value of one parameter: its name, the shape of the parameter's tensor there, and whether the value has it."""
+    """An observation of one value of one parameter.
+
+    Attributes:
+        name: the name of the value.
+        shape: the shape of the parameter's tensor beside it.
+        fits: whether the value has that shape.
+        is_tensor: whether the value is a tensor with dimensions.
+    """
 
     name: object
     shape: Shape
@@ -58,13 +65,13 @@ class Sight(NamedTuple):
 @dataclass
 class _Count:
     fits: Counter[Shape] = field(default_factory=Counter)
-    small: int = 0  # fits where the parameter has one element or none, which says little
+    small: int = 0  # values that fit a parameter of at most one element, which is weak evidence
     others: int = 0
     scalars: int = 0
 
     @property
     def follows(self) -> bool | None:
-        """Whether the value follows its parameter's shape: by majority, and where it was seen to follow; None: unknown."""
+        """Whether the values follow their parameters' shapes: by majority, and for more than one shape; None: unknown."""
         fits, others = sum(self.fits.values()), self.others + self.scalars
         if not fits and not others:
             return None
@@ -73,14 +80,14 @@ class _Count:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the values of one name are, for parameters that have dimensions.
+    """The evidence about the values of each name, from the parameters that have dimensions.
 
     Attributes:
-        sharded: names of values that follow the shape of their parameters.
-        apart: names of values that do not.
-        scalar: those of `apart` that are scalars wherever they are seen.
-        tensors: names of values some of which are tensors with dimensions.
-        marked: the optimizer's values of DTensor parameters are DTensors, so that another tensor is no part of one.
+        sharded: names whose values follow the shapes of their parameters.
+        apart: names whose values do not.
+        scalar: names in `apart` whose values are all scalars.
+        tensors: names with at least one value that is a tensor with dimensions.
+        marked: whether the optimizer's values of DTensor parameters are DTensors, so that a plain tensor is no part of a DTensor.
     """
 
     sharded: frozenset[object] = frozenset()
@@ -118,13 +125,13 @@ class Evidence:
         )
 
     def follows(self, name: object) -> bool | None:
-        """Whether values of this name follow their parameters; None where nothing says so."""
+        """Whether values of this name follow their parameters; None without evidence."""
         if name in self.sharded:
             return True
         return False if name in self.apart else True if name in _SHARDED_NAMES else None
 
     def has_to_follow(self, name: object) -> bool:
-        """Whether a value of this name that does not have its parameter's shape is a mistake, not a value of another kind."""
+        """Whether a value of this name without its parameter's shape is a mistake rather than a value of another kind."""
         return name in self.sharded or (name in _SHARDED_NAMES and name in self.tensors)
 
     def says_scalar(self, name: object) -> bool:
@@ -139,26 +146,26 @@ def _known(name: object, count: _Count) -> bool | None:
 
 
 def is_known_moment(name: object) -> bool:
-    """Whether torch.optim has values of this name that are always shaped like their parameter."""
+    """Whether values of this name in torch.optim always have the shape of their parameter."""
     return name in _SHARDED_NAMES
 
 
 def is_scalar(value: object) -> bool:
-    """A number (numpy's too), a flag, a word, None, or a tensor without dimensions."""
+    """Whether a value is a number (numpy's too), a flag, a word, None, or a tensor without dimensions."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
     return value is None or isinstance(value, (bool, int, float, complex, str, numpy.number, numpy.bool_))
 
 
 def sight_of(name: object, value: object, shape: Shape) -> Sight:
-    """A value of a full dict, of a parameter of this shape."""
+    """The observation of a value in a full dict, for a parameter of this shape."""
     tensor = isinstance(value, torch.Tensor) and value.dim() > 0
     fits = isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape
     return Sight(name, shape, fits, is_scalar(value), tensor)
 
 
-def kind_of(name: object, value: object, shape: Shape, evidence: Evidence) -> Kind:
-    """The kind of a value of a full dict that records no kinds, of a parameter of this shape."""
+def infer_kind(name: object, value: object, shape: Shape, evidence: Evidence) -> Kind:
+    """The kind of a value in a full dict that records no kinds, for a parameter of this shape."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 == len(shape):
         return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
     if is_scalar(value):

@@ -1,4 +1,4 @@
-"""The optimizer on this rank: which live parameter each of its state entries belongs to. Knows local ids."""
+"""The optimizer on this rank: its live parameters with their local ids and state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.classes import OptimizerClass
-from fsdp_optim.state.full import LOOSE, RESERVED_KEYS
+from fsdp_optim.state.full import NON_PARAM_STATE, RESERVED_KEYS
 from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
 from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
@@ -23,7 +23,7 @@ from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 
 class OptimizerLike(Protocol):
-    """What this library asks of an optimizer: torch.optim's, fairseq's, Accelerate's, DeepSpeed's wrappers have it."""
+    """The interface of an optimizer that this library needs. torch.optim, fairseq, Accelerate and DeepSpeed have it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -36,7 +36,12 @@ Optimizers = OptimizerLike | Sequence[OptimizerLike]
 
 
 class _Look(NamedTuple):
-    """A state value by itself: whether it is a tensor, a scalar, cut like its parameter, and says itself how it is cut."""
+    """The visible traits of a state value.
+
+    Attributes:
+        fits: whether the value is cut like its parameter.
+        is_marked: whether the value records its own cut.
+    """
 
     is_tensor: bool
     is_scalar: bool
@@ -54,9 +59,9 @@ _SCALAR, _OBJECT = _Look(False, True, False, False), _Look(False, False, False, 
 
 
 class _Form(NamedTuple):
-    """What can be seen of a parameter's state values by themselves. Those of equal layers have one form.
+    """The visible traits of all state values of a parameter. The parameters of equal layers have one form.
 
-    `shape`: of the local part; `marks`: its own values say how they are cut.
+    `shape`: the shape of the local part; `marks`: whether the wrapper's own values record how they are cut.
     """
 
     shape: Shape
@@ -64,27 +69,27 @@ class _Form(NamedTuple):
     looks: tuple[tuple[str, _Look], ...]
 
     def sights(self) -> Iterator[Sight]:
-        """What the values show of what values of their names are."""
+        """The observations that the values give about their names."""
         for name, look in self.looks if self.shape else ():
-            if look.fits or not look.is_marked:  # a DTensor that is cut in its own way says nothing
+            if look.fits or not look.is_marked:  # a DTensor with a cut of its own is no evidence
                 yield Sight(name, self.shape, look.fits, look.is_scalar, look.is_tensor and not look.is_scalar)
 
     @property
     def is_marked(self) -> bool:
-        """Whether there is a state value that is cut as the parameter is and says so."""
+        """Whether a state value is cut like the parameter and records that cut."""
         return self.marks and any(look.is_marked and not look.is_scalar for _, look in self.looks)
 
     @property
     def tells_all(self) -> bool:
-        """Whether the kinds of the values follow from it alone; else a value has to say where it is."""
+        """Whether the kinds of the values follow from the form alone, without a look at the values' own placements."""
         return not any(look.is_marked and not look.fits for _, look in self.looks)
 
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter as the optimizer has it: its id in the optimizer's own dict, its group, its state (None: absent).
+    """One live parameter of an optimizer: its id in the optimizer's own dict, its group, its state (None: absent).
 
-    `owner`: where several optimizers are read as one, which of them has it, and its id there.
+    `owner`: of several optimizers that are read as one, the index of the parameter's optimizer, and the parameter's id there.
     """
 
     local_id: LocalId
@@ -99,13 +104,13 @@ class LocalParam:
 
     @cached_property
     def form(self) -> _Form:
-        """What can be seen of the state values, looked up once."""
+        """The visible traits of the state values, computed once."""
         handle = self.named.handle
         looks = [(name, _Look.at(value, handle)) for name, value in (self.state or {}).items()]
         return _Form(handle.local_shape, handle.marks, tuple(looks))
 
     def summary(self, evidence: Evidence, kinds: Mapping[str, Kind] | None = None) -> Summary | None:
-        """What the state consists of. `kinds`: where they are known already, those of its values."""
+        """The summary of the state. `kinds`: the kinds of the values, if they are known already."""
         if self.state is None:
             return None
         little = self.handle.local_numel < 2 and self.handle.is_cut
@@ -118,15 +123,15 @@ class LocalParam:
         )
 
     def kinds(self, evidence: Evidence) -> dict[str, Kind]:
-        """What the values of this parameter's state are."""
+        """The kinds of this parameter's state values."""
         state = self.state or {}
         return {name: self._kind(name, state[name], look, evidence) for name, look in self.form.looks}
 
     def _kind(self, name: str, value: object, look: _Look, evidence: Evidence) -> Kind:
-        """What a value of this parameter's state is.
+        """The kind of a value of this parameter's state.
 
-        A DTensor says itself how it is cut. Another tensor follows the parameter where it has the shape of its local part,
-        and where nothing says that it has it by coincidence.
+        A DTensor records its own cut. Any other tensor follows the parameter if it has the shape of the parameter's local part,
+        unless the evidence shows that this is a coincidence.
         """
         if look.is_tensor and look.is_scalar and not self.handle.local_shape:
             return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
@@ -147,34 +152,35 @@ class LocalOptim:
     """An optimizer on this rank, read without changing it.
 
     Attributes:
-        params: its parameters in the order of their local ids; where these are names, as its groups list them.
+        params: the parameters in the order of their local ids; if the ids are names, in the order of the groups.
         groups: each group's hyperparameters, without `params` and `param_names`.
         group_ids, group_param_names: each group's local ids, and its `param_names` where the optimizer has them.
-        extra: the other top-level keys of its dict (`loss_scale`); under `LOOSE` its state under keys that are no parameters.
-        parts: the optimizers that were read as one, where several were given.
-        classes: the class of each group's optimizer; empty where nobody has shown one.
+        other_keys: the optimizer's own top-level keys (`loss_scale`), and under `NON_PARAM_STATE` the state that belongs to no
+            parameter.
+        optimizers: the optimizers that were read as one; empty for a single optimizer.
+        classes: the class of each group's optimizer; empty where the call has no optimizer.
     """
 
     params: tuple[LocalParam, ...]
     groups: tuple[Mapping[str, Any], ...]
     group_ids: tuple[tuple[LocalId, ...], ...]
     group_param_names: tuple[Sequence[str] | None, ...]
-    extra: Mapping[str, Any]
-    parts: tuple[LocalOptim, ...] = ()
+    other_keys: Mapping[str, Any]
+    optimizers: tuple[LocalOptim, ...] = ()
     classes: tuple[OptimizerClass, ...] = ()
 
     @property
     def values_by_class(self) -> dict[str, frozenset[str]]:
-        """The names of the state values that the parameters have here, by the class of their optimizer."""
+        """Optimizer class -> names of the state values of the parameters on this rank."""
         names: dict[str, set[str]] = {}
         for param in self.params:
             if self.classes and param.state is not None:
                 names.setdefault(self.classes[param.group_index].name, set()).update(map(str, param.state))
-        return {name: frozenset(its) for name, its in names.items()}
+        return {name: frozenset(values) for name, values in names.items()}
 
     @cached_property
     def evidence(self) -> Evidence:
-        """What the values of the parameters that have dimensions are."""
+        """The evidence about the values, from the parameters that have dimensions."""
         forms = Counter(param.form for param in self.params)
         sights: Counter[Sight] = Counter()
         for form, number in forms.items():
@@ -184,7 +190,7 @@ class LocalOptim:
 
     @cached_property
     def summaries(self) -> tuple[Summary | None, ...]:
-        """What the state of each parameter consists of. Values that look alike are judged once."""
+        """The summary of each parameter's state. Values with equal traits are judged once."""
         known: dict[_Form, Mapping[str, Kind]] = {}
         found = []
         for param in self.params:
@@ -198,33 +204,35 @@ class LocalOptim:
 
 
 def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
-    """Match an optimizer's parameters, by identity, with those of the model it was built from.
+    """Match the parameters of an optimizer, by identity, with the live parameters of a model.
 
-    Several optimizers over one model (one per parameter, say, stepped in the backward pass) are read as one, in which
-    groups of equal hyperparameters are one group.
+    Several optimizers over one model (for example one per parameter, stepped in the backward pass) are read as one
+    optimizer, in which groups of equal hyperparameters are one group.
 
-    Raises WrapperError when model and optimizer do not belong together.
+    Raises WrapperError when the optimizer has parameters that are not in the model.
     """
     if isinstance(optim, (list, tuple)):
         if not optim:
             raise WrapperError(
-                "optim is an empty list, which has no state: give the optimizers, or None where there is to be none"
+                "optim is an empty list, which has no state: give the optimizers, or None for a call without optimizer"
             )
-        return _as_one([_read(one, view) for one in optim])
+        return _as_one([_read(each, view) for each in optim])
     return _read(optim, view)  # type: ignore[arg-type]
 
 
-def _as_one(parts: list[LocalOptim]) -> LocalOptim:
+def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
     groups: dict[tuple[str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
     seen: set[str] = set()
-    for index, part in enumerate(parts):
-        for group_index, hyper in enumerate(part.groups):
-            of = part.classes[group_index]
+    for index, optimizer in enumerate(optimizers):
+        for group_index, hyper in enumerate(optimizer.groups):
+            of = optimizer.classes[group_index]
             *_, members = groups.setdefault((of.name, _key_of_group(hyper, len(groups))), (of, hyper, []))
-            for param in part.params:
+            for param in optimizer.params:
                 if param.group_index == group_index:
                     if param.named.fqns[0] in seen:
-                        raise WrapperError(f"{param.named.fqns[0]} is in two of the {len(parts)} optimizers")
+                        raise WrapperError(
+                            f"{param.named.fqns[0]} is in two of the {len(optimizers)} optimizers: give each parameter to one"
+                        )
                     seen.add(param.named.fqns[0])
                     members.append(replace(param, owner=(index, param.local_id)))
     params: list[LocalParam] = []
@@ -233,21 +241,21 @@ def _as_one(parts: list[LocalOptim]) -> LocalOptim:
         first = len(params)
         params += [replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
         ids.append(tuple(range(first, len(params))))
-    extra: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.extra.items():
-            if key in extra and not same(extra[key], value):
+    other_keys: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for key, value in optimizer.other_keys.items():
+            if key in other_keys and not same(other_keys[key], value):
                 raise WrapperError(
-                    f"{key} is {extra[key]!r} in one of the {len(parts)} optimizers and {value!r} in another: a full dict has "
-                    "one for all; gather them one by one"
+                    f"{key} is {other_keys[key]!r} in one of the {len(optimizers)} optimizers and {value!r} in another: "
+                    "a full dict has one value for all of them; gather the optimizers one by one"
                 )
-            extra[key] = value
+            other_keys[key] = value
     hypers, classes = tuple(hyper for _, hyper, _ in groups.values()), tuple(of for of, *_ in groups.values())
-    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), extra, tuple(parts), classes)
+    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), other_keys, tuple(optimizers), classes)
 
 
 def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:
-    """Equal for groups that can be one: those with a hyperparameter that cannot be compared stay apart."""
+    """A key that is equal for groups that can be merged; groups with an incomparable hyperparameter stay separate."""
     try:
         return key_of(hyper)
     except Incomparable:
@@ -282,27 +290,28 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     if all(isinstance(param.local_id, int) for param in params):
         params.sort(key=lambda p: p.local_id)
-    loose = _loose(saved["state"], [p.local_id for p in params], view)
+    non_param = _non_param_state(saved["state"], [p.local_id for p in params], view)
     return LocalOptim(
         params=tuple(params),
         groups=tuple({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in packed),
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
-        extra={
+        other_keys={
             **{key: value for key, value in saved.items() if key not in RESERVED_KEYS},
-            **({LOOSE: loose} if loose else {}),
+            **({NON_PARAM_STATE: non_param} if non_param else {}),
         },
         classes=(OptimizerClass.of(optim),) * len(packed),
     )
 
 
 def _check_master(named: NamedHandle, state: Mapping[str, Any] | None, optim: OptimizerLike) -> None:
-    """Refuse a master that is neither in the model nor in the optimizer's own dict: it would not be restored."""
+    """Refuse a master that is neither in the model nor in the optimizer's own dict, because a load would not restore it."""
     master = named.handle.master
     if master is not None and master not in (state or {}):
         raise WrapperError(
-            f"{named.fqns[0]}: {type(optim).__name__} holds a master of it, and its state_dict() has no {master!r} in the state "
-            "of this parameter, so that it would be neither saved nor loaded: it has to be there before the first step too"
+            f"{named.fqns[0]}: {type(optim).__name__} holds a master of this parameter, and its state_dict() has no {master!r} "
+            "in the state of this parameter, so the master would be neither saved nor loaded: state_dict() has to contain the "
+            "master, also before the first step"
         )
 
 
@@ -316,17 +325,22 @@ def _handle_of(param: torch.Tensor, group_index: int, place: int, view: ModelVie
     return named
 
 
-def _loose(state: Mapping[Any, Any], ids: Sequence[LocalId], view: ModelView) -> dict[Any, Any]:
-    """What torch keeps as it is: the state under keys that are no parameters, as MADGRAD's `k`.
+def _non_param_state(state: Mapping[Any, Any], ids: Sequence[LocalId], view: ModelView) -> dict[Any, Any]:
+    """The state that belongs to no parameter, such as MADGRAD's `k`, which torch keeps unchanged.
 
-    Raises WrapperError for a key that looks like that of a parameter.
+    Raises WrapperError for a key that looks like the key of a parameter.
     """
     known = set(ids)
-    loose = {key: value for key, value in state.items() if key not in known}
-    wrong = [key for key in loose if isinstance(key, int) or key in view.order or any(isinstance(i, str) for i in ids)]
+    non_param = {key: value for key, value in state.items() if key not in known}
+    wrong = [
+        key for key in non_param if isinstance(key, int) or key in view.order or any(isinstance(i, str) for i in ids)
+    ]
     if wrong:
-        raise WrapperError(f"the optimizer's state has ids {sorted(map(str, wrong))} that are in none of its groups")
-    return loose
+        raise WrapperError(
+            f"the optimizer's state has the ids {sorted(map(str, wrong))}, which are in none of its param groups: remove this "
+            "state, or add its parameters to a group"
+        )
+    return non_param
 
 
 def _state_of(state: Mapping[LocalId, Mapping[str, Any]], local_id: LocalId) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What several ranks say of one parameter, as one; or an error that names the ranks which do not agree."""
+"""The merge of several ranks' reports of one parameter, or an error that names the ranks whose reports differ."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Boxes, Placement, Ranks, Whole
+from fsdp_optim.layout import Boxes, Placement, RankSet, Whole
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.picture import Param
-from fsdp_optim.state.replicas import NAME_OF, STATE, not_replicas, ranks_said
+from fsdp_optim.state.replicas import NAME_OF, STATE, format_ranks, not_replicas
 from fsdp_optim.state.reports import LiveParam
-from fsdp_optim.state.values import Odd, Summary
+from fsdp_optim.state.values import OpaqueType, Summary
 
 
 class Seen(NamedTuple):
-    """One parameter as the ranks `ranks` see it."""
+    """One parameter in the report that the ranks `ranks` gave."""
 
     fqn: str
     live: LiveParam
@@ -25,42 +25,32 @@ class Seen(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        """Whether nothing is left to be settled, where all that hold the parameter say so."""
+        """Whether nothing has to be settled if all holders of the parameter give this report."""
         live, summary = self.live, self.live.summary
         return live.collected and (summary is None or not summary.unsure)
 
 
-class Speakers:
-    """The ranks that gave one report. Parameters share their ranks, so that these are looked at once."""
+def of_single_report(seen: list[Seen], ranks: RankSet) -> Param | None:
+    """The parameter, if a single report from all its holders leaves nothing to merge or settle; else None.
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._ranks = frozenset(ranks)
-        self._known: dict[tuple[Ranks, ...], bool] = {}
-
-    def param(self, seen: list[Seen]) -> Param | None:
-        """The parameter, where one report from all of its holders leaves nothing to merge or settle; else None."""
-        first = seen[0]
-        if len(seen) > 1 or not first.is_sure or not self._are_all_of(first.placement.rank_groups):
-            return None
-        return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
-
-    def _are_all_of(self, groups: tuple[Ranks, ...]) -> bool:
-        known = self._known.get(groups)
-        if known is None:
-            known = self._known[groups] = all(self._ranks.issuperset(group) for group in groups)
-        return known
+    `ranks`: the ranks that gave the first report.
+    """
+    first = seen[0]
+    if len(seen) > 1 or not first.is_sure or not ranks.includes_holders_of(first.placement):
+        return None
+    return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
 
 
-def where_it_is(seen: list[Seen]) -> list[Seen]:
-    """A parameter without a wrapper is on the ranks whose models have it, as those of pipeline stages are."""
+def on_reporting_ranks(seen: list[Seen]) -> list[Seen]:
+    """Give a parameter without a wrapper (of a pipeline stage, say) a placement on the ranks whose models have it."""
     ranks = tuple(sorted(rank for item in seen for rank in item.ranks))
     return [item._replace(placement=Whole(item.placement.shape, ranks)) for item in seen]
 
 
 def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
-    """Give a parameter the placement that the lists of all ranks make together, where each rank lists its own shards.
+    """Give a parameter whose ranks list their own shards the placement with the shards of all ranks.
 
-    Raises StateError where some elements are on no list.
+    Raises StateError where no rank lists some elements.
     """
     if len({item.placement.shape for item in seen}) > 1:
         return seen  # merge_param raises the error
@@ -70,25 +60,25 @@ def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
     gap = listed.gap()
     if gap is not None:
         raise StateError(
-            f"{fqn}: its elements {gap[0]} to {gap[1] - 1} of {listed.numel} are in no shard that {ranks_said(listed.ranks)} "
-            f"{'list' if len(listed.ranks) > 1 else 'lists'}; give process_group=, all ranks that hold shards of it"
+            f"{fqn}: the elements {gap[0]} to {gap[1] - 1} of {listed.numel} are in no shard that {format_ranks(listed.ranks)} "
+            f"{'list' if len(listed.ranks) > 1 else 'lists'}; give process_group= with all ranks that hold shards of this tensor"
         )
     return [item._replace(placement=listed.closed()) for item in seen]
 
 
 def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
-    """What several ranks say about one parameter, as one."""
+    """The merge of several ranks' reports of one parameter."""
     first = seen[0]
     for other in seen[1:]:
         if other.placement.shape != first.placement.shape:
             raise StateError(
-                f"{first.fqn}: shape {list(first.placement.shape)} on {ranks_said(first.ranks)}, "
-                f"{list(other.placement.shape)} on {ranks_said(other.ranks)}{NAME_OF}"
+                f"{first.fqn}: shape {list(first.placement.shape)} on {format_ranks(first.ranks)}, "
+                f"{list(other.placement.shape)} on {format_ranks(other.ranks)}{NAME_OF}"
             )
         if other.live.group_index != first.live.group_index:
             raise StateError(
-                f"{first.fqn}: in param group {first.live.group_index} on {ranks_said(first.ranks)}, in group "
-                f"{other.live.group_index} on {ranks_said(other.ranks)}"
+                f"{first.fqn}: in param group {first.live.group_index} on {format_ranks(first.ranks)}, in group "
+                f"{other.live.group_index} on {format_ranks(other.ranks)}"
             )
     seen = _settled(seen)
     first = seen[0]
@@ -96,18 +86,18 @@ def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
         variants = tuple({item.placement: item.live.summary for item in seen}.items())
         return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
     placement = _merge_placements(seen)
-    _check_all_holders_speak(first.fqn, placement, seen)
+    _check_all_holders_report(first.fqn, placement, seen)
     if take_lowest_rank:
         placement = placement.on_lowest_ranks()
         seen = [item for item in seen if not set(item.ranks).isdisjoint(placement.ranks)]
         return Param(first.fqn, placement, first.live.group_index, _merge_summaries(placement, seen))
-    summary = _merge_summaries(placement, seen)  # says more than the fingerprints do
+    summary = _merge_summaries(placement, seen)  # before the fingerprints, because its errors say more
     _check_replicas_are_equal(seen)
     return Param(first.fqn, placement, first.live.group_index, summary)
 
 
 def _merge_placements(seen: list[Seen]) -> Placement:
-    said = {item.placement: item for item in reversed(seen)}
+    by_placement = {item.placement: item for item in reversed(seen)}
     first, *others = dict.fromkeys(item.placement for item in seen)
     joined: Placement | None = first
     for other in others:
@@ -115,13 +105,14 @@ def _merge_placements(seen: list[Seen]) -> Placement:
         if joined is None:
             hint = NAME_OF if set(first.ranks).isdisjoint(other.ranks) else ". Is the model wrapped alike on all ranks?"
             raise StateError(
-                f"{seen[0].fqn}: {first} to {ranks_said(said[first].ranks)}, and {other} to {ranks_said(said[other].ranks)}{hint}"
+                f"{seen[0].fqn}: {first} to {format_ranks(by_placement[first].ranks)}, and {other} to "
+                f"{format_ranks(by_placement[other].ranks)}{hint}"
             )
     return joined or first
 
 
 def _replicas(seen: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
-    """Every report of a shard, with the first report of the same shard."""
+    """Pairs (first report of a shard, report of the same shard), for every report."""
     first: dict[int, Seen] = {}
     for item in seen:
         for rank in item.ranks:
@@ -130,42 +121,42 @@ def _replicas(seen: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
                 yield first.setdefault(shard, item), item
 
 
-def _alike(one: Seen, other: Seen) -> bool:
-    """Whether two reports have the same elements, as far as they say it."""
-    prints = {one.live.fingerprint, other.live.fingerprint} - {""}
+def _alike(first: Seen, other: Seen) -> bool:
+    """Whether the fingerprints of two reports are equal, or one report has none."""
+    prints = {first.live.fingerprint, other.live.fingerprint} - {""}
     return len(prints) < 2
 
 
 def replicas_differ(seen: list[Seen]) -> bool:
-    """Whether ranks that hold the same part of a parameter have other elements or scalars of its state."""
+    """Whether ranks that hold the same shard of a parameter have different elements or scalars of its state."""
     return len(seen) > 1 and any(
-        not _alike(one, other)
-        or (one.live.summary and one.live.summary.scalars) != (other.live.summary and other.live.summary.scalars)
-        for one, other in _replicas(seen)
+        not _alike(first, other)
+        or (first.live.summary and first.live.summary.scalars) != (other.live.summary and other.live.summary.scalars)
+        for first, other in _replicas(seen)
     )
 
 
 def _check_replicas_are_equal(seen: list[Seen]) -> None:
-    """Two ranks whose shards of the same name and number differ do not hold replicas of one parameter."""
-    for one, other in _replicas(seen) if len(seen) > 1 else ():
-        if not _alike(one, other):
-            is_state = one.live.what == STATE
-            what = (one.live.summary or other.live.summary) if is_state else one.live.what
-            raise not_replicas(one.fqn, str(what), one.ranks, other.ranks)
+    """Raise StateError where two ranks have different elements for the same shard, so that they do not hold replicas."""
+    for first, other in _replicas(seen) if len(seen) > 1 else ():
+        if not _alike(first, other):
+            is_state = first.live.what == STATE
+            what = (first.live.summary or other.live.summary) if is_state else first.live.what
+            raise not_replicas(first.fqn, str(what), first.ranks, other.ranks)
 
 
-def _check_all_holders_speak(fqn: str, placement: Placement, seen: list[Seen]) -> None:
-    spoken = {rank for item in seen for rank in item.ranks}
-    silent = [r for r in placement.ranks if r not in spoken and placement.numel_on(r)]
+def _check_all_holders_report(fqn: str, placement: Placement, seen: list[Seen]) -> None:
+    reporting = {rank for item in seen for rank in item.ranks}
+    silent = [r for r in placement.ranks if r not in reporting and placement.numel_on(r)]
     if silent:
         raise StateError(
-            f"{fqn}: {ranks_said(tuple(silent))} should hold a part of it, and found no such parameter in the model and "
-            f"optimizer; {ranks_have(tuple(sorted(spoken)))} one. Is the model built and wrapped alike on all ranks?"
+            f"{fqn}: {format_ranks(tuple(silent))} should hold a part of this parameter, but found no such parameter in the "
+            f"model and optimizer; {ranks_have(tuple(sorted(reporting)))} one. Is the model built and wrapped alike on all ranks?"
         )
 
 
 def _merge_summaries(placement: Placement, seen: list[Seen]) -> Summary | None:
-    """The common summary; a rank that holds no element of the parameter may have no state for it."""
+    """The common summary. A rank that holds no element of the parameter may have no state for it."""
     if len(seen) == 1:
         return seen[0].live.summary
     holding = [item for item in seen if any(placement.numel_on(rank) for rank in item.ranks)] or seen
@@ -185,16 +176,21 @@ def _merge_summaries(placement: Placement, seen: list[Seen]) -> Summary | None:
 
 
 def _settled(seen: list[Seen]) -> list[Seen]:
-    """The same, with one kind for each value that ranks take for different ones, or are not sure of.
+    """The same reports with one kind for each value that ranks judged differently, or were unsure of.
 
-    A value that has the shape of the local part on one rank and not on another does not follow the parameter.
+    A value that has the shape of the local part on some ranks only does not follow the parameter.
     """
     summaries = [item.live.summary for item in seen if item.live.summary is not None]
     if not any(summary.unsure for summary in summaries) and len({summary.sharded for summary in summaries}) < 2:
         return seen
     sure = {name for s in summaries for name, _ in s.sharded if name not in s.unsure}
     unsure = {name for s in summaries for name in s.unsure}
-    other = {name for s in summaries for name, odd in s.opaque if odd.kind == "Tensor" and not is_known_moment(name)}
+    other = {
+        name
+        for s in summaries
+        for name, opaque in s.opaque
+        if opaque.class_name == "Tensor" and not is_known_moment(name)
+    }
     apart = (unsure - sure) | (other & (sure | unsure))
     return [
         item._replace(live=replace(item.live, summary=item.live.summary.as_opaque(apart)))
@@ -204,22 +200,24 @@ def _settled(seen: list[Seen]) -> list[Seen]:
     ]
 
 
-def _of_any_rank(told: object) -> object:
+def _of_any_rank(description: object) -> object:
     """The description of a value without the shape of an opaque tensor, which may differ between ranks."""
-    return replace(told, shape=()) if isinstance(told, Odd) else told
+    return replace(description, shape=()) if isinstance(description, OpaqueType) else description
 
 
 def _compare(first: Seen, a: Summary, other: Seen, b: Summary) -> None:
-    mine, theirs = ({name: _of_any_rank(told) for name, told in s.everything.items()} for s in (a, b))
-    for name in {**mine, **theirs}:
-        if name not in mine or name not in theirs or mine[name] != theirs[name]:
+    on_first, on_other = (
+        {name: _of_any_rank(description) for name, description in s.everything.items()} for s in (a, b)
+    )
+    for name in {**on_first, **on_other}:
+        if name not in on_first or name not in on_other or on_first[name] != on_other[name]:
             raise StateError(
-                f"{first.fqn}: {name} is {mine.get(name, 'absent')} on {ranks_said(first.ranks)} and "
-                f"{theirs.get(name, 'absent')} on {ranks_said(other.ranks)}"
+                f"{first.fqn}: {name} is {on_first.get(name, 'absent')} on {format_ranks(first.ranks)} and "
+                f"{on_other.get(name, 'absent')} on {format_ranks(other.ranks)}"
                 f"{NAME_OF if first.placement != other.placement else ''}"
             )
 
 
 def ranks_have(ranks: tuple[int, ...]) -> str:
     """`rank 3 has`, `ranks 0, 1 have`."""
-    return f"{ranks_said(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -1,4 +1,4 @@
-"""How ids and names of a full dict are read for a given model and optimizer."""
+"""The FQNs that the ids and names of a full dict stand for, for a given model and optimizer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fsdp_optim.view import ModelView
 
 @dataclass(frozen=True)
 class Names:
-    """How to read ids and names of a full dict for a given model and optimizer.
+    """The FQNs that the ids and names of a full dict stand for, for a given model and optimizer.
 
     Attributes:
-        groups: the FQNs of each of the optimizer's groups, in the order in which ids count them.
-        aliases: other names of tied parameters.
+        groups: the FQNs of each of the optimizer's groups, in the order of their ids.
+        aliases: other FQN of a tied parameter -> its FQN.
         units: the FQNs of each live parameter, which can be in one group only.
-        wrapper_parts: what wrappers put into names, which is no part of an FQN.
-        unit_order: FQNs as fairscale's own full dict counts them, None for a model without fairscale units.
+        wrapper_parts: name components that wrappers insert, and that are not part of an FQN.
+        unit_order: FQNs as fairscale's own full dict counts them; None for a model without fairscale units.
         model_order: all FQNs of the groups, in the unwrapped model's order.
         unknown_order: why ids without names cannot count these parameters; empty where they can.
-        given: names that were given with `name_of`, by the names in a dict that was written without them.
+        given: FQN in a dict that was written without `name_of` -> name from `name_of`.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -57,7 +57,7 @@ class Names:
         return frozenset(fqn for group in self.groups for fqn in group)
 
     def canonical(self, fqn: str) -> str:
-        """The model's own name for a name in a full dict: without a wrapper's parts, where it is known so."""
+        """The model's FQN for a name in a full dict, which may contain wrapper parts; an unknown name unchanged."""
         clean = ".".join(part for part in fqn.split(".") if part not in self.wrapper_parts)
         if clean in self.given:
             return self.aliases.get(self.given[clean], self.given[clean])
@@ -71,7 +71,7 @@ class Names:
 
     @cached_property
     def _without_module(self) -> dict[str, list[str]]:
-        """The names by what is left of them without `module`, which DistributedDataParallel inside another wrapper leaves."""
+        """FQN without `module` components -> FQNs; DistributedDataParallel inside another wrapper leaves such components."""
         found: dict[str, list[str]] = {}
         for name in sorted({*self.known, *self.aliases}):
             found.setdefault(_without_module(name), []).append(name)

@@ -1,4 +1,4 @@
-"""Values that are not shaped like their parameter, of a sharded one: kept per shard, given back on the same layout."""
+"""Opaque values of sharded parameters in a full dict: one value per shard, which fits the same layout only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_optim.view import Handle, has_local_part
 
 
 def depends_on_cut(value: Any) -> bool:
-    """Whether a value may be another one where the parameter is cut in another way; a few numbers and words are not."""
+    """Whether a value may differ if the parameter is cut in another way; single numbers and words do not."""
     if isinstance(value, torch.Tensor):
         return not is_plain(value) or value.numel() > 1
     if type(value) is dict:
@@ -28,7 +28,7 @@ def depends_on_cut(value: Any) -> bool:
 
 
 def holds_all(handle: Handle) -> bool:
-    """Whether this rank's tensor is one whole parameter in its own shape, and no other rank has a part of it."""
+    """Whether this rank's tensor is one whole original parameter in its own shape, so that no other rank has a part of it."""
     if len(handle.originals) != 1:
         return False
     placement = handle.originals[0].placement
@@ -38,12 +38,12 @@ def holds_all(handle: Handle) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueShards:
-    """One opaque value of one live parameter in a full dict: what each shard has of it.
+    """The opaque values of one name of all shards of a live parameter, in a full dict.
 
-    It stands in the state of the first original of the live parameter.
+    An OpaqueShards is in the state of the first original of the live parameter.
 
     Attributes:
-        cuts: how the originals of the live parameter are cut, without their ranks.
+        cuts: the placements of the live parameter's originals, without their ranks.
         by_shard: shard number -> value.
     """
 
@@ -57,52 +57,53 @@ class OpaqueShards:
 
     @property
     def is_one_for_all(self) -> bool:
-        """Whether all shards have the same value, and one that does not depend on how the parameter is cut."""
+        """Whether all shards have the same value, and the value does not depend on the cut of the parameter."""
         first, *others = self.by_shard.values()
         is_all = len(self.cuts) == 1 and len(self.by_shard) == _num_shards(self.cuts[0])
         return is_all and not depends_on_cut(first) and all(same(first, other) for other in others)
 
     def of_rank(self, fqn: str, name: str, placements: tuple[Placement, ...], rank: int, *, alone: bool) -> Any:
-        """The value of one rank of a model whose live parameter has these placements.
+        """The value for one rank of a model whose live parameter has these placements.
 
-        `alone`: that rank has all of the parameter, in its own shape.
+        `alone`: the rank has the whole parameter in its own shape.
 
-        Raises StateError when it is cut in another way than when it was saved.
+        Raises StateError when the live parameter is cut in another way than the saved one.
         """
         if alone and placements[0].num_shards == 1 and self._is_mesh_of_one:
             return self.by_shard[0]
         shard = placements[0].shard_of(rank)
         if shard is None or cuts_of(placements) != self.cuts:
             raise StateError(
-                f"{fqn}: {name} is not shaped like the parameter, so it was saved as it was on each of "
+                f"{fqn}: {name} is not shaped like the parameter, so it was saved unchanged for each of "
                 f"{counted_noun(self.cuts[0].num_shards, 'shard')} and fits the same layout only; this model has "
-                f"{counted_noun(placements[0].num_shards, 'shard')} of it, cut in another way"
+                f"{counted_noun(placements[0].num_shards, 'shard')} of the parameter, cut in another way: load into a model that "
+                "is wrapped as when saved, on as many ranks"
             )
         if shard not in self.by_shard:
             raise StateError(
-                f"{fqn}: {name} was saved for shards {sorted(self.by_shard)} only, rank {rank} holds shard {shard}"
+                f"{fqn}: {name} was saved for the shards {sorted(self.by_shard)} only, and rank {rank} holds shard {shard}"
             )
         return self.by_shard[shard]
 
     def has(self, placements: tuple[Placement, ...], rank: int) -> bool:
-        """Whether a rank gets a value: one that holds no element of the parameter may have had none."""
+        """Whether a rank gets a value. A shard without elements of the parameter may have been saved without a value."""
         shard = placements[0].shard_of(rank)
         return shard in self.by_shard or any(placement.numel_on(rank) for placement in placements)
 
     @property
     def _is_mesh_of_one(self) -> bool:
-        """Whether there was one shard, in the parameter's own shape, and the value says nothing of a mesh."""
+        """Whether there was a single shard in the parameter's own shape, and the value has no part of a DTensor."""
         cut = self.cuts[0]
         return isinstance(cut, MeshBoxes) and _num_shards(cut) == 1 and not has_local_part(self.by_shard[0])
 
 
 def _num_shards(cut: Placement) -> int:
-    """As the placement says, but without leaving in it what it computes: it is part of a dict that is saved."""
+    """The same as `cut.num_shards`, without cached properties: they would be pickled with the dict."""
     return len(cut.replicas[0]) if isinstance(cut, (FlatChunks, MeshBoxes)) else cut.num_shards
 
 
 def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The placements with ranks 0, 1, 2, ...: equal for models that are cut alike on whatever ranks."""
+    """The placements with ranks 0, 1, 2, ...: equal for models that are cut alike, on any ranks."""
     return tuple(_without_ranks(placement) for placement in placements)
 
 

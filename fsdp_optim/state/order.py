@@ -1,8 +1,8 @@
-"""How integer ids count parameters: as the optimizer lists them, with the originals of a flat parameter in place.
+"""The order in which integer ids count parameters: the optimizer's order, with the originals of flat parameters in place.
 
-An optimizer is built from parameters() of a model or of parts of it (`[*head.parameters(), *body.parameters()]`), and the
-user's plain optimizer from the same on the unwrapped model. So every run of live parameters that lies in the order of the
-wrapped model's parameters() is counted in the order of the unwrapped model's, and the runs as the optimizer lists them.
+An optimizer is built from parameters() of a model or of parts of a model (`[*head.parameters(), *body.parameters()]`), and the
+user's plain optimizer from the same parts of the unwrapped model. So every ascending sequence of live parameters (in the order
+of the wrapped model's parameters()) is counted in the order of the unwrapped model's parameters(), one sequence after the other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fsdp_optim.errors import StateError
 
 @dataclass(frozen=True)
 class Counted:
-    """The parameters of one group as ids count them.
+    """The parameters of one group in the order of their ids.
 
     Attributes:
-        fqns: the originals, in the order of their ids; in an order that is alike on all ranks where `unknown` is given.
-        unknown: why no count can be right; empty where this one is.
-        own_order: whether the optimizer lists them in another order than the model does.
+        fqns: the originals in the order of their ids; if `unknown` is not empty, in any order that is equal on all ranks.
+        unknown: why the order is not known; empty where it is.
+        own_order: whether the optimizer lists the parameters in another order than the model.
     """
 
     fqns: tuple[str, ...]
@@ -37,49 +37,54 @@ class Counted:
 
 @dataclass(frozen=True)
 class Listed:
-    """One live parameter in an optimizer's group: its position in the wrapped model's parameters(), and its originals."""
+    """One live parameter in an optimizer's group: its index in the wrapped model's parameters(), and its originals."""
 
     position: int
     fqns: tuple[str, ...]
 
 
 Mixed = Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
-"""For each module that a wrapper took in part: the parameters it took, and those it left. The order between them is lost."""
+"""For each module from which a wrapper took only some parameters: the parameters that it took, and those that it left."""
 
 
 def count(listed: Sequence[Listed], place: Mapping[str, int], mixed: Mixed) -> Counted:
-    """One group of an optimizer, counted. `place`: each FQN's place in the unwrapped model's parameters()."""
-    runs: list[list[Listed]] = []
+    """The order of one group of an optimizer. `place`: FQN -> index in the unwrapped model's parameters()."""
+    sequences: list[list[Listed]] = []
     for unit in listed:
-        if runs and runs[-1][-1].position < unit.position:
-            runs[-1].append(unit)
+        if sequences and sequences[-1][-1].position < unit.position:
+            sequences[-1].append(unit)
         else:
-            runs.append([unit])
-    counted = [fqn for run in runs for fqn in sorted((f for unit in run for f in unit.fqns), key=place.__getitem__)]
-    unknown = _lost(frozenset(counted), mixed) or _torn(runs, place)
-    return Counted(tuple(counted), unknown, own_order=len(runs) > 1)
+            sequences.append([unit])
+    counted = [
+        fqn
+        for sequence in sequences
+        for fqn in sorted((fqn for unit in sequence for fqn in unit.fqns), key=place.__getitem__)
+    ]
+    unknown = _lost_order(frozenset(counted), mixed) or _torn_unit(sequences, place)
+    return Counted(tuple(counted), unknown, own_order=len(sequences) > 1)
 
 
-def _lost(members: frozenset[str], mixed: Mixed) -> str:
+def _lost_order(members: frozenset[str], mixed: Mixed) -> str:
+    """Why the order is not known, if a wrapper took some parameters of a module and left others; else ""."""
     for taken, left in mixed:
-        ours = [fqn for fqn in taken if fqn in members], [fqn for fqn in left if fqn in members]
-        if all(ours):
+        in_group = [fqn for fqn in taken if fqn in members], [fqn for fqn in left if fqn in members]
+        if all(in_group):
             return (
-                f"the order of {ours[0][0]} and {ours[1][0]} in the unwrapped model is lost, because the wrapper took some "
-                "parameters of their module and left others (ignored_states)"
+                f"the order of {in_group[0][0]} and {in_group[1][0]} in the unwrapped model is lost, because the wrapper took "
+                "some parameters of their module and left others (ignored_states)"
             )
     return ""
 
 
-def _torn(runs: Sequence[Sequence[Listed]], place: Mapping[str, int]) -> str:
-    """Whether a parameter of one run lies between two of a flat parameter of another, which cannot be in place and apart."""
-    run_of = {fqn: number for number, run in enumerate(runs) for unit in run for fqn in unit.fqns}
-    by_model = sorted(run_of, key=place.__getitem__) if len(runs) > 1 else []
+def _torn_unit(sequences: Sequence[Sequence[Listed]], place: Mapping[str, int]) -> str:
+    """Why the order is not known, if a parameter of one sequence lies inside a flat parameter of another; else ""."""
+    sequence_of = {fqn: number for number, sequence in enumerate(sequences) for unit in sequence for fqn in unit.fqns}
+    by_model = sorted(sequence_of, key=place.__getitem__) if len(sequences) > 1 else []
     at = {fqn: index for index, fqn in enumerate(by_model)}
-    for unit in (unit for run in runs for unit in run if len(runs) > 1 and len(unit.fqns) > 1):
+    for unit in (unit for sequence in sequences for unit in sequence if len(sequences) > 1 and len(unit.fqns) > 1):
         places = [at[fqn] for fqn in unit.fqns]
         for between in by_model[min(places) : max(places)]:
-            if run_of[between] != run_of[unit.fqns[0]]:
+            if sequence_of[between] != sequence_of[unit.fqns[0]]:
                 return (
                     f"the optimizer lists its parameters in an order of its own, and {between} lies between "
                     f"{by_model[min(places)]} and {by_model[max(places)]} in the model, which are in one flat parameter"
@@ -88,12 +93,12 @@ def _torn(runs: Sequence[Sequence[Listed]], place: Mapping[str, int]) -> str:
 
 
 def as_ids_count(listed: Sequence[str], wrapped: Sequence[str], place: Mapping[str, int]) -> list[str] | None:
-    """A group of another tool's dict as ids count it; None where that cannot be told.
+    """A group of another tool's dict in the order of ids; None where that order is not known.
 
     Args:
         listed: the group's FQNs, as the tool lists them.
         wrapped: all FQNs, unit after unit of the wrapped model.
-        place: the place of each in the unwrapped model's parameters().
+        place: FQN -> index in the unwrapped model's parameters().
     """
     members = frozenset(listed)
     by_model = sorted(listed, key=place.__getitem__)
@@ -102,29 +107,27 @@ def as_ids_count(listed: Sequence[str], wrapped: Sequence[str], place: Mapping[s
 
 
 def merge(counts: Sequence[Counted], model_order: Sequence[str]) -> Counted:
-    """What several ranks count in one group, as one. `model_order`: an order that all ranks know, for want of a better."""
-    first, *others = dict.fromkeys(counts)
-    if not others:
-        return first
-    unknown = next((one.unknown for one in (first, *others) if one.unknown), "")
-    own_order = any(one.own_order for one in (first, *others))
-    known = {fqn for one in (first, *others) for fqn in one.fqns}
+    """The merge of several ranks' orders of one group. `model_order`: the order to use where no order is known."""
+    distinct = tuple(dict.fromkeys(counts))
+    if len(distinct) == 1:
+        return distinct[0]
+    unknown = next((counted.unknown for counted in distinct if counted.unknown), "")
+    own_order = any(counted.own_order for counted in distinct)
+    known = {fqn for counted in distinct for fqn in counted.fqns}
     try:
-        merged, unrelated = merge_lists([one.fqns for one in (first, *others)])
+        merged, unrelated = merge_lists([counted.fqns for counted in distinct])
     except StateError as error:
         return Counted(tuple(fqn for fqn in model_order if fqn in known), unknown or str(error), own_order)
     for a, b in unrelated:
         if own_order or not _is_numbered_before(a, b):
-            unknown = (
-                unknown or f"no rank has both {a} and {b}, so that their order in the unwrapped model is not known"
-            )
+            unknown = unknown or f"no rank has both {a} and {b}, so their order in the unwrapped model is not known"
     return Counted(merged, unknown, own_order)
 
 
 def merge_lists(lists: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
-    """All names, each list's order kept, and neighbours whose order no list tells.
+    """All names in an order that agrees with every list, and the pairs of neighbours whose order no list gives.
 
-    These come as people count: experts.2, experts.10.
+    Such neighbours are sorted with numbers as numbers: experts.2, experts.10.
     """
     if len(set(lists)) == 1:
         return lists[0], []
@@ -136,14 +139,15 @@ def merge_lists(lists: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list
         sorter.prepare()
     except CycleError as error:
         raise StateError(
-            f"{error.args[1][0]}: the ranks have their parameters in orders that contradict each other"
+            f"{error.args[1][0]}: the ranks have their parameters in orders that contradict each other; build the model in the "
+            "same order on all ranks"
         ) from None
     free: list[tuple[tuple[tuple[int, str], ...], str]] = []
     merged: list[str] = []
     unrelated: list[tuple[str, str]] = []
     while sorter.is_active():
         for fqn in sorter.get_ready():
-            heapq.heappush(free, (_as_people_count(fqn), fqn))
+            heapq.heappush(free, (_natural_key(fqn), fqn))
         _, fqn = heapq.heappop(free)
         merged.append(fqn)
         unrelated += [(fqn, free[0][1])] if free else []
@@ -151,13 +155,13 @@ def merge_lists(lists: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list
     return tuple(merged), unrelated
 
 
-def _as_people_count(fqn: str) -> tuple[tuple[int, str], ...]:
+def _natural_key(fqn: str) -> tuple[tuple[int, str], ...]:
     """A key that sorts numbers inside a name as numbers."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", fqn))
 
 
 def _is_numbered_before(first: str, second: str) -> bool:
-    """Whether two names part at a number, as the children of a ModuleList or a Sequential do, and the first's is lower."""
+    """Whether two names first differ in a number (as children of a ModuleList do), and the first name's number is lower."""
     for a, b in zip(first.split("."), second.split("."), strict=False):
         if a != b:
             return a.isdigit() and b.isdigit() and int(a) < int(b)

@@ -1,4 +1,4 @@
-"""What an optimizer's own dict calls each of its parameters: a number, or a name."""
+"""The local ids of parameters in an optimizer's own dict, which are numbers or names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LocalId = int | str
 def packed_ids(
     optim: object, handles: Sequence[NamedHandle], packed: Sequence[LocalId], group_index: int, view: ModelView
 ) -> list[LocalId]:
-    """The id of each live parameter of one group, in the order of `handles`. `packed`: the group's ids in the dict.
+    """The local id of each live parameter of one group, in the order of `handles`. `packed`: the group's ids in the dict.
 
-    Numbers are in the order of the live group. Names can be in any order (torch's `_NamedOptimizer` sorts them), so each
-    stands for the parameter that it names.
+    Numbers are in the order of the live group. Names can be in any order (torch's `_NamedOptimizer` sorts them), so they are
+    looked up.
 
     Raises WrapperError where a name is not that of a parameter of the group.
     """
@@ -30,15 +30,15 @@ def packed_ids(
         param = known.get(_clean(name, view)) if isinstance(name, str) else None
         if param is None or param in by_param or param not in {id(named.handle.param) for named in handles}:
             raise WrapperError(
-                f"group {group_index} of {type(optim).__name__} lists {name!r} in its state_dict(), which is not the name of one "
-                "of this group's parameters in the model: give the optimizer the names of named_parameters() of the model"
+                f"group {group_index} of {type(optim).__name__} lists {name!r} in its state_dict(), which is not the name of a "
+                "parameter of this group in the model: give the optimizer the names of named_parameters() of the model"
             )
         by_param[param] = name
     return [by_param[id(named.handle.param)] for named in handles]
 
 
 def _names_of(optim: object, view: ModelView) -> dict[str, int]:
-    """Names of live parameters: those that the model knows, then those that the optimizer itself was given."""
+    """Name -> id() of the live parameter, for the names in the model and the names that the optimizer was given."""
     found: dict[str, int] = {}
     for named in view.handles:
         if len(named.fqns) == 1:
@@ -49,11 +49,11 @@ def _names_of(optim: object, view: ModelView) -> dict[str, int]:
 
 
 def given_names(optim: object) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer that was given names, by these."""
+    """Name -> parameter, of an optimizer that was given names."""
     found: dict[str, torch.Tensor] = {}
     for attribute in ("params", "named_parameters"):  # torchrec's KeyedOptimizer, torch's _NamedOptimizer
-        given = getattr(optim, attribute, None)
-        for name, param in given.items() if isinstance(given, Mapping) else ():
+        params = getattr(optim, attribute, None)
+        for name, param in params.items() if isinstance(params, Mapping) else ():
             if isinstance(name, str) and isinstance(param, torch.Tensor):
                 found[name] = param
     return found

@@ -1,4 +1,4 @@
-"""A sharded dict, of which every rank has its part: what each rank tells of its part, and all parts as one."""
+"""A sharded dict, of which every rank has a part: the description of a rank's part, and the merge of all parts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Placement, Whole
+from fsdp_optim.state.replicas import NAME_OF
 
 WHOLE_HERE: tuple[int, ...] = ()
-"""The ranks of a Whole value that its rank has all of: which others have it too is known when all have told."""
+"""The ranks in the placement of a whole value, until the parts of all ranks show which ranks have the value."""
 
 
 @dataclass(frozen=True)
 class ValuePart:
-    """What one rank has of one state value.
+    """The part of one state value on one rank.
 
     Attributes:
-        dtype: of a tensor with dimensions; "" for any other value.
-        placement: where its elements live; None for a value that is no tensor with dimensions.
-        fingerprint: stands for this rank's elements, or for the value; "" where a wrapper keeps replicas equal.
-        value: the value itself where it has no placement.
+        dtype: the dtype of a tensor with dimensions; "" for any other value.
+        placement: where the elements live; None for a value that is not a tensor with dimensions.
+        fingerprint: a digest of this rank's elements, or of the value; "" where a wrapper keeps replicas equal.
+        value: the value itself, if it has no placement.
     """
 
     dtype: str = ""
@@ -35,40 +36,41 @@ Values = tuple[tuple[str, ValuePart], ...]
 
 @dataclass(frozen=True)
 class DictPart:
-    """What one rank tells of its part of a sharded dict. Ranks may list parameters and values in orders of their own."""
+    """The description of one rank's part of a sharded dict. The order of parameters and values may differ between ranks."""
 
     state: tuple[tuple[str, Values], ...]
     groups: tuple[tuple[tuple[tuple[str, str], ...], tuple[str, ...]], ...]
-    extra: tuple[tuple[str, str], ...]
+    other_keys: tuple[tuple[str, str], ...]
 
 
-Told = Sequence[tuple[DictPart, tuple[int, ...]]]
+PartsByRanks = Sequence[tuple[DictPart, tuple[int, ...]]]
+"""Distinct parts, each with the ranks that have the part."""
 
 
-def join(told: Told) -> tuple[dict[str, dict[str, ValuePart]], tuple[tuple[str, ...], ...]]:
-    """All parts as one: each value by FQN and name, and the FQNs of each group. The same on all ranks, errors too.
+def join(parts: PartsByRanks) -> tuple[dict[str, dict[str, ValuePart]], tuple[tuple[str, ...], ...]]:
+    """The merge of all parts: each value by FQN and name, and the FQNs of each group. The result is equal on all ranks.
 
-    Raises StateError that names the parameter, the value and the ranks which differ.
+    Raises StateError, equal on all ranks, that names the parameter, the value and the ranks which differ.
     """
-    _check_groups(told)
+    _check_groups(parts)
     found: dict[str, dict[str, list[tuple[ValuePart, tuple[int, ...]]]]] = {}
     holders: dict[str, list[int]] = {}
-    for part, ranks in told:
+    for part, ranks in parts:
         for fqn, values in part.state:
             holders.setdefault(fqn, []).extend(ranks)
             for name, value in values:
                 found.setdefault(fqn, {}).setdefault(name, []).append((value, ranks))
     state = {
-        fqn: {name: _join_value(f"{fqn}: {name}", parts, holders[fqn]) for name, parts in values.items()}
+        fqn: {name: _join_value(f"{fqn}: {name}", pairs, holders[fqn]) for name, pairs in values.items()}
         for fqn, values in found.items()
     }
-    first = told[0][0].groups
-    members = [dict.fromkeys(fqn for part, _ in told for fqn in part.groups[index][1]) for index in range(len(first))]
+    first = parts[0][0].groups
+    members = [dict.fromkeys(fqn for part, _ in parts for fqn in part.groups[index][1]) for index in range(len(first))]
     return state, tuple(tuple(fqns) for fqns in members)
 
 
-def _check_groups(told: Told) -> None:
-    (first, first_ranks), *others = told
+def _check_groups(parts: PartsByRanks) -> None:
+    (first, first_ranks), *others = parts
     for part, ranks in others:
         if len(part.groups) != len(first.groups):
             raise StateError(
@@ -79,8 +81,8 @@ def _check_groups(told: Told) -> None:
         here = [
             (f"param group {i}", a[0], b[0]) for i, (a, b) in enumerate(zip(first.groups, part.groups, strict=True))
         ]
-        for where, mine, theirs in (*here, ("the dict itself", first.extra, part.extra)):
-            a, b = dict(mine), dict(theirs)
+        for where, pairs, other_pairs in (*here, ("the dict itself", first.other_keys, part.other_keys)):
+            a, b = dict(pairs), dict(other_pairs)
             for key in {**a, **b}:
                 if a.get(key) != b.get(key):
                     raise StateError(
@@ -91,19 +93,19 @@ def _check_groups(told: Told) -> None:
 
 def _join_value(where: str, parts: list[tuple[ValuePart, tuple[int, ...]]], holders: Sequence[int]) -> ValuePart:
     first, first_ranks = parts[0]
-    ranks = tuple(sorted(rank for _, its in parts for rank in its))
+    ranks = tuple(sorted(rank for _, ranks_of_part in parts for rank in ranks_of_part))
     placements = dict.fromkeys(_placed(value, ranks) for value, _ in parts)
     joined, *others = placements
-    for value, its in parts[1:]:
+    for value, ranks_of_part in parts[1:]:
         if value.dtype != first.dtype or (value.placement is None) != (first.placement is None):
             raise StateError(
-                f"{where}: {_shown(first)} on rank {first_ranks[0]}, {_shown(value)} on rank {its[0]}: the ranks have parts of "
-                f"different sharded dicts{_NAME_OF}"
+                f"{where}: {_shown(first)} on rank {first_ranks[0]}, {_shown(value)} on rank {ranks_of_part[0]}: the ranks have "
+                f"parts of different sharded dicts{NAME_OF}"
             )
     for other in others:
         both = joined.join(other) if joined is not None and other is not None else None
         if both is None:
-            raise StateError(f"{where}: {joined} on some ranks, and {other} on others{_NAME_OF}")
+            raise StateError(f"{where}: {joined} on some ranks, and {other} on others{NAME_OF}")
         joined = both
     silent = [
         rank
@@ -112,16 +114,11 @@ def _join_value(where: str, parts: list[tuple[ValuePart, tuple[int, ...]]], hold
     ]
     if silent:
         raise StateError(
-            f"{where}: rank {silent[0]} should have a part of it, and its dict does not; rank {ranks[0]}'s does"
+            f"{where}: the sharded dict of rank {silent[0]} should have a part of this value and does not; the dict of rank "
+            f"{ranks[0]} does: give every rank its part of one sharded dict"
         )
     _check_replicas(where, parts, joined)
     return replace(first, placement=joined, fingerprint="")
-
-
-_NAME_OF = (
-    ". If these are different parameters under one name (experts, say), give name_of=, a function (fqn, rank) -> name "
-    "that tells them apart"
-)
 
 
 def _placed(value: ValuePart, ranks: tuple[int, ...]) -> Placement | None:
@@ -131,7 +128,7 @@ def _placed(value: ValuePart, ranks: tuple[int, ...]) -> Placement | None:
 
 
 def _check_replicas(where: str, parts: list[tuple[ValuePart, tuple[int, ...]]], placement: Placement | None) -> None:
-    """What ranks have of one shard, or of a value that is not cut, has to be equal."""
+    """Raise StateError where two ranks have different elements of one shard, or different values of one that is not cut."""
     known: dict[int, tuple[ValuePart, int]] = {}
     for value, ranks in parts:
         for rank in ranks if value.fingerprint else ():
@@ -142,12 +139,12 @@ def _check_replicas(where: str, parts: list[tuple[ValuePart, tuple[int, ...]]], 
             if other.fingerprint != value.fingerprint and placement is None:
                 raise StateError(
                     f"{where}: {_shown(other)} on rank {other_rank} and {_shown(value)} on rank {rank}: the ranks have parts of "
-                    f"different sharded dicts{_NAME_OF}"
+                    f"different sharded dicts{NAME_OF}"
                 )
             if other.fingerprint != value.fingerprint:
                 raise StateError(
                     f"{where}: {_shown(other)} on rank {other_rank}, and {_shown(value)} with other bits on rank {rank}, which "
-                    f"hold the same part of it{_NAME_OF}"
+                    f"hold the same part of this value{NAME_OF}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""The one picture of the model and the optimizer that all ranks have: the same value on all of them."""
+"""The picture of the model and the optimizer of all ranks together, an equal value on all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdp_optim.state.values import Summary
 class Param:
     """One original parameter in the common picture.
 
-    `variants`: what each group of ranks has of it, where the wrapper says that it must not be collected: then they may
-    differ, and a recipient gets that of its own group. Empty for all other parameters.
+    `variants`: the placement and summary on each group of ranks, for a parameter whose wrapper forbids to collect the state:
+    the groups may differ, and a recipient gets the state of its own group. Empty for all other parameters.
     """
 
     fqn: str
@@ -27,7 +27,7 @@ class Param:
     variants: tuple[tuple[Placement, Summary | None], ...] = ()
 
     def as_seen_by(self, rank: int) -> Param | None:
-        """The parameter as it is for one recipient; None for one that is not collected and that the recipient has not."""
+        """The parameter for one recipient; None for an uncollected parameter that the recipient does not hold."""
         if not self.variants:
             return self
         for placement, summary in self.variants:
@@ -38,24 +38,25 @@ class Param:
 
 @dataclass(frozen=True)
 class Picture:
-    """The model and the optimizer state of all ranks together, the same value on all of them.
+    """The model and the optimizer state of all ranks together, an equal value on all ranks.
 
     Attributes:
         params: every original parameter, in the unwrapped model's order.
         live: every live parameter.
         num_groups: the number of param groups.
-        counts: what each distinct report says of the order of ids, group by group.
-        values: the names of the state values that any rank's optimizer has, by its class.
-        stateless: parameters that have no state on the ranks that would have it.
-        module_values: what state_dict() has besides parameters and buffers, by FQN, with the ranks that have it.
-        module_takers: paths of modules that may take such values without having them.
+        counts: the order of ids in each distinct report, group by group.
+        mismatched: FQNs whose replicas differ, so that only the replicas of the lowest rank count.
+        values: optimizer class -> names of the state values on any rank.
+        stateless: parameters without state on ranks that could have state for them.
+        module_values: FQN of an entry of state_dict() that is neither a parameter nor a buffer -> ranks that have the entry.
+        module_takers: paths of modules that may load such entries without having them.
     """
 
     params: Mapping[str, Param] = field(default_factory=dict)
     live: tuple[LiveParam, ...] = ()
     num_groups: int = 0
     counts: tuple[tuple[Counted, ...], ...] = ()
-    mismatched: tuple[str, ...] = ()  # of which replicas differ, so that only those of the lowest rank count
+    mismatched: tuple[str, ...] = ()
     values: Mapping[str, frozenset[str]] = field(default_factory=dict)
     stateless: frozenset[str] = frozenset()
     module_values: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -63,12 +64,12 @@ class Picture:
 
     @property
     def with_state(self) -> frozenset[str]:
-        """The parameters that have state on any rank, where the ranks have told."""
+        """The parameters that have state on any rank; empty if the reports do not contain that."""
         return frozenset(self.params) - self.stateless if self.values else frozenset()
 
     @cached_property
     def counted(self) -> tuple[Counted, ...]:
-        """Each group's parameters, as ids count them on all ranks together."""
+        """Each group's parameters on all ranks together, in the order of their ids."""
         order = tuple(self.params)
         return tuple(
             merge([counts[index].only(self.params) for counts in self.counts], order)
@@ -78,18 +79,18 @@ class Picture:
     @property
     def unknown_order(self) -> str:
         """Why ids cannot count these parameters; empty where they can."""
-        return next((one.unknown for one in self.counted if one.unknown), "")
+        return next((group.unknown for group in self.counted if group.unknown), "")
 
     def group_fqns(self, group_index: int) -> tuple[str, ...]:
         return self.counted[group_index].fqns
 
     def as_seen_by(self, rank: int) -> Picture:
-        """What one recipient gets."""
+        """The picture for one recipient, without the variants of other ranks."""
         if not any(param.variants for param in self.params.values()):
             return self
         seen = {fqn: param.as_seen_by(rank) for fqn, param in self.params.items()}
         return replace(self, params={fqn: param for fqn, param in seen.items() if param is not None})
 
     def ids(self) -> dict[str, int]:
-        """FQN -> id, as torch.optim counts: group after group, inside a group as the optimizer lists it."""
+        """FQN -> id, as torch.optim counts: group after group, and inside a group in the optimizer's order."""
         return {fqn: index for index, fqn in enumerate(fqn for group in self.counted for fqn in group.fqns)}

@@ -1,4 +1,4 @@
-"""Replicas: what stands for a rank's elements when they are compared with another rank's, and the error where they differ."""
+"""The fingerprints by which ranks compare replicas, and the error for replicas that differ."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NAME_OF = (
     "that tells them apart"
 )
 STATE, ELEMENTS = "state", "elements"
-"""What is compared: an optimizer's state (errors name its values), or the elements of a model."""
+"""The compared content: an optimizer's state (errors name the values), or the elements of a model."""
 
-_SUCH = " (as each rank's own BatchNorm statistics are)"
+_EXAMPLE = " (BatchNorm statistics of each rank, for example)"
 _MOST_NAMED = 8
 
 
 def print_of_state(param: LocalParam, rank: int) -> str:
-    """Stands for the elements of this rank's state of one live parameter, but for padding.
+    """A fingerprint of this rank's state of one live parameter, without padding.
 
-    Values that ranks with the same part of the parameter cut among themselves are left out: there they are no replicas.
+    Values that are cut among the ranks with the same shard of the parameter are left out, because they are not replicas.
     """
     prints = []
     for name, value in (param.state or {}).items():
@@ -36,7 +36,7 @@ def print_of_state(param: LocalParam, rank: int) -> str:
 
 
 def print_of_value(param: LocalParam, name: str, rank: int) -> str:
-    """Stands for this rank's part of one value of a live parameter's state. Raises StateError where nothing can."""
+    """A fingerprint of this rank's part of one state value. Raises StateError for a value that cannot be compared."""
     value = param.state[name] if param.state is not None else None
     try:
         if not isinstance(value, torch.Tensor):
@@ -45,13 +45,13 @@ def print_of_value(param: LocalParam, name: str, rank: int) -> str:
         return fold_of(held) if is_folded(held) else fingerprint_of(held)
     except Incomparable as error:
         raise StateError(
-            f"{param.named.fqns[0]}: {name!r} of its state: {error}, and nobody can say whether ranks that hold the same "
-            "part of the parameter have the same"
+            f"{param.named.fqns[0]}: the state value {name!r}: {error}, so it is not known whether ranks that hold the same part "
+            "of the parameter have equal values"
         ) from None
 
 
 def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
-    """The elements of a value on this rank as a plain tensor, without padding; the value where it is something else."""
+    """This rank's elements of a value that is cut like the parameter, without padding; any other value unchanged."""
     held = handle.held(value)
     if held is None or not any(handle.num_padded):
         return value if held is None else held
@@ -60,7 +60,7 @@ def elements_of(handle: Handle, value: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
-    """Whether a value lives elsewhere than the parameter, so that ranks with the same part of the one differ in the other."""
+    """Whether ranks with the same shard of the parameter hold different shards of a value."""
     if not isinstance(value, torch.Tensor) or handle.is_held(value) or not handle.is_marked(value):
         return False
     where, placement = handle.placement_of(value), handle.originals[0].placement
@@ -73,20 +73,20 @@ def _is_cut_among_replicas(handle: Handle, value: object, rank: int) -> bool:
 def not_replicas(
     fqn: str, what: str, ranks: tuple[int, ...], others: tuple[int, ...], more: Sequence[str] = ()
 ) -> StateError:
-    """The error where the elements of two ranks differ that should be the same.
+    """The error for two ranks whose elements of one shard differ.
 
-    `what`: the names of state values, or what the elements of a model are called; `more`: other parameters of the same kind.
+    `what`: the names of the state values, or ELEMENTS; `more`: other parameters whose replicas differ.
     """
     is_state = what != ELEMENTS
     shown = f"; {counted_noun(len(more), 'more parameter')} like it: {', '.join(more[:_MOST_NAMED])}" if more else ""
     return StateError(
-        f"{fqn}: its {what} {'is' if is_state else 'are'} not the same on {ranks_said(ranks)} and {ranks_said(others)}, which "
-        f"hold the same part of it, so they are not replicas{shown}{NAME_OF}; if they are replicas that nobody keeps "
-        f"equal{'' if is_state else _SUCH}, give on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
+        f"{fqn}: its {what} {'is' if is_state else 'are'} not the same on {format_ranks(ranks)} and {format_ranks(others)}, "
+        f"which hold the same part of it, so they are not replicas{shown}{NAME_OF}; if the replicas of this model may "
+        f"differ{'' if is_state else _EXAMPLE}, give on_replica_mismatch='lowest_rank', which takes those of the lowest rank"
     )
 
 
-def ranks_said(ranks: tuple[int, ...]) -> str:
+def format_ranks(ranks: tuple[int, ...]) -> str:
     """`rank 3`, `ranks 0, 1, 2`, `ranks 0..511`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

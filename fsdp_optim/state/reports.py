@@ -1,7 +1,7 @@
-"""What each rank tells the others about its model and optimizer.
+"""The report of each rank about its model and optimizer, for the other ranks.
 
-No rank tells more than a few hundred bytes per live parameter, and no elements. Ranks that see the same say the same to
-the letter, so that usually nothing but a digest travels.
+A report has a few hundred bytes per live parameter, and no elements. Ranks that see the same model give equal reports, so
+usually the ranks exchange digests only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fsdp_optim.state.values import Summary
 
 @dataclass(frozen=True)
 class LiveParam:
-    """One live parameter as its rank tells it. `summary` None: it has no state.
+    """One live parameter in a rank's report.
 
-    `fingerprint` stands for the elements of the state on this rank, given where the wrapper does not keep replicas
-    equal, so that replicas can be told from different parameters of the same name.
-
-    `loose`: no wrapper tells which ranks have it, and its placement names all that make the call.
-
-    `what`: how errors call the elements that the fingerprint stands for.
+    Attributes:
+        summary: the summary of the state; None for a parameter without state.
+        fingerprint: a digest of this rank's elements of the state, if the wrapper does not keep replicas equal: it tells replicas
+            from different parameters of the same name.
+        loose: no wrapper knows which ranks hold the parameter, so its placement names all ranks of the call.
+        what: the compared content of the fingerprint, STATE or ELEMENTS.
     """
 
     fqns: tuple[str, ...]
@@ -41,22 +41,23 @@ class LiveParam:
 
 @dataclass(frozen=True)
 class RankReport:
-    """All that a rank tells of its model and optimizer.
+    """The report of one rank about its model and optimizer.
 
     Attributes:
-        call: what it was asked to do.
-        order: its original parameters, in the unwrapped model's order.
-        params: its live parameters.
-        groups: each group's hyperparameters.
-        counted: each group's original parameters, as ids count them.
+        call: the call with its options, as text.
+        order: the optimizer's original parameters, in the unwrapped model's order.
+        params: the live parameters.
+        groups: each group's hyperparameters, as pairs of texts.
+        counted: each group's original parameters, in the order of their ids.
         not_held: the model's other original parameters, which the optimizer does not have.
-        extra: the other keys of the optimizer's own dict.
+        other_keys: the other keys of the optimizer's own dict, as pairs of texts.
         classes: the class of each group's optimizer.
-        values: the names of the state values of each class, where they are needed.
-        stateless: where they are needed, the parameters that have no state, of an optimizer that has some; but for those that
-            an optimizer leaves out on this rank.
-        module_values: what state_dict() has besides parameters and buffers, by FQN; what stands for it, where it is needed.
-        module_takers: paths of modules that may take such values without having them.
+        values: optimizer class -> names of the state values, where the call needs them.
+        stateless: parameters without state of an optimizer that has some state, where the call needs them; without the
+            parameters that the wrapper skips on this rank.
+        module_values: FQN -> fingerprint (where the call needs it) of the entries of state_dict() that are neither parameters
+            nor buffers.
+        module_takers: paths of modules that may load such entries without having them.
     """
 
     call: str
@@ -65,7 +66,7 @@ class RankReport:
     groups: tuple[tuple[tuple[str, str], ...], ...] = ()
     counted: tuple[Counted, ...] = ()
     not_held: tuple[str, ...] = ()
-    extra: tuple[tuple[str, str], ...] = ()
+    other_keys: tuple[tuple[str, str], ...] = ()
     classes: tuple[OptimizerClass, ...] = ()
     values: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
@@ -73,5 +74,5 @@ class RankReport:
     module_takers: tuple[str, ...] = ()
 
 
-Told = Sequence[tuple[RankReport, tuple[int, ...]]]
+ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
 """Distinct reports, each with the ranks that gave it."""

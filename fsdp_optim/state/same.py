@@ -1,4 +1,4 @@
-"""When two values are the same to the bit: on one rank by comparison, between ranks by a digest of their parts."""
+"""The bitwise equality of two values: by comparison on one rank, by a digest of their parts between ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _BUILTIN = (bool, int, float, complex, str, bytes)
 
 
 class Incomparable(TypeError):
-    """A value that is equal to nothing but itself, so that nobody can say whether another rank has the same."""
+    """A value that is equal only to itself, so it is not known whether another rank has an equal value."""
 
 
 def fingerprint_of(value: object) -> str:
-    """A digest of everything that `same` compares, in bounded memory. Raises Incomparable."""
-    parts = _Parts()
-    parts.add(value)
-    return parts.hexdigest()
+    """A digest of everything that `same` compares, computed in bounded memory. Raises Incomparable."""
+    digest = _Digest()
+    digest.add(value)
+    return digest.hexdigest()
 
 
 def key_of(value: object) -> str:
-    """A text that is equal for equal values only, and readable where a value is short. Raises Incomparable."""
+    """A text that is equal for equal values only, and readable for short values. Raises Incomparable."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
         return f"tensor({value.item()!r}, dtype={value.dtype})"
     if isinstance(value, torch.Tensor) and is_plain(value):
         return f"tensor({value.dtype}, {list(value.shape)}, {fingerprint_of(value)})"
     if value is None or type(value) in _BUILTIN:
-        return repr(value)  # exact, and different for each of these types
+        return repr(value)  # exact, and different for values of different types
     if isinstance(value, numpy.generic):
         return f"numpy.{value.dtype}({value!r})"
     if isinstance(value, _BUILTIN):
@@ -49,7 +49,7 @@ def key_of(value: object) -> str:
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two values are the same to the bit, wherever they lie; values of other classes by their parts."""
+    """Whether two values are equal bit by bit, on any devices; objects are compared by their parts."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensors(a, b)
     if type(a) is not type(b):
@@ -72,11 +72,11 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout != torch.strided or b.layout != torch.strided:
         return a.layout == b.layout and fingerprint_of(a) == fingerprint_of(b)
     pairs = zip(bytes_in_pieces(a), bytes_in_pieces(b), strict=True)
-    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    return all(torch.equal(piece_a, piece_b) for piece_a, piece_b in pairs)
 
 
 def _parts_of(value: Any) -> list[Any]:
-    """What a tensor of a class of its own is made of. A DTensor's mesh belongs to the process; how it is cut does not."""
+    """The parts of a tensor subclass. Those of a DTensor exclude the mesh, which belongs to the process."""
     if hasattr(value, "to_local"):
         return [value.to_local(), str(value.placements)]
     names, context = value.__tensor_flatten__()
@@ -87,12 +87,12 @@ def _first(pair: tuple[str, object]) -> str:
     return pair[0]
 
 
-class _Parts:
-    """Digests values part by part: each with its type and its length, so that different values give different bytes."""
+class _Digest:
+    """A digest of values, part by part, each with its type and length, so that different values give different bytes."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
-        self._inside: dict[int, int] = {}  # the objects around the one that is digested: it may contain them again
+        self._inside: dict[int, int] = {}  # id() -> depth of the objects being digested, which may contain themselves
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
@@ -105,7 +105,7 @@ class _Parts:
         elif isinstance(value, (numpy.ndarray, numpy.generic)):
             self._add_array(numpy.asarray(value), type(value))
         elif isinstance(value, torch.device):
-            self._put("device", value.type.encode())  # its number is the rank's own
+            self._put("device", value.type.encode())  # without the index, which differs between ranks
         elif isinstance(value, (type, types.BuiltinFunctionType)):
             self._put("named", f"{value.__module__}.{value.__qualname__}".encode())
         elif id(value) in self._inside:
@@ -134,7 +134,7 @@ class _Parts:
             self._put(name, "".join(sorted(map(fingerprint_of, value))).encode())
         elif isinstance(value, types.FunctionType):
             self._put("function", f"{value.__module__}.{value.__qualname__}".encode())
-            if "<" in value.__qualname__:  # a lambda, or local to another function: its name says too little
+            if "<" in value.__qualname__:  # a lambda or a local function, whose name does not identify it
                 cells = [cell.cell_contents for cell in value.__closure__ or ()]
                 self.add([value.__code__, value.__defaults__, value.__kwdefaults__, cells])
         elif isinstance(value, types.CodeType):
@@ -146,7 +146,7 @@ class _Parts:
             self._add_reduced(value)
 
     def _add_reduced(self, value: Any) -> None:
-        """The parts that pickle would take."""
+        """Add the parts of an object that pickle would store."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:
@@ -159,7 +159,7 @@ class _Parts:
         has_parts = state or items or pairs or any(part is not type(value) for part in args)
         if "__eq__" not in {name for cls in type(value).__mro__[:-1] for name in vars(cls)} and not has_parts:
             raise Incomparable(
-                f"a {type(value).__qualname__} has no parts and is equal to nothing but itself, so it cannot be compared"
+                f"a {type(value).__qualname__} has no parts and is equal only to itself, so it cannot be compared"
             )
         self.add([make, args, state, items, pairs])
 
@@ -178,7 +178,7 @@ class _Parts:
             try:
                 for piece in bytes_in_pieces(value):
                     self._hash.update(piece.numpy().data)
-            except (RuntimeError, NotImplementedError) as error:  # a class of its own that does not show its elements
+            except (RuntimeError, NotImplementedError) as error:  # a subclass that does not show its elements
                 raise Incomparable(f"a {type(value).__qualname__} cannot be compared: {error}") from error
             if not is_plain(value) and vars(value):
                 self.add(dict(vars(value)))

@@ -1,4 +1,4 @@
-"""From a full state to this rank's part: what each live parameter gets, memory for it, and the optimizer's own dict."""
+"""This rank's shard of a full state: the summary and memory of each live parameter, and the optimizer's own dict."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain, own
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.fits import Fit
-from fsdp_optim.state.full import LOOSE, FullState
+from fsdp_optim.state.full import NON_PARAM_STATE, FullState
 from fsdp_optim.state.kinds import Evidence
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.opaque import OpaqueShards, depends_on_cut, holds_all
 from fsdp_optim.state.packed import LocalId
-from fsdp_optim.state.values import Odd, Summary
+from fsdp_optim.state.values import OpaqueType, Summary
 
 Summaries = Mapping[str, Summary]
-"""FQN -> what its state consists of; no entry for a parameter without state."""
+"""FQN -> summary of the state; without entries for parameters without state."""
 
 
 def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
-    """What the state of every parameter of a full state consists of."""
+    """The summary of the state of every parameter in a full state."""
     evidence = full.evidence(shapes)
 
     def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
@@ -38,14 +38,14 @@ def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary
 
 
 def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
-    """What one live parameter gets: what all its originals have in common, or an error that names two that disagree.
+    """The summary for one live parameter, which all its originals must have in common; StateError names two that differ.
 
-    Originals in `missing` keep the state that they have in the live optimizer (`live`: what kinds of values it has), which
-    has to agree with what the others get.
+    Originals in `missing` keep their state in the live optimizer (`live`: the evidence about its values), whose summary has to
+    agree with that of the other originals.
     """
     kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
-    given = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
-    (first, summary), *others = given
+    by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
+    (first, summary), *others = by_original
     for fqn, other in others:
         _check_alike(first, summary, fqn, other)
     return summary
@@ -59,23 +59,23 @@ def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -
         if a is not b:
             has, lacks = (first, other) if b is None else (other, first)
             raise StateError(
-                f"{has} has state and {lacks} has none, and {_FLAT}: wrap them in different units, or without flattening"
+                f"{has} has state and {lacks} has none, and {_FLAT}: wrap the two in different units, or without flattening"
             )
         return
-    # What stands for the whole flat parameter is in the state of the first original only.
-    mine, theirs = (
+    # The opaque values of a flat parameter are in the state of the first original only.
+    of_first, of_other = (
         {
-            name: told
-            for name, told in s.everything.items()
-            if not (isinstance(told, Odd) and told.kind == OpaqueShards.__name__)
+            name: description
+            for name, description in s.everything.items()
+            if not (isinstance(description, OpaqueType) and description.class_name == OpaqueShards.__name__)
         }
         for s in (a, b)
     )
-    for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
+    for name in {**of_first, **of_other}:
+        if of_first.get(name) != of_other.get(name):
             raise StateError(
-                f"{name} is {mine.get(name, 'absent')} for {first} and {theirs.get(name, 'absent')} for {other}, and {_FLAT}: "
-                "wrap them in different units, or without flattening"
+                f"{name} is {of_first.get(name, 'absent')} for {first} and {of_other.get(name, 'absent')} for {other}, and "
+                f"{_FLAT}: wrap the two in different units, or without flattening"
             )
 
 
@@ -84,7 +84,7 @@ def allocate(
 ) -> dict[str, torch.Tensor]:
     """Local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
 
-    Where originals are `missing`, they start as copies of the live values.
+    If some originals are in `missing`, the tensors begin as copies of the live values.
     """
     tensors = {}
     keeps = param.state is not None and not missing.isdisjoint(param.named.fqns)
@@ -119,7 +119,7 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
 def local_values(
     param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of one live parameter as its optimizer keeps it. `opaque`: as `opaque_values` made them."""
+    """The state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
     scalars = dict(summary.scalars)
     return {
         name: param.handle.from_local(tensors[name])
@@ -135,16 +135,16 @@ def local_values(
 def opaque_values(
     param: LocalParam, summary: Summary | None, saved: Callable[[str, str], Any], rank: int, *, is_own: bool = False
 ) -> dict[str, Any]:
-    """This rank's opaque values of one live parameter; `saved(fqn, name)` gives that of the full dict.
+    """This rank's opaque values of one live parameter; `saved(fqn, name)` gives a value of the full dict.
 
-    They are copies, unless `is_own` says that those of `saved` are.
+    The values are copied, unless `is_own`: `saved` gives values that nobody else uses.
 
-    Raises StateError for a value that cannot be had for this layout.
+    Raises StateError for a value that does not fit this layout.
     """
     fqn = param.named.fqns[0]
-    values = {name: (saved(fqn, name), odd.cut) for name, odd in (summary.opaque if summary else ())}
+    values = {name: (saved(fqn, name), description.cut) for name, description in (summary.opaque if summary else ())}
     placements = tuple(original.placement for original in param.handle.originals)
-    # Few numbers beside values of a whole parameter, which this model has cut, are of an optimizer that goes by the cut.
+    # A single number may depend on the cut as well, if another opaque value beside it does.
     is_free = not any(
         depends_on_cut(value) for value, cut in values.values() if not cut and not isinstance(value, OpaqueShards)
     )
@@ -158,7 +158,10 @@ def opaque_values(
 def _opaque(
     param: LocalParam, name: str, value: Any, cut: str, rank: int, is_free: bool, copied: Callable[[Any], Any]
 ) -> Any:
-    """`is_free`: values that do not depend on the cut are given to every shard; `copied` copies a value, or takes it as it is."""
+    """This rank's part of one opaque value.
+
+    `is_free`: every shard can have the value, because it does not depend on the cut. `copied`: copies a value if necessary.
+    """
     fqn, handle = param.named.fqns[0], param.handle
     placements = tuple(original.placement for original in handle.originals)
     if isinstance(value, OpaqueShards):
@@ -170,7 +173,7 @@ def _opaque(
         return copied(value)
     if place is None:
         raise StateError(
-            f"{fqn}: {name} is {Odd.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "
+            f"{fqn}: {name} is {OpaqueType.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "
             "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
         )
     flat = empty((place.numel_on(rank),), value.dtype, handle.device)
@@ -179,51 +182,52 @@ def _opaque(
 
 
 Shard = dict[str, Any]
-"""An optimizer's own dict on one rank: an ordinary dict, as code that compares types and restricted unpicklers want it."""
+"""An optimizer's own dict on one rank; an ordinary dict, because some code compares types or restricts unpickling."""
 
 INCOMPATIBLE = "incompatible"
-"""The key of a shard under which `strict=False` says what did not fit, for `load_optim_state_dict`; absent where all did."""
+"""The key of a shard for the differences that `strict=False` accepted, which `load_optim_state_dict` returns; else absent."""
 
 
 def shard_dicts(
     local: LocalOptim,
     groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
-    extra: Mapping[str, Any],
+    other_keys: Mapping[str, Any],
     state: Mapping[LocalId, Mapping[str, Any]],
     fit: Fit,
 ) -> Shard | list[Shard]:
     """The optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state.
 
-    `groups`: hyperparameters and FQNs of each saved group. A list where several optimizers were read as one.
+    `groups`: hyperparameters and FQNs of each saved group. The result is a list if several optimizers were read as one.
     """
-    if not local.parts:
-        return _shard_dict(local, [hyper for hyper, _ in groups], extra, state, fit)
+    if not local.optimizers:
+        return _shard_dict(local, [hyper for hyper, _ in groups], other_keys, state, fit)
     by_owner = {param.owner: state[param.local_id] for param in local.params if param.local_id in state}
     return [
         _shard_dict(
-            part,
-            _groups_of(part, groups),
-            {key: value for key, value in extra.items() if key in part.extra},
+            optimizer,
+            _groups_of(optimizer, groups),
+            {key: value for key, value in other_keys.items() if key in optimizer.other_keys},
             {own_id: values for (owner, own_id), values in by_owner.items() if owner == index},
             fit,
         )
-        for index, part in enumerate(local.parts)
+        for index, optimizer in enumerate(local.optimizers)
     ]
 
 
 def _groups_of(
-    part: LocalOptim, groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
+    optimizer: LocalOptim, groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
 ) -> list[Mapping[str, Any]]:
-    """The saved hyperparameters for each group of one of several optimizers: those of the group its parameters were in."""
+    """The saved hyperparameters of each group of one of several optimizers, from the saved group of the parameters."""
     saved = {fqn: hyper for hyper, fqns in groups for fqn in fqns}
     found: list[Mapping[str, Any]] = []
-    for index, live in enumerate(part.groups):
-        fqns = [fqn for param in part.params if param.group_index == index for fqn in param.named.fqns if fqn in saved]
+    for index, live in enumerate(optimizer.groups):
+        params = (param for param in optimizer.params if param.group_index == index)
+        fqns = [fqn for param in params for fqn in param.named.fqns if fqn in saved]
         for fqn in fqns[1:]:
             if saved[fqn] is not saved[fqns[0]]:
                 raise StateError(
-                    f"{fqns[0]} and {fqn} are in one param group here, and were in two when they were saved: build the "
-                    "optimizers with the groups that were saved, or give groups='live', which leaves their groups as they are"
+                    f"{fqns[0]} and {fqn} are in one param group of an optimizer, and in two groups of the saved state: build "
+                    "the optimizers with the saved groups, or give groups='live', which leaves the live groups as they are"
                 )
         found.append(saved[fqns[0]] if fqns else live)
     return found
@@ -232,7 +236,7 @@ def _groups_of(
 def _shard_dict(
     local: LocalOptim,
     groups: Sequence[Mapping[str, Any]],
-    extra: Mapping[str, Any],
+    other_keys: Mapping[str, Any],
     state: Mapping[LocalId, Mapping[str, Any]],
     fit: Fit,
 ) -> Shard:
@@ -242,10 +246,10 @@ def _shard_dict(
         param_groups.append(
             {**kept, "params": list(ids), **({"param_names": list(names)} if names is not None else {})}
         )
-    found = {INCOMPATIBLE: fit.said()} if fit.said() else {}
+    found = {INCOMPATIBLE: fit.as_plain()} if fit.as_plain() else {}
     return {
-        **{key: own(value) for key, value in extra.items() if key != LOOSE},
-        "state": {**state, **own(extra.get(LOOSE, {}))},
+        **{key: own(value) for key, value in other_keys.items() if key != NON_PARAM_STATE},
+        "state": {**state, **own(other_keys.get(NON_PARAM_STATE, {}))},
         "param_groups": param_groups,
         **found,
     }

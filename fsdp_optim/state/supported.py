@@ -1,4 +1,4 @@
-"""Optimizers and state values that cannot be gathered, refused by name with the way out."""
+"""The checks that refuse optimizers and state values which cannot be gathered, with an error that names the way out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def check_supported(optim: object) -> None:
     name = type(optim).__name__
     if any(base.__name__ == "LBFGS" for base in type(optim).__mro__):
         raise WrapperError(
-            f"{name} keeps one history for all parameters together, in the state of the first one: it cannot be gathered by "
-            "parameter"
+            f"{name} keeps one history for all parameters together, in the state of the first parameter, so its state cannot be "
+            "gathered by parameter: use another optimizer"
         )
     if hasattr(optim, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, fairscale's OSS
         raise WrapperError(
-            f"{name} distributes its state over the ranks by itself, by whole parameters: call its consolidate_state_dict() "
-            "and save its state_dict(), which is that of the unwrapped optimizer, or shard the model with FSDP and use an "
+            f"{name} distributes its state over the ranks itself, in whole parameters: call consolidate_state_dict() and save "
+            f"the state_dict() of {name}, which is that of the unwrapped optimizer, or shard the model with FSDP and use an "
             "ordinary optimizer"
         )
 
@@ -43,27 +43,27 @@ def check_values(fqn: str, state: Mapping[str, object]) -> None:
         for tensor in _tensors(value):
             if any(part.is_meta for part in tensors_in(tensor)):
                 raise WrapperError(
-                    f"{fqn}: {name} is on the meta device, so it has no elements: materialize the model and the optimizer first"
+                    f"{fqn}: {name} is on the meta device and has no elements: materialize the model and the optimizer first"
                 )
             placements = getattr(tensor, "placements", ())
             if any(placement.is_partial() for placement in placements):
                 raise WrapperError(
-                    f"{fqn}: {name} is a DTensor with placements {tuple(placements)}: each rank holds only its own part of a "
-                    "reduction (the norm of a DTensor is one), which is no value yet; store .full_tensor() of it, or "
-                    ".redistribute() it to Replicate or Shard, in the optimizer's state"
+                    f"{fqn}: {name} is a DTensor with placements {tuple(placements)}: each rank holds only its part of a "
+                    "reduction (as in the norm of a DTensor); store .full_tensor() of the DTensor in the optimizer's state, or "
+                    ".redistribute() it to Replicate or Shard"
                 )
 
 
 def is_sparse(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a state value is a tensor without a place in memory for every element, as the momentum of sparse gradients."""
+    """Whether a state value is a tensor without memory for every element, such as the momentum of sparse gradients."""
     return is_plain(value) and isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
 def sparse(fqn: str, name: object, value: torch.Tensor) -> str:
-    """What is wrong with a sparse value, and the way out."""
+    """The error message for a sparse value."""
     return (
-        f"{fqn}: {name} is a sparse tensor ({value.layout}), which cannot be cut into shards: store .to_dense() of it in the "
-        "optimizer's state, or make dense gradients (torch.nn.Embedding with sparse=False)"
+        f"{fqn}: {name} is a sparse tensor ({value.layout}), which cannot be cut into shards: store .to_dense() of the tensor in "
+        "the optimizer's state, or make dense gradients (torch.nn.Embedding with sparse=False)"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a state value is: sharded like its parameter, a scalar, or opaque; and what ranks tell each other of it."""
+"""The summary of a parameter's state that ranks exchange: the kind, dtype and placement of each value, without elements."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fsdp_optim.state.same import key_of
 
 @dataclass(frozen=True)
 class Scalar:
-    """A scalar with its type: two are equal when type, dtype and bits are. The value is not part of the comparison."""
+    """A scalar value, compared by `key`, which is equal if type, dtype and bits are equal."""
 
     key: str
     value: Any = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, value: object) -> Scalar:
-        """Copies a tensor to the CPU, so that the scalar stays what it is when training goes on."""
+        """The Scalar of a value. A tensor is copied to the CPU, so that further training does not change the Scalar."""
         if isinstance(value, torch.Tensor):
             local = (
                 value.to_local() if hasattr(value, "to_local") else value
-            )  # a DTensor without dimensions is a replica
+            )  # each rank has all of a 0-dimensional DTensor
             value = local.detach().to("cpu", copy=True)
         return cls(key_of(value), value)
 
@@ -35,7 +35,7 @@ class Scalar:
         return f"{self.value!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Small and fast between ranks: a tensor travels as its number, which is exact."""
+        """A small pickle for other ranks: a tensor is stored as its number, which is exact."""
         if isinstance(self.value, torch.Tensor):
             return _tensor_scalar, (self.key, dtype_name(self.value.dtype), self.value.item())
         return Scalar, (self.key, self.value)
@@ -46,65 +46,71 @@ def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
 
 
 @dataclass(frozen=True)
-class Odd:
-    """A value that is opaque: its class, and its dtype and shape where it is a tensor.
+class OpaqueType:
+    """The description of an opaque value: the name of its class, and dtype and shape of a tensor.
 
-    `cut`: of one that was placed by itself and is whole now, how it was cut.
+    `cut`: the recorded cut of a placed value that is whole now.
     """
 
-    kind: str
+    class_name: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
     cut: str = ""
 
     @classmethod
-    def of(cls, value: object, cut: str = "") -> Odd:
+    def of(cls, value: object, cut: str = "") -> OpaqueType:
         if isinstance(value, torch.Tensor):
             return cls(type(value).__name__, dtype_name(value.dtype), tuple(value.shape), cut)
         return cls(type(value).__name__)
 
     def __str__(self) -> str:
-        return f"a {self.kind}" + (f" of shape {list(self.shape)}" if self.dtype else "")
+        return f"a {self.class_name}" + (f" of shape {list(self.shape)}" if self.dtype else "")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the state of one live parameter consists of, without its elements, as ranks tell each other.
+    """The values of one live parameter's state, described without elements for the other ranks.
 
-    `unsure`: names of sharded values that have one element or none on this rank, and that nothing but that shows to be sharded.
+    Attributes:
+        sharded: (name, dtype).
+        scalars: (name, Scalar).
+        placed: (name, (dtype, placement)).
+        opaque: (name, OpaqueType).
+        names: all names, in the optimizer's order.
+        unsure: names of sharded values with at most one element on this rank, whose shape is the only evidence.
     """
 
-    sharded: tuple[tuple[str, str], ...] = ()  # (name, dtype)
+    sharded: tuple[tuple[str, str], ...] = ()
     scalars: tuple[tuple[str, Scalar], ...] = ()
-    placed: tuple[tuple[str, tuple[str, Placement]], ...] = ()  # (name, (dtype, where it lives))
-    opaque: tuple[tuple[str, Odd], ...] = ()
-    names: tuple[str, ...] = ()  # all of them, in the order that the optimizer has them
+    placed: tuple[tuple[str, tuple[str, Placement]], ...] = ()
+    opaque: tuple[tuple[str, OpaqueType], ...] = ()
+    names: tuple[str, ...] = ()
     unsure: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls,
         values: Mapping[str, Any],
-        kind: Callable[[str, object], Kind],
+        kind_of: Callable[[str, object], Kind],
         place: Callable[[torch.Tensor], Placement | None] = lambda value: None,
         cut: Callable[[str], str] = lambda name: "",
         unsure: Callable[[str], bool] | None = None,
     ) -> Summary:
-        """`place`: where a value that is placed by itself lives; `cut`: how one was cut that is whole now."""
+        """The summary of some values. `place`: the placement of a placed value; `cut`: its recorded cut, if it is whole now."""
         sharded: list[tuple[str, str]] = []
         scalars: list[tuple[str, Scalar]] = []
         placed: list[tuple[str, Any]] = []
-        opaque: list[tuple[str, Odd]] = []
+        opaque: list[tuple[str, OpaqueType]] = []
         for name, value in values.items():
-            what = kind(name, value)
-            if what is Kind.SHARDED:
+            kind = kind_of(name, value)
+            if kind is Kind.SHARDED:
                 sharded.append((name, dtype_name(value.dtype)))
-            elif what is Kind.SCALAR:
+            elif kind is Kind.SCALAR:
                 scalars.append((name, Scalar.of(value)))
-            elif what is Kind.PLACED:
+            elif kind is Kind.PLACED:
                 placed.append((name, (dtype_name(value.dtype), place(value))))
             else:
-                opaque.append((name, Odd.of(value, cut(name))))
+                opaque.append((name, OpaqueType.of(value, cut(name))))
         return cls(
             sharded=tuple(sharded),
             scalars=tuple(scalars),
@@ -115,8 +121,8 @@ class Summary:
         )
 
     def as_opaque(self, names: Collection[str]) -> Summary:
-        """The same with some of the sharded values as opaque ones."""
-        opaque = tuple((name, Odd("Tensor", dtype)) for name, dtype in self.sharded if name in names)
+        """The same summary with some of the sharded values as opaque values."""
+        opaque = tuple((name, OpaqueType("Tensor", dtype)) for name, dtype in self.sharded if name in names)
         kept = tuple(pair for pair in self.sharded if pair[0] not in names)
         return replace(self, sharded=kept, opaque=(*self.opaque, *opaque), unsure=())
 
@@ -124,7 +130,7 @@ class Summary:
     def kinds(self) -> tuple[tuple[str, str], ...]:
         """The kind of each value, as a full dict records it."""
         placed = {name: f"{Kind.PLACED.value} {cut_of(placement)}".strip() for name, (_, placement) in self.placed}
-        cut = {name: f"{Kind.PLACED.value} {odd.cut}" for name, odd in self.opaque if odd.cut}
+        cut = {name: f"{Kind.PLACED.value} {opaque.cut}" for name, opaque in self.opaque if opaque.cut}
         sharded, scalars = dict(self.sharded), dict(self.scalars)
         return tuple(
             (
@@ -140,12 +146,12 @@ class Summary:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the sharded values."""
+        """The dtypes of the sharded values."""
         return {name: dtype_named(dtype) for name, dtype in self.sharded}
 
     @property
     def everything(self) -> dict[str, Any]:
-        """What is told of each value, by name."""
+        """The description of each value, by name."""
         return {**dict(self.sharded), **dict(self.scalars), **dict(self.placed), **dict(self.opaque)}
 
     def __str__(self) -> str:

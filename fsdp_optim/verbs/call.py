@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import Boxes, Placement, Ranks, Shape
+from fsdp_optim.layout import Boxes, RankSet, Shape
 from fsdp_optim.options import Arguments, OnReplicaMismatch, Options
 from fsdp_optim.state.draw import draw
 from fsdp_optim.state.fitting import LiveOptimizer
@@ -263,7 +263,7 @@ def _report(
 ) -> RankReport:
     optim = local.optim
     summaries = optim.summaries if with_state else (None,) * len(optim.params)
-    everyone = _Everyone(callers.ranks)
+    everyone = RankSet(callers.ranks)
     params = [
         _live_param(param, summary, callers, everyone, with_state=with_state, every_replica=every_replica, what=what)
         for param, summary in zip(optim.params, summaries, strict=True)
@@ -276,7 +276,7 @@ def _report(
             _told(f"param group {index}", group, callers) if with_state else ()
             for index, group in enumerate(optim.groups)
         ),
-        extra=_told("the optimizer", optim.extra, callers) if with_state else (),
+        other_keys=_told("the optimizer", optim.other_keys, callers) if with_state else (),
         counted=local.counted,
         not_held=tuple(fqn for fqn in local.view.order if fqn not in local.by_fqn),
         classes=optim.classes,
@@ -313,27 +313,11 @@ def _told(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tu
     return tuple(told)
 
 
-class _Everyone:
-    """All ranks of a call. Parameters share the groups of ranks that hold them, so that these are looked at once."""
-
-    def __init__(self, ranks: tuple[int, ...]) -> None:
-        self._ranks = ranks
-        self._known: dict[tuple[Ranks, ...], bool] = {}
-
-    def hold(self, placement: Placement) -> bool:
-        """Whether exactly these ranks hold a parameter."""
-        groups = placement.rank_groups
-        known = self._known.get(groups)
-        if known is None:
-            known = self._known[groups] = placement.ranks == self._ranks
-        return known
-
-
 def _live_param(
     param: LocalParam,
     summary: Summary | None,
     callers: RankGroup,
-    everyone: _Everyone,
+    everyone: RankSet,
     *,
     with_state: bool,
     every_replica: bool,
@@ -344,7 +328,7 @@ def _live_param(
     needed = with_state and handle.collected and len(callers.ranks) > 1
     if needed and handle.synchronized and (handle.is_cut or not every_replica):
         # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
-        needed = not placements or not everyone.hold(placements[0])
+        needed = not placements or not everyone.is_all_holders_of(placements[0])
     return LiveParam(
         fqns=param.named.fqns,
         placements=placements,

@@ -42,7 +42,7 @@ class LoadPlan:
         self,
         tensors: Mapping[LocalId, Mapping[str, torch.Tensor]],
         groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
-        extra: Mapping[str, Any],
+        other_keys: Mapping[str, Any],
     ) -> Shard | list[Shard]:
         """The optimizer's own dict; `tensors`: filled local tensors by local id and value name."""
         state: dict[LocalId, Mapping[str, Any]] = {
@@ -57,7 +57,7 @@ class LoadPlan:
         told = {fqn: self.summaries.get(param.local_id) for param in given for fqn in param.named.fqns}
         log_summary("cut", told, {(i, name): flat for i, its in tensors.items() for name, flat in its.items()})
         in_order = {p.local_id: state[p.local_id] for p in self.local.optim.params if p.local_id in state}
-        return shard_dicts(self.local.optim, groups, extra, in_order, self.fit)
+        return shard_dicts(self.local.optim, groups, other_keys, in_order, self.fit)
 
     def _keep_values(self, state: dict[LocalId, Mapping[str, Any]]) -> None:
         """Beside values of another class, the live optimizer's own stay; a parameter that has none of them begins anew."""

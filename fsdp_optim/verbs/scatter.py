@@ -39,7 +39,7 @@ class FullContents:
 
     summaries: Mapping[str, Summary]
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
-    extra: Mapping[str, Any]
+    other_keys: Mapping[str, Any]
     opaque: Mapping[tuple[str, str], Any]
     fit: Fit
     uncollected: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ def deliver(
     move(values, source, target, callers, callers.budget, failure)
     made: Shard | list[Shard] = []
     with failure:
-        made = load_plan.dict_of(target.flats, contents.groups, contents.extra) if failure.error is None else []
+        made = load_plan.dict_of(target.flats, contents.groups, contents.other_keys) if failure.error is None else []
     warn_of_uncollected(local, contents.uncollected)
     agree(callers, "delivered", failure.error, fatal=failure.fatal)
     return made
@@ -181,7 +181,7 @@ def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> F
     return FullContents(
         summaries=summaries,
         groups=tuple(({key: own(value) for key, value in group.items()}, fqns) for group, fqns in state.groups),
-        extra={key: own(value) for key, value in state.extra.items()},
+        other_keys={key: own(value) for key, value in state.other_keys.items()},
         opaque={(fqn, name): _without(state.state[fqn][name]) for fqn, s in summaries.items() for name, _ in s.opaque},
         fit=fit,
         uncollected=state.uncollected,

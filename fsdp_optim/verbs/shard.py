@@ -61,7 +61,7 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     target, failure = allocate_shard(load_plan, values, rank), Failure()
     move(values, source, target, here, here.budget, failure)
     agree(here, "cut", failure.error)
-    return load_plan.dict_of(target.flats, state.groups, state.extra)
+    return load_plan.dict_of(target.flats, state.groups, state.other_keys)
 
 
 def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:

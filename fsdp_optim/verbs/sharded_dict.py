@@ -19,7 +19,7 @@ from fsdp_optim.options import Options
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.parts import WHOLE_HERE, DictPart, Told, ValuePart, join
+from fsdp_optim.state.parts import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.state.shard import Shard, Summaries, summarize
 from fsdp_optim.transport.agree import agree, compare
@@ -63,11 +63,11 @@ def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], optio
         summaries = summarize(described, live.shapes)
         source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
         odd = _odd_values(callers, state, summaries, source)
-        contents = FullContents(summaries, described.groups, described.extra, odd, fit)
+        contents = FullContents(summaries, described.groups, described.other_keys, odd, fit)
         return deliver(callers, local, picture, contents, source)
 
 
-def _tell(callers: RankGroup, part: DictPart) -> Told:
+def _tell(callers: RankGroup, part: DictPart) -> PartsByRanks:
     """The parts of all ranks; only where they differ do they travel."""
     if compare(callers, "sharded dict", repr(part).encode()):
         return [(part, callers.ranks)]
@@ -85,7 +85,7 @@ def _part(mine: FullState, callers: RankGroup, here: _Here) -> DictPart:
             for fqn, values in mine.state.items()
         ),
         groups=tuple((_keys(hyper), fqns) for hyper, fqns in mine.groups),
-        extra=_keys(mine.extra),
+        other_keys=_keys(mine.other_keys),
     )
 
 

@@ -17,7 +17,7 @@ from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import cuts_of
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.values import Odd, Summary
+from fsdp_optim.state.values import OpaqueType, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -64,7 +64,7 @@ def _transfer(
         "to",
         with_state=False,
     )
-    regroup = bool(dst_local.optim.parts) or options.groups == "live"
+    regroup = bool(dst_local.optim.optimizers) or options.groups == "live"
     _check_same(picture, dst_picture, strict=options.strict, regroup=regroup)
     live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
     full, fit = live.fit(_described(local, picture), strict=options.strict, groups=options.groups)
@@ -81,7 +81,7 @@ def _described(local: Local, picture: Picture) -> FullState:
     return FullState(
         state={fqn: dict.fromkeys(p.summary.names) for fqn, p in picture.params.items() if p.summary is not None},
         groups=tuple((group, picture.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
-        extra=local.optim.extra,
+        other_keys=local.optim.other_keys,
         classes=tuple(one.name for one in local.optim.classes),
     )
 
@@ -128,7 +128,7 @@ def _contents(
             for fqn, values in full.state.items()
         },
         groups=full.groups,
-        extra=full.extra,
+        other_keys=full.other_keys,
         opaque=odd,
         fit=fit,
         is_own=True,
@@ -165,8 +165,9 @@ def _as_arrived(fqn: str, summary: Summary, odd: Mapping[tuple[str, str], Any]) 
     Those with a cut of their own come whole, and the target decides how to cut them. Those of a flat parameter are with its
     first original only.
     """
-    opaque = tuple((name, Odd.of(odd[fqn, name])) for name, _ in summary.opaque if (fqn, name) in odd)
+    opaque = tuple((name, OpaqueType.of(odd[fqn, name])) for name, _ in summary.opaque if (fqn, name) in odd)
     arrived = tuple(
-        (name, Odd("Tensor", dtype, placement.shape, cut_of(placement))) for name, (dtype, placement) in summary.placed
+        (name, OpaqueType("Tensor", dtype, placement.shape, cut_of(placement)))
+        for name, (dtype, placement) in summary.placed
     )
     return replace(summary, placed=(), opaque=(*opaque, *arrived))

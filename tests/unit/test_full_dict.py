@@ -16,7 +16,7 @@ from parameterized import parameterized
 from fsdp_optim.errors import StateError
 from fsdp_optim.state import dialects
 from fsdp_optim.state.dialects import DIALECTS, normalize
-from fsdp_optim.state.full import LOOSE, RESERVED_KEYS, FullState, write
+from fsdp_optim.state.full import NON_PARAM_STATE, RESERVED_KEYS, FullState, write
 from fsdp_optim.state.names import Names
 
 FQNS = [f"block.{index}.weight" for index in range(6)]
@@ -48,7 +48,7 @@ def full_states(draw: st.DrawFn) -> FullState:
     }
     local_ids = {fqn: draw(st.one_of(st.none(), st.integers(0, 3))) for fqn in draw(st.permutations(fqns))}
     uncollected = draw(st.sets(st.sampled_from([i for i in local_ids.values() if i is not None] or [None])))
-    extra: dict[str, Any] = draw(st.dictionaries(OWN_KEYS, VALUES, max_size=2))
+    other_keys: dict[str, Any] = draw(st.dictionaries(OWN_KEYS, VALUES, max_size=2))
     loose = draw(st.dictionaries(st.sampled_from(["k", "m"]), VALUES, max_size=2)) if state else {}
     same_class = draw(st.booleans())
     return FullState(
@@ -60,7 +60,7 @@ def full_states(draw: st.DrawFn) -> FullState:
             )
             for g in range(num_groups)
         ),
-        extra=extra | ({LOOSE: loose} if loose else {}),
+        other_keys=other_keys | ({NON_PARAM_STATE: loose} if loose else {}),
         uncollected=frozenset(fqn for fqn, i in local_ids.items() if i is not None and i in uncollected),
         local_ids=local_ids,
         unknown_order=draw(st.sampled_from(["", "nobody knows"])),

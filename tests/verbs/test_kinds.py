@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp_optim
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import cut_named
-from fsdp_optim.state.kinds import Evidence, Kind, Sight, kind_of, sight_of
+from fsdp_optim.state.kinds import Evidence, Kind, Sight, infer_kind, sight_of
 from fsdp_optim.state.same import same
 from fsdp_optim.testing import run_on_ranks
 
@@ -362,10 +362,10 @@ class TestEvidence(unittest.TestCase):
 
     def test_a_parameter_without_dimensions(self) -> None:
         value = torch.tensor(1.0)
-        self.assertEqual(kind_of("step", value, (), Evidence()), Kind.SCALAR)
-        self.assertEqual(kind_of("exp_avg", value, (), Evidence()), Kind.SHARDED)
-        self.assertEqual(kind_of("x", value, (), self.sights(("x", (3,), value))), Kind.SCALAR)
-        self.assertEqual(kind_of("step", value, (), self.sights(("step", (3,), torch.zeros(3)))), Kind.SHARDED)
+        self.assertEqual(infer_kind("step", value, (), Evidence()), Kind.SCALAR)
+        self.assertEqual(infer_kind("exp_avg", value, (), Evidence()), Kind.SHARDED)
+        self.assertEqual(infer_kind("x", value, (), self.sights(("x", (3,), value))), Kind.SCALAR)
+        self.assertEqual(infer_kind("step", value, (), self.sights(("step", (3,), torch.zeros(3)))), Kind.SHARDED)
 
     def test_words_of_cuts(self) -> None:
         self.assertIsNone(cut_named(""))

@@ -74,7 +74,7 @@ class PairsTest(unittest.TestCase):
                 kind, text = error_text(lambda: fsdp_optim.get_shard_from_optim_state_dict(target, other, full))  # noqa: B023
                 self.assertEqual(kind, "StateError", text)
                 self.assertIn("strict=False", text)
-                self.assertIn(f"one of {saved}, the optimizer is {live}" if recorded else live, text)
+                self.assertIn(f"of the class {saved}, the optimizer of the class {live}" if recorded else live, text)
                 check_same("the optimizer", other.state_dict(), before)
 
     @parameterized.expand([(0,), (2,)])
