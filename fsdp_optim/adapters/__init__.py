@@ -1,4 +1,4 @@
-"""One file per wrapper, each an `Adapter` that turns a model into Handles. `ModelReader` asks all of them."""
+"""One file per wrapper, with an `Adapter` that turns a model into Handles. `ModelReader` combines all adapters."""
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.reader import ModelReader

@@ -1,4 +1,4 @@
-"""The protocol between a wrapper and the rest of the library. A new wrapper is one class that keeps these promises."""
+"""The protocol between a wrapper and the rest of the library. A new wrapper needs one class that implements it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from fsdp_optim.layout import Placement, Ranks
 from fsdp_optim.view import Handle
 
 Place = tuple[nn.Module, str]
-"""A module and the name of an attribute of it."""
+"""A module and the name of an attribute of the module."""
 
 
 class Adapter(ABC):
-    """One wrapper. It reads the wrapper's own numbers, makes no collective call, changes nothing, and keeps no state.
+    """The adapter of one wrapper. It reads the wrapper's own numbers, makes no collective call, changes nothing, has no state.
 
     The order of calls, on every rank, for one model:
 
-    1. `is_present`; an adapter that is not present is asked nothing else, but for `wrapper_parts`.
+    1. `is_present`; of an absent adapter only `wrapper_parts` is used.
     2. `is_wrapper_child` for every child of every module, then `stand_ins` once: they make the `ModuleTree`, which gives
        every later method the modules, their live parameters and the FQNs of the unwrapped model.
     3. `rank_sets`: the ranks that have to make a call about this model.
-    4. `handles`: the live parameters. The adapters are asked in the order of their list, those that users have added first, and
-       the first that gives a Handle for a tensor has it. Then `has_cut` for every tensor that nobody has given a Handle for.
+    4. `handles`: the live parameters. The adapters are called in the order of their list, those that users have added first, and
+       the first Handle for a tensor counts. Then `has_cut` for every tensor without a Handle.
     5. `param_order` and, for a call about an optimizer, `masters`.
     6. For a checkpoint, `cast_buffers` once and `buffer` for every buffer; `reshard` after new weights were loaded.
 
-    `is_sharded_value` and `read_sharded_value` are for dicts of which every rank has its part, which no model is needed for.
+    `is_sharded_value` and `read_sharded_value` are for sharded dicts, of which every rank has a part; they need no model.
 
-    A Handle says where each original parameter lives on every rank (a Placement, from a few integers that every rank knows)
-    and which tensor of this rank has its elements (`local`, `from_local`). What cannot be represented is a `WrapperError`
-    that names the parameter and the way out. `fsdp_optim.testing.AdapterConformance` proves an adapter.
+    A Handle gives a Placement for each original parameter (from a few integers that every rank knows), and the local tensor
+    with this rank's elements (`local`, `from_local`). An adapter raises `WrapperError` for a parameter that it cannot represent,
+    with the parameter's FQN and the way out. `fsdp_optim.testing.AdapterConformance` proves an adapter.
     """
 
     name: str
-    """What errors call the wrapper."""
+    """The name of the wrapper in error messages."""
 
     wrapper_parts: frozenset[str] = frozenset()
-    """What the wrapper puts into the names of parameters, which is no part of an FQN."""
+    """The name components that the wrapper inserts, and that are not part of an FQN."""
 
     @abstractmethod
     def is_present(self) -> bool:
-        """Whether the wrapper is loaded in this process; it is never imported only to find out."""
+        """Whether the wrapper is loaded in this process, without importing it."""
 
     @abstractmethod
     def rank_sets(self, tree: ModuleTree) -> Iterable[Ranks]:
@@ -54,35 +54,35 @@ class Adapter(ABC):
 
     @abstractmethod
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
-        """The live parameters that this wrapper has made, in any order; each original parameter in one of them.
+        """The live parameters that this wrapper has made, in any order; each original parameter is in exactly one of them.
 
         Args:
             ranks: the global ranks that share the model, sorted.
-            claimed: the `id`s of tensors that other adapters have given Handles for; those need not be given again.
+            claimed: the `id()`s of tensors that already have Handles from other adapters, and need no Handle here.
         """
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether the child `name` is what `module` wraps, so that the name is no part of an FQN."""
+        """Whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN."""
         return name in self.wrapper_parts
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
-        """The live parameters in whose place another tensor is registered for the time being."""
+        """Place -> live parameter, where another tensor is registered temporarily."""
         return {}
 
     def masters(self, tree: ModuleTree, optims: Sequence[Any]) -> Iterable[Handle]:
-        """Tensors that the groups of an optimizer hold in place of the model's parameters, as fp32 copies of them.
+        """The Handles of tensors that an optimizer holds in place of the model's parameters, such as fp32 copies.
 
-        Their originals are the model's parameters, all originals of a live parameter or none. State is read and loaded by
-        these Handles, weights by those of `handles`. Handles of masters need `master`.
+        The originals of a master are the model's parameters: all originals of a live parameter, or none. State is read and
+        loaded with these Handles, weights with those of `handles`. The Handle of a master needs the attribute `master`.
         """
         return ()
 
     def has_cut(self, param: torch.Tensor) -> bool:
-        """Whether a tensor is part of what this wrapper has flattened or cut, so that it must not pass for a parameter."""
+        """Whether this wrapper has flattened or cut a tensor, so that the tensor must not count as a whole parameter."""
         return False
 
     def param_order(self, tree: ModuleTree) -> Iterable[torch.Tensor]:
-        """The live parameters in the order in which the wrapper's own full dict counts them, where it has such a count."""
+        """The live parameters in the order of ids in the wrapper's own full dict; empty if the wrapper has no such dict."""
         return ()
 
     def cast_buffers(self, tree: ModuleTree) -> Iterable[torch.Tensor]:
@@ -90,16 +90,16 @@ class Adapter(ABC):
         return ()
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
-        """A buffer that is spread over ranks; None where this wrapper has not done that."""
+        """The Handle of a buffer that this wrapper has cut over ranks; None for any other buffer."""
         return None
 
     def is_sharded_value(self, value: torch.Tensor) -> bool:
-        """Whether a value of a sharded dict is spread over ranks, and says how in this wrapper's way."""
+        """Whether a value of a sharded dict is cut over ranks by this wrapper."""
         return False
 
     def read_sharded_value(self, fqn: str, value: torch.Tensor) -> tuple[Placement, torch.Tensor]:
-        """Where such a value lives, and this rank's elements of it, 1-D."""
+        """The placement of such a value, and this rank's elements as a 1-D tensor."""
         raise NotImplementedError
 
     def reshard(self, tree: ModuleTree) -> None:  # noqa: B027
-        """Let go of whole parameters that a forward pass has left, so that the next one sees the new shards."""
+        """Free the whole parameters that a forward pass has left, so that the next forward pass uses the new shards."""

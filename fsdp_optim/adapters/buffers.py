@@ -1,4 +1,4 @@
-"""Persistent buffers, as handles beside those of parameters: no wrapper cuts them, and none keeps them equal."""
+"""Handles of persistent buffers, which most wrappers neither cut nor keep equal."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fsdp_optim.layout import Ranks, Whole
 from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
 
 Rename = Callable[[str, Ranks], str]
-"""(FQN on this rank, the ranks that hold it) -> FQN in the whole job"""
+"""(FQN on this rank, the ranks that hold the buffer) -> FQN that is unique in the job"""
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """The buffers that a state_dict() has, each once, and their other names, to the name in `handles`."""
+    """The buffers in a state_dict(), without duplicates. `aliases`: other FQN of a buffer -> FQN in `handles`."""
 
     handles: tuple[NamedHandle, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView, rename: Rename) -> Buffers:
-    """The persistent buffers, whole on every rank that holds the parameters near them."""
+    """The persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
     near = Near(tree, view)
     cast = {id(buffer) for adapter in adapters for buffer in adapter.cast_buffers(tree)}
     handles = []
@@ -48,7 +48,7 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
 
 
 class Near:
-    """Which ranks have what lies in a module beside its parameters: those that hold parameters of it."""
+    """The ranks that have a module's buffers and other entries: the ranks that hold parameters of the module."""
 
     def __init__(self, tree: ModuleTree, view: ModelView) -> None:
         self._everyone = view.ranks
@@ -62,11 +62,11 @@ class Near:
                     self._by_prefix[".".join(parts[:length])] = known
 
     def ranks(self, fqn: str) -> Ranks:
-        """The ranks that hold a parameter of the module of a buffer, or of the nearest one around it that has any."""
+        """The ranks that hold parameters of the buffer's module, or of the nearest outer module with parameters."""
         return tuple(sorted(self._nearest(fqn)[0]))
 
     def is_loose(self, fqn: str) -> bool:
-        """Whether no wrapper says so, as of pipeline stages without one."""
+        """Whether no wrapper knows these ranks, as for a pipeline stage without wrapper."""
         return self._nearest(fqn)[1]
 
     def _nearest(self, fqn: str) -> tuple[set[int], bool]:

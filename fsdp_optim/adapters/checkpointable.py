@@ -1,9 +1,9 @@
-"""Tensors that describe their own shards, as torch.distributed.checkpoint asks for it.
+"""Tensors that describe their own shards in one of two ways that torch.distributed.checkpoint knows.
 
-Two descriptions are known: `__create_chunk_list__` and `__get_tensor_shard__` (torch's `_Checkpointable`, also inside a
-DTensor), which tell of this rank's chunks; and `local_shards()`, each with a `tensor` and `metadata.shard_offsets` and
-`.shard_sizes`, where `metadata().shards_metadata` may tell of the shards of all ranks (ShardedTensor). Where a tensor knows
-its own rank's shards only, its Placement is open: the ranks tell each other what they hold when they meet.
+One way is `__create_chunk_list__` and `__get_tensor_shard__` (torch's `_Checkpointable`, also inside a DTensor), which give the
+chunks of this rank. The other way is `local_shards()`, each with `tensor`, `metadata.shard_offsets` and `metadata.shard_sizes`,
+and possibly `metadata().shards_metadata` with the shards of all ranks (ShardedTensor). The Placement of a tensor that knows only
+this rank's shards is open: the ranks exchange their lists when they meet.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 
 class CheckpointableAdapter(Adapter):
-    """Parameters, and values of sharded dicts, that describe their own shards. All ranks of the job may hold shards of them."""
+    """The adapter of parameters, and of values in sharded dicts, that describe their own shards."""
 
     name = "a tensor that describes its own shards"
 
     def is_present(self) -> bool:
-        """Such tensors are known by what they can do."""
+        """Always true, because such tensors are recognised by their methods."""
         return True
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        """Of a ShardedTensor and a DTensor their own ranks; nothing else says which ranks have the rest of it."""
+        """The ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
         for param, _ in tree.params():
             if describes_itself(param):
                 yield _ranks_of(param)
@@ -70,7 +70,7 @@ class CheckpointableAdapter(Adapter):
 
 
 def describes_itself(value: object) -> bool:
-    """Whether a tensor says itself which boxes of a whole tensor it has on this rank."""
+    """Whether a tensor describes which boxes of a whole tensor it holds on this rank."""
     if not isinstance(value, torch.Tensor) or is_plain(value):
         return False
     inside = _inside(value)
@@ -82,7 +82,7 @@ def _has_chunks(value: object) -> bool:
 
 
 def _inside(value: torch.Tensor) -> torch.Tensor:
-    """What describes the shards: a DTensor lets its local tensor do it, and has a cut of its own where that cannot."""
+    """The tensor whose methods describe the shards: the local tensor of a DTensor, else the value itself."""
     module = sys.modules.get(_DTENSOR_MODULE)
     return value._local_tensor if module is not None and isinstance(value, module.DTensor) else value
 
@@ -98,7 +98,7 @@ def _ranks_of(value: Any) -> Ranks:
 
 @dataclass(frozen=True)
 class _Index:
-    """What torch's MetadataIndex has, for tensors that do without torch.distributed.checkpoint."""
+    """A stand-in for torch's MetadataIndex, if torch.distributed.checkpoint is not loaded."""
 
     fqn: str
     offset: Any
@@ -107,57 +107,62 @@ class _Index:
 
 @dataclass(frozen=True)
 class Shards:
-    """What a tensor says of itself on this rank. `everyones`: the Boxes of every rank, where it knows them."""
+    """A tensor's description of its shards on this rank. `by_rank`: the Boxes of every rank; None if they are not known."""
 
     shape: Shape
     boxes: tuple[Box, ...]
     tensors: tuple[torch.Tensor, ...]
-    everyones: tuple[tuple[int, tuple[Box, ...]], ...] | None = None
+    by_rank: tuple[tuple[int, tuple[Box, ...]], ...] | None = None
 
     @classmethod
     def of(cls, fqn: str, value: Any) -> Shards:
-        """Raises WrapperError where a shard is not as large as its box."""
+        """Read the description. Raises WrapperError for a shard whose shape differs from its box."""
         inside = _inside(value)
-        shape, everyones = tuple(value.shape), None
+        shape, by_rank = tuple(value.shape), None
         if _has_chunks(inside):
             found = list(_chunks(fqn, inside))
             items = value.__create_write_items__(fqn, value) if hasattr(value, "__create_write_items__") else ()
             shape = next((tuple(item.tensor_data.size) for item in items), shape)
         else:
             by_offsets = {_box(shard.metadata): shard.tensor for shard in value.local_shards()}
-            everyones = _everyones(value)
-            mine = dict(everyones).get(_me(), ()) if everyones is not None else tuple(by_offsets)
+            by_rank = _boxes_by_rank(value)
+            mine = dict(by_rank).get(_me(), ()) if by_rank is not None else tuple(by_offsets)
             missing = [box for box in mine if box.numel and box not in by_offsets]
             if missing:
-                raise WrapperError(f"{fqn}: its metadata has {missing[0]} on rank {_me()}, and no local shard is there")
+                raise WrapperError(
+                    f"{fqn}: the metadata of this {type(value).__name__} lists {missing[0]} on rank {_me()}, which has no such "
+                    "local shard: make the tensor with metadata that agrees with its local shards"
+                )
             found = [(box, by_offsets[box]) for box in mine if box.numel]
         for box, tensor in found:
             if tuple(tensor.shape) != box.sizes:
                 raise WrapperError(
                     f"{fqn}: on rank {_me()} its shard at {list(box.offsets)} has shape {list(tensor.shape)}, and the "
-                    f"description says {list(box.sizes)}"
+                    f"description says {list(box.sizes)}: make the tensor with a description that agrees with its shards"
                 )
-        return cls(shape, tuple(box for box, _ in found), tuple(tensor for _, tensor in found), everyones)
+        return cls(shape, tuple(box for box, _ in found), tuple(tensor for _, tensor in found), by_rank)
 
     @property
     def local_shape(self) -> Shape:
-        """The shape of one shard; the elements of several, or of none, lie one after the other."""
+        """The shape of a single shard; a 1-D shape for several shards, which lie one after the other, or for none."""
         return self.boxes[0].sizes if len(self.boxes) == 1 else (sum(box.numel for box in self.boxes),)
 
     def placement(self, fqn: str) -> Boxes:
-        """Where the tensor lives, as far as this rank knows."""
-        everyones = self.everyones if self.everyones is not None else ((_me(), self.boxes),)
+        """The placement of the tensor, open if this rank knows its own shards only."""
+        by_rank = self.by_rank if self.by_rank is not None else ((_me(), self.boxes),)
         try:
             return Boxes(
                 self.shape,
-                tuple((rank, _blocks(boxes)) for rank, boxes in sorted(everyones)),
-                is_open=self.everyones is None,
+                tuple((rank, _blocks(boxes)) for rank, boxes in sorted(by_rank)),
+                is_open=self.by_rank is None,
             )
         except LayoutError as error:
-            raise WrapperError(f"{fqn}: its description of its own shards is wrong: {error}") from error
+            raise WrapperError(
+                f"{fqn}: the description that this tensor gives of its own shards is wrong: {error}"
+            ) from error
 
     def local(self, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's elements in the local shape: the shard's own memory where there is one, else a copy."""
+        """This rank's elements in the local shape: the memory of a single shard, or a copy of several shards."""
         if len(self.tensors) == 1:
             return self.tensors[0].detach()
         if not self.tensors:
@@ -165,7 +170,7 @@ class Shards:
         return torch.cat([flatten(tensor) for tensor in self.tensors])
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Overwrite the shards."""
+        """Overwrite the shards with the elements of a 1-D tensor."""
         at = 0
         with torch.no_grad():
             for tensor in self.tensors:
@@ -188,8 +193,8 @@ def _box(metadata: Any) -> Box:
     return Box(tuple(metadata.shard_offsets), tuple(metadata.shard_sizes))
 
 
-def _everyones(value: Any) -> tuple[tuple[int, tuple[Box, ...]], ...] | None:
-    """The boxes of every rank, where a tensor's metadata has them, by global ranks."""
+def _boxes_by_rank(value: Any) -> tuple[tuple[int, tuple[Box, ...]], ...] | None:
+    """The boxes of every global rank from a tensor's metadata; None for a tensor without metadata."""
     metadata = getattr(value, "metadata", None)
     if not callable(metadata):
         return None
@@ -211,7 +216,7 @@ def _me() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsHandle(Handle):
-    """A parameter that describes its own shards: its state values are tensors of the same kind, with the same shards."""
+    """The Handle of a parameter that describes its own shards; state values have the same class and the same shards."""
 
     fqn: str
     boxes: tuple[Box, ...]
@@ -266,9 +271,9 @@ class ShardsHandle(Handle):
 
 
 def _alike(fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the same kind as a parameter, with the same shards, which have these elements.
+    """A tensor of the parameter's class, with the parameter's shards, and the elements of `tensors`.
 
-    Raises WrapperError for a class of tensors that neither `empty_like` nor a copy can make.
+    Raises WrapperError for a tensor class that neither `empty_like` nor a copy can make.
     """
     inside = _inside(param)
     sharded = sys.modules.get(_SHARDED_MODULE)
@@ -291,15 +296,15 @@ def _alike(fqn: str, param: Any, boxes: Sequence[Box], tensors: list[torch.Tenso
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if param.dtype != dtype:
                 raise WrapperError(
-                    f"{fqn}: torch.empty_like() of this {type(param).__name__} with dtype={dtype} fails ({error}), so that no "
-                    "state value of this dtype can be made for it"
+                    f"{fqn}: torch.empty_like() of this {type(param).__name__} with dtype={dtype} fails ({error}), so no state "
+                    "value of this dtype can be made for the parameter: implement empty_like for the class"
                 ) from error
             made = copy.deepcopy(param).detach()
         shards = Shards.of(fqn, made) if describes_itself(made) else None
         if shards is None or shards.boxes != tuple(boxes) or made.dtype != dtype:
             raise WrapperError(
-                f"{fqn}: torch.empty_like() of this {type(param).__name__} gives one with other shards, or of another dtype, "
-                "so that no state value can be made for it"
+                f"{fqn}: torch.empty_like() of this {type(param).__name__} gives a tensor with other shards, or of another "
+                "dtype, so no state value can be made for the parameter: implement empty_like for the class"
             )
         shards.fill(torch.cat([flatten(tensor) for tensor in tensors]) if tensors else torch.empty(0, dtype=dtype))
         return made

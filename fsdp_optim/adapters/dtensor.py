@@ -30,7 +30,7 @@ _FULLY_SHARD_MODULE = "torch.distributed.fsdp"
 
 
 class DTensorAdapter(Adapter):
-    """Every DTensor parameter, whatever made it, and the modules of fully_shard."""
+    """The adapter of DTensor parameters of any origin, and of modules with fully_shard."""
 
     name = "DTensor"
 
@@ -58,7 +58,7 @@ class DTensorAdapter(Adapter):
             yield _handle(param, alike[key], sites)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
-        """As those of a tensor parallel module."""
+        """The Handle of a DTensor buffer, as in a tensor parallel module."""
         if not is_dtensor(value):
             return None
         placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
@@ -92,21 +92,23 @@ def _handle(param: DTensor, placement: MeshBoxes, sites: list[tuple[nn.Module, s
 
 
 def _check_local_shape(fqn: str, param: DTensor, placement: MeshBoxes) -> None:
-    """What was computed for this rank has to be what the DTensor has: a cut that was read wrongly is noticed here."""
+    """Raise WrapperError where the computed shape of this rank's shard is not that of the DTensor's local tensor."""
     shard = placement.shard_of(torch.distributed.get_rank())
     computed = placement.box(shard).sizes if shard is not None else ()
     held = _local_of(param)
     if shard is not None and computed != tuple(held.shape) and (held.numel() or prod(computed)):
         raise WrapperError(
-            f"{fqn}: rank {torch.distributed.get_rank()} holds {list(held.shape)} of it, "
-            f"{list(computed)} was expected from {param.placements} on the mesh {param.device_mesh.mesh.tolist()}"
+            f"{fqn}: the local tensor on rank {torch.distributed.get_rank()} has shape {list(held.shape)}, and "
+            f"{param.placements} on the mesh {param.device_mesh.mesh.tolist()} give {list(computed)}: make the DTensor with "
+            "distribute_tensor"
         )
 
 
 def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
     """The sharded parameters of fully_shard, by owner and name.
 
-    After a forward pass without a backward, whole parameters are registered in their place; the optimizer holds these.
+    After a forward pass without a backward pass, whole parameters are registered in place of the sharded parameters, which
+    the optimizer holds.
     """
     loaded = sys.modules.get(_FULLY_SHARD_MODULE)
     found: dict[Place, torch.Tensor] = {}
@@ -131,21 +133,25 @@ def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Pla
     for mesh_dim, placement in enumerate(placements):
         if placement.is_partial():
             raise WrapperError(
-                f"{fqn}: its placement is {placement}, so each rank holds only its part of a reduction: "
-                "redistribute it to Replicate or Shard first"
+                f"{fqn}: the placement of this DTensor is {placement}, so each rank holds only its part of a reduction: "
+                "redistribute the DTensor to Replicate or Shard first"
             )
         if not placement.is_replicate():
             dim = getattr(placement, "dim", None)
             if dim is None:
-                raise WrapperError(f"{fqn}: {placement} is a placement that is not known here")
+                raise WrapperError(
+                    f"{fqn}: the placement {placement} of this DTensor is not supported: redistribute the DTensor to Replicate "
+                    "or Shard first"
+                )
             splits.append((_split_factor(placement), mesh_dim, dim % max(len(shape), 1)))
-    # fully_shard over tensor parallel: its mesh dimension comes first, but cuts what tensor parallel has left: a strided
-    # placement cuts after as many parts as its split factor says.
+    # The mesh dimension of fully_shard comes before that of tensor parallel, but fully_shard cuts the parts that tensor
+    # parallel has made: the split factor of a strided placement is the number of parts before its cut.
     sizes: Counter[int] = Counter()
     for factor, mesh_dim, dim in sorted(splits):
         if factor > 1 and factor != max(sizes[dim], 1):
             raise WrapperError(
-                f"{fqn}: {placements} on the mesh {tuple(mesh.mesh.shape)} interleaves rows, which is not known here"
+                f"{fqn}: {placements} on the mesh {tuple(mesh.mesh.shape)} interleaves rows, which is not supported: "
+                "redistribute the DTensor to Replicate or Shard first"
             )
         sizes[dim] = max(sizes[dim], 1) * mesh.size(mesh_dim)
     order = tuple((mesh_dim, dim) for _, mesh_dim, dim in sorted(splits))
@@ -153,15 +159,15 @@ def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Pla
 
 
 def _split_factor(placement: Placement) -> int:
-    """Into how many parts other mesh dimensions cut before this placement does: more than 1 for `_StridedShard`."""
+    """The number of parts that other mesh dimensions make before the cut of this placement; over 1 for `_StridedShard`."""
     return int(getattr(placement, "split_factor", 1))
 
 
 def _ranks(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:
-    """The ranks of a mesh, row-major, as its shards along `split_dims` are numbered.
+    """The ranks of a mesh, row-major, in the order in which DTensor numbers the shards along `split_dims`.
 
-    DTensor numbers them by rank inside the process group of each mesh line, and torch sorts the ranks of a group: on a
-    mesh whose ranks do not ascend, that is another order than the mesh's own.
+    DTensor numbers shards by group rank in the process group of each mesh line, and torch sorts the ranks of a group: on a
+    mesh whose ranks do not ascend, that order differs from the order in the mesh.
     """
     grid = mesh.mesh
     if all(bool((grid.diff(dim=dim) > 0).all()) for dim in split_dims):
@@ -174,7 +180,8 @@ def _ranks(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:
     numbered[coordinates.reshape(-1, grid.ndim).unbind(-1)] = grid.flatten()
     if bool((numbered < 0).any()):
         raise WrapperError(
-            f"the mesh {grid.tolist()} has ranks in an order in which torch does not number its shards apart"
+            f"the mesh {grid.tolist()} has its ranks in an order in which torch gives two ranks the same shard: make the mesh "
+            "with ascending ranks"
         )
     return ranks_in_order(numbered.flatten().tolist())
 
@@ -189,7 +196,7 @@ def _params(tree: ModuleTree) -> Iterator[tuple[DTensor, list[tuple[nn.Module, s
 
 @dataclass(frozen=True, kw_only=True)
 class DTensorHandle(Handle):
-    """A DTensor parameter: its state values are DTensors on the same mesh with the same placements."""
+    """The Handle of a DTensor parameter; state values are DTensors on the same mesh with the same placements."""
 
     mesh: DeviceMesh
     spec: tuple[Placement, ...]
@@ -263,7 +270,7 @@ class DTensorHandle(Handle):
         return self._dtensor(value.local, like if alike else self._spec_cut(splits), value.shape)
 
     def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
-        """The parameter's placements for a value of another shape: dimensions of the same size are cut alike."""
+        """The DTensor placements for a value of another shape: dimensions of the parameter's sizes are cut like there."""
         replicate = sys.modules[_MODULE].Replicate()
         same = [len(shape) == len(self.shape) and a == b for a, b in zip(shape, self.shape, strict=False)]
         return tuple(
@@ -272,7 +279,7 @@ class DTensorHandle(Handle):
         )
 
     def _spec_of(self, placement: MeshBoxes) -> tuple[Placement, ...]:
-        """The placements of a value that is cut so."""
+        """The DTensor placements for a value with a Placement."""
         like = self._spec_like(placement.shape)
         if placement_of("a state value", placement.shape, self.mesh, like).splits == placement.splits:
             return like
@@ -290,15 +297,15 @@ class DTensorHandle(Handle):
 
 
 def _local_of(value: DTensor) -> torch.Tensor:
-    """This rank's part, without a trip through autograd, which costs ten times as much."""
+    """The local tensor, without autograd, which would cost ten times as much."""
     local = value._local_tensor
     if type(local) is torch.Tensor:
         return local
-    with torch.no_grad():  # it may have to wait for a collective
+    with torch.no_grad():  # to_local may have to wait for a collective operation
         return value.to_local()
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor, without loading DTensor."""
+    """Whether a value is a DTensor, without importing DTensor."""
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(value, module.DTensor)

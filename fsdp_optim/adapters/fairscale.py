@@ -1,6 +1,6 @@
-"""fairscale's FullyShardedDataParallel: flat parameters (`flatten_parameters=True`) and single ones (`False`).
+"""fairscale's FullyShardedDataParallel: flat parameters (`flatten_parameters=True`) and single parameters (`False`).
 
-Read from the installed source of fairscale 0.4.13. Only this file touches fairscale's private names.
+It follows the source of fairscale 0.4.13. Only this file uses fairscale's private names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLAT_MODULE = "fairscale.nn.misc.flatten_params_wrapper"
 
 
 class FairscaleAdapter(Adapter):
-    """fairscale's FSDP units, whose own full dict counts unit after unit."""
+    """The adapter of fairscale's FSDP units."""
 
     name = "fairscale FSDP"
     wrapper_parts = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
@@ -51,7 +51,7 @@ class FairscaleAdapter(Adapter):
             group = unit.process_group
             if group not in ranks_of:
                 ranks_of[group] = ranks_in_order(dist.get_process_group_ranks(group))
-            owned = {id(param) for param in unit.non_shared_params()}  # a shared one belongs to the unit that made it
+            owned = {id(param) for param in unit.non_shared_params()}  # a shared parameter belongs to another unit
             for index, param in enumerate(unit.params):
                 if id(param) in owned:
                     yield _handle(tree, unit, param, index, ranks_of[group])
@@ -60,7 +60,7 @@ class FairscaleAdapter(Adapter):
         return (param for unit in _units(tree) for param in unit.non_shared_params())
 
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
-        """All floating ones of its units."""
+        """All floating point buffers of fairscale's units."""
         return (buffer for unit in _units(tree) for buffer in unit.buffers() if buffer.is_floating_point())
 
     def reshard(self, tree: ModuleTree) -> None:
@@ -72,7 +72,7 @@ class FairscaleAdapter(Adapter):
 
 
 def _units(tree: ModuleTree) -> tuple[FullyShardedDataParallel, ...]:
-    """fairscale's FSDP units in the order in which fairscale numbers them, those without parameters too."""
+    """fairscale's FSDP units in fairscale's order, including units without parameters."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
     return tuple(module for module in tree.modules if isinstance(module, cls))
 
@@ -81,21 +81,21 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
     orig_size, is_sharded = getattr(param, "_orig_size", None), getattr(param, "_is_sharded", None)
     if orig_size is None or is_sharded is None:
         raise WrapperError(
-            f"parameter {index} of the unit {tree.path(unit)!r} is not one that fairscale has sharded: "
-            "was it replaced after wrapping?"
+            f"parameter {index} of the unit {tree.path(unit)!r} was not sharded by fairscale: "
+            "was the parameter replaced after wrapping?"
         )
     numel = orig_size.numel()
-    # As fairscale's _get_shard cuts: flatten().chunk(world_size), later chunks short or empty, all padded to the first.
+    # fairscale's _get_shard cuts with flatten().chunk(world_size): later chunks may be short or empty, and are padded.
     chunk_numel = -(-numel // len(ranks)) if is_sharded else numel
     num_padded = tuple(chunk_numel - min(max(numel - i * chunk_numel, 0), chunk_numel) for i in range(len(ranks)))
     recorded = unit.numel_padded_per_param[index]
     if recorded != num_padded[unit.rank if is_sharded else 0]:
         raise WrapperError(
             f"rank {dist.get_rank()}: fairscale padded parameter {index} of the unit {tree.path(unit)!r} by "
-            f"{counted_noun(recorded, 'element')}, {num_padded[unit.rank]} were expected for "
-            f"{counted_noun(numel, 'element')} on {counted_noun(len(ranks), 'rank')}"
+            f"{counted_noun(recorded, 'element')}, and not by {num_padded[unit.rank]} as version 0.4.13 does for "
+            f"{counted_noun(numel, 'element')} on {counted_noun(len(ranks), 'rank')}: use fairscale 0.4.13"
         )
-    is_summoned = unit.training_state.name == "SUMMON_FULL_PARAMS"  # at its end the whole copies may be put back
+    is_summoned = unit.training_state.name == "SUMMON_FULL_PARAMS"  # its exit may write the whole copies back
     if index < unit._num_flatten_params:
         originals, aliases = _flat_originals(param, chunk_numel, ranks)
         if is_summoned:
@@ -103,7 +103,10 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
     else:
         sites = tree.sites_of(param)
         if not sites:
-            raise WrapperError(f"parameter {index} of the unit {tree.path(unit)!r} is not in the model any more")
+            raise WrapperError(
+                f"parameter {index} of the unit {tree.path(unit)!r} is not in the model any more: was the parameter replaced "
+                "after wrapping?"
+            )
         placement = flat_chunks(tuple(orig_size), 0, chunk_numel, (ranks,))
         originals = (Original(*sites[0], placement),)
         aliases = tuple((0, module, attribute) for module, attribute in sites[1:])
@@ -114,7 +117,7 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
         num_padded=num_padded,
         collected=not unit.no_broadcast_optim_state,
         aliases=aliases,
-        # while a unit is in use, `data` has all of it, perhaps in half precision
+        # While a unit is in use, `data` has the whole parameter, possibly in half precision.
         kept=lambda: _kept(param, tree.fqn(originals[0].module, originals[0].attribute) if is_summoned else ""),
     )
 

@@ -1,6 +1,6 @@
-"""torch's FullyShardedDataParallel, use_orig_params False (flat parameters) and True (views into them).
+"""torch's FullyShardedDataParallel with use_orig_params False (flat parameters) and True (views into flat parameters).
 
-Read from the installed source of torch 2.13. Only this file touches that wrapper's private names.
+It follows the source of torch 2.13. Only this file uses that wrapper's private names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 class FSDP1Adapter(Adapter):
-    """torch FSDP units: those that shard, those that replicate, and those that do both."""
+    """The adapter of torch FSDP units that shard, replicate, or do both."""
 
     name = "torch FSDP"
     wrapper_parts = frozenset({"_fsdp_wrapped_module"})
@@ -41,14 +41,14 @@ class FSDP1Adapter(Adapter):
         return bool(getattr(param, "_fsdp_flattened", False))
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
-        """Of every unit, the ranks that shard it and those that replicate it."""
+        """The ranks of every replica of every unit."""
         return (ranks for unit in _units(tree) for ranks in _replicas(unit, _handle_of(unit)))
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         for unit in _units(tree):
             handle = _handle_of(unit)
             replicas = _replicas(unit, handle)
-            # Over a shard group of one rank, torch turns HYBRID_SHARD into NO_SHARD, and promises nothing across groups.
+            # torch turns HYBRID_SHARD over a single rank into NO_SHARD, and then does not keep the replicas equal.
             kept_equal = handle.uses_sharded_strategy or _across(unit) is None
             if handle._use_orig_params:
                 yield from _original_handles(tree, handle, replicas, kept_equal)
@@ -56,7 +56,7 @@ class FSDP1Adapter(Adapter):
                 yield _flat_handle(tree, handle, replicas, kept_equal)
 
     def cast_buffers(self, tree: ModuleTree) -> Iterator[torch.Tensor]:
-        """Those of units with a MixedPrecision that has a buffer_dtype."""
+        """The floating point buffers of units whose MixedPrecision has a buffer_dtype."""
         cls = sys.modules[_MODULE].FullyShardedDataParallel
         for unit in tree.modules:
             if isinstance(unit, cls) and unit.mixed_precision.buffer_dtype is not None:
@@ -65,13 +65,15 @@ class FSDP1Adapter(Adapter):
     def reshard(self, tree: ModuleTree) -> None:
         for unit in _units(tree):
             handle = _handle_of(unit)
-            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # it was used before
+            if handle.uses_sharded_strategy and hasattr(
+                handle.flat_param, "_local_shard"
+            ):  # absent before the first use
                 handle.reshard(True)
                 handle.post_reshard()  # type: ignore[no-untyped-call]
 
 
 def _units(tree: ModuleTree) -> Iterator[FullyShardedDataParallel]:
-    """Units that have parameters of their own."""
+    """The units that have parameters themselves."""
     cls = sys.modules[_MODULE].FullyShardedDataParallel
     return (module for module in tree.modules if isinstance(module, cls) and module._handle is not None)
 
@@ -83,7 +85,7 @@ def _handle_of(unit: FullyShardedDataParallel) -> FlatParamHandle:
 
 
 def _across(unit: FullyShardedDataParallel) -> dist.ProcessGroup | None:
-    """The group of HYBRID_SHARD's replicas. A unit asks the module that it wraps for what it does not have, which takes long."""
+    """The group of HYBRID_SHARD's replicas. `vars` avoids a unit's slow lookup of absent attributes in the wrapped module."""
     found: dist.ProcessGroup | None = vars(unit).get("_inter_node_pg")
     return found
 
@@ -100,7 +102,7 @@ def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[
         return (ranks_in_order(mine),)
     mesh = unit._device_mesh
     if mesh is not None and mesh.ndim == 2:
-        # A group sorts its ranks, whatever their order in the mesh.
+        # A process group sorts its ranks, so the order in the mesh does not matter.
         return tuple(sorted((ranks_in_order(sorted(row)) for row in mesh.mesh.tolist()), key=lambda row: row[0]))
     return _grid(mine, sorted(dist.get_process_group_ranks(across)))
 
@@ -108,9 +110,8 @@ def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[
 def _grid(row: list[int], column: list[int]) -> tuple[Ranks, ...]:
     """The shard groups of all replicas, from the shard group and the replicate group of this rank.
 
-    Two plain groups show only one row and one column of the grid. The other rows are assumed to be shifted copies of this
-    one, which is accepted only where they cover every rank of the job: then all ranks meet, and a rank whose row is no
-    such copy is noticed.
+    Two plain groups give only one row and one column of the grid. The other rows are assumed to be shifted copies of this
+    row, but only if they cover every rank of the job: then all ranks meet, and a rank with another row raises an error.
 
     Raises WrapperError for all other groups.
     """
@@ -119,15 +120,15 @@ def _grid(row: list[int], column: list[int]) -> tuple[Ranks, ...]:
     if sorted(rank for replica in replicas for rank in replica) != list(range(dist.get_world_size())):
         raise WrapperError(
             f"rank {here}: HYBRID_SHARD on the process groups {row} (shards) and {column} (replicas) does not show the shard "
-            f"groups of the other ranks; they are known only where all {dist.get_world_size()} ranks of the job form a grid "
-            "whose rows are shifted copies of each other: give FullyShardedDataParallel a device_mesh= with the dimensions "
-            "(replicate, shard) in place of process_group="
+            f"groups of the other ranks, unless all {dist.get_world_size()} ranks of the job form a grid whose rows are shifted "
+            "copies of each other: give FullyShardedDataParallel a device_mesh= with the dimensions (replicate, shard) in place "
+            "of process_group="
         )
     return replicas
 
 
 def _starts(handle: FlatParamHandle) -> tuple[list[int], int]:
-    """Where each original begins in the flat parameter, and the flat parameter's length, alignment included."""
+    """The index in the flat parameter at which each original begins, and the flat parameter's length with alignment."""
     flat = handle.flat_param
     starts, at = [], 0
     for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
@@ -145,14 +146,14 @@ def _check(tree: ModuleTree, handle: FlatParamHandle) -> None:
         fqn = tree.fqn(info.module, info.param_name)
         if not contiguous:
             raise WrapperError(
-                f"{fqn}: it was not contiguous when torch FSDP flattened it, so its elements lie in another order than "
-                "those of the parameter: call .contiguous() on it (or drop channels_last) before wrapping"
+                f"{fqn}: this parameter was not contiguous when torch FSDP flattened it, so the flat parameter has the "
+                "elements in another order: call .contiguous() on the parameter (or drop channels_last) before wrapping"
             )
-        raise WrapperError(f"{fqn}: torch FSDP over tensor parallel is not supported: use fully_shard (FSDP2) for it")
+        raise WrapperError(f"{fqn}: torch FSDP over tensor parallel is not supported: use fully_shard (FSDP2) instead")
 
 
 def _is_summoned(handle: FlatParamHandle) -> bool:
-    """Whether the call is made inside `summon_full_params()`, at whose end torch may put the whole copies back."""
+    """Whether the call is made inside `summon_full_params()`, whose exit may write the whole copies back."""
     return bool(handle._training_state.name == "SUMMON_FULL_PARAMS")
 
 
@@ -186,7 +187,7 @@ def _flat_handle(tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Rank
 
 
 def _kept(handle: FlatParamHandle) -> torch.Tensor:
-    """This rank's chunk, which the flat parameter does not show while a unit is in use."""
+    """This rank's chunk, which is not the data of the flat parameter while a unit is in use."""
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", None)
     return shard if shard is not None and shard.numel() else flat.data
@@ -229,7 +230,7 @@ def _original_handles(
 
 
 def _part_of_chunk(tree: ModuleTree, handle: FlatParamHandle, placement: FlatChunks, info: ParamInfo) -> torch.Tensor:
-    """Where an original lies in this rank's chunk; its own tensor has all of it while a unit is in use."""
+    """The elements of an original in this rank's chunk; the original's own tensor is whole while a unit is in use."""
     if _is_summoned(handle):
         raise summoned(tree.fqn(info.module, info.param_name), "torch FSDP")
     run = replace(placement, own_tensor=False).run(placement.shard_of(dist.get_rank()) or 0)

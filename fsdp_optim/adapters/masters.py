@@ -1,4 +1,4 @@
-"""Masters: tensors that an optimizer holds in the place of the model's parameters."""
+"""Masters: tensors that an optimizer holds in place of the model's parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 
 def with_masters(view: ModelView, masters: Iterable[Handle], naming: Naming) -> ModelView:
-    """The model as an optimizer sees that holds masters: each in the place of the live parameters that it is a copy of.
+    """The view of a model whose optimizer holds masters: each master replaces the live parameters that it copies.
 
-    Raises WrapperError for masters of a part of a live parameter, and of what is in no model.
+    Raises WrapperError for a master of a part of a live parameter, and for a master of no parameter of the model.
     """
     of_fqn: dict[str, NamedHandle] = {}
     for handle in masters:
@@ -21,19 +21,24 @@ def with_masters(view: ModelView, masters: Iterable[Handle], naming: Naming) -> 
         of_fqn.update(dict.fromkeys(named.fqns, named))
         if handle.master is None:
             raise WrapperError(
-                f"{named.fqns[0]}: its adapter does not say under which name the optimizer's state_dict() has the elements of "
-                "its master (Handle.master), which would be neither saved nor loaded without it"
+                f"{named.fqns[0]}: the adapter of its master does not set Handle.master, the name of the master in the "
+                "optimizer's state_dict(), without which the master is neither "
+                "saved nor loaded: set it in the adapter"
             )
     unknown = [fqn for fqn in of_fqn if fqn not in view.place_of]
     if unknown:
-        raise WrapperError(f"{unknown[0]}: the optimizer holds a master of it, and the model has no such parameter")
+        raise WrapperError(
+            f"{unknown[0]}: the optimizer holds a master of this parameter, and the model has no such parameter: give the "
+            "model that the optimizer was built for"
+        )
     handles: dict[int, NamedHandle] = {}
     for named in view.handles:
         mine = [of_fqn[fqn] for fqn in named.fqns if fqn in of_fqn]
         if mine and len(mine) < len(named.fqns):
-            left = next(fqn for fqn in named.fqns if fqn not in of_fqn)
+            lacking = next(fqn for fqn in named.fqns if fqn not in of_fqn)
             raise WrapperError(
-                f"{mine[0].fqns[0]}: the optimizer holds a master of it and none of {left}, which are in one live parameter"
+                f"{mine[0].fqns[0]}: the optimizer holds a master of this parameter and none of {lacking}, and both are in one "
+                "live parameter: give the optimizer masters of both, or of none"
             )
-        handles.update((id(one), one) for one in mine or [named])
+        handles.update((id(handle), handle) for handle in mine or [named])
     return replace(view, handles=tuple(handles.values()))

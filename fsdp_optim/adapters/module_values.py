@@ -1,4 +1,4 @@
-"""What state_dict() has of modules besides parameters and buffers: extra state, and what their _save_to_state_dict adds."""
+"""The entries of state_dict() that are neither parameters nor buffers: extra state, and additions of _save_to_state_dict."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsdp_optim.adapters.tree import ModuleTree, join
 from fsdp_optim.errors import StateError
 from fsdp_optim.view import ModelView, ModuleValue, ModuleValues
 
-_EXTRA = "_extra_state"  # what torch calls the result of get_extra_state()
+_EXTRA = "_extra_state"  # torch's key for the result of get_extra_state()
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "fairscale.")
 _OF_TORCH = ("torch.", "fairscale.")
 
 
 def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> ModuleValues:
-    """The values of all modules, without touching parameters: nothing is gathered for them, and hooks are not run.
+    """The entries of all modules. Parameters are not gathered, and hooks are not run.
 
     Raises StateError where a module's own code fails.
     """
@@ -57,13 +57,13 @@ def _function(method: Any) -> Callable[..., Any]:
 
 
 def _is_of(method: Any, places: tuple[str, ...]) -> bool:
-    """Whether a method or a hook is defined in one of some packages."""
+    """Whether a method or a hook is defined in one of the packages `places`."""
     function = _function(method)
     return str(getattr(function, "__module__", None) or type(function).__module__).startswith(places)
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method of its own in the place of torch's, which is no wrapper's."""
+    """Whether a module's class overrides a method of nn.Module, other than the classes of wrappers."""
     method = getattr(module, name)
     return _function(method) is not getattr(nn.Module, name) and not _is_of(method, _WRAPPERS)
 
@@ -77,7 +77,7 @@ def _adds(module: nn.Module) -> bool:
 
 
 def _is_taker(module: nn.Module) -> bool:
-    """Whether it may take values that it does not have now: which ones it has may depend on what it has seen."""
+    """Whether a module may load entries that it does not have now, because its entries may depend on its history."""
     return _overrides(module, "_save_to_state_dict") and _overrides(module, "_load_from_state_dict")
 
 
@@ -86,7 +86,7 @@ def _is_restored(module: nn.Module, key: str) -> bool:
 
 
 def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
-    """The names that parameters have in their modules, also of those that a wrapper has taken out."""
+    """Module -> names of its parameters, including the parameters that a wrapper has taken out."""
     names: dict[nn.Module, set[str]] = {}
     for named in view.handles:
         for original in named.handle.originals:
@@ -97,31 +97,31 @@ def _names_of_params(view: ModelView) -> dict[nn.Module, set[str]]:
 
 
 def _saved(path: str, module: nn.Module) -> dict[str, Any]:
-    """What a module itself puts into a state_dict(); parameters and buffers as they are, not copied."""
+    """The entries that a module itself puts into a state_dict(), including parameters and buffers, not copied."""
     if not _overrides(module, "_save_to_state_dict"):
         return {_EXTRA: _of_module(path, module, "get_extra_state")}
     found: OrderedDict[str, Any] = OrderedDict()
-    found._metadata = OrderedDict()  # type: ignore[attr-defined]  # some look for it
+    found._metadata = OrderedDict()  # type: ignore[attr-defined]  # some modules read this attribute
     _of_module(path, module, "_save_to_state_dict", found, "", True)
     return dict(found)
 
 
 def _of_module(path: str, module: nn.Module, name: str, *args: Any) -> Any:
-    """The result of a method of a module's own."""
+    """The result of a method of a module. Raises StateError where the method fails."""
     try:
         with torch.no_grad():
             return getattr(module, name)(*args)
     except Exception as error:
         raise StateError(
-            f"{path or 'the model'}: {name}() of this {type(module).__name__} raised {type(error).__name__}: {error}; what "
-            "state_dict() has of it beside parameters and buffers is neither saved nor loaded without it"
+            f"{path or 'the model'}: {name}() of this {type(module).__name__} raised {type(error).__name__}: {error}; a save or "
+            "load needs this method for the entries of state_dict() that are neither parameters nor buffers: repair the method"
         ) from error
 
 
 def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> None:
-    """Give a module what `read_module_values` had of it. Raises StateError where it does not take it.
+    """Load entries that `read_module_values` read into a module. Raises StateError where the module refuses them.
 
-    `version`: of the code of the module that had it.
+    `version`: the version of the saved module's code.
     """
     if set(values) == {_EXTRA} and not _overrides(module, "_load_from_state_dict"):
         _of_module(path, module, "set_extra_state", values[_EXTRA])
@@ -135,14 +135,14 @@ def put(module: nn.Module, values: dict[str, Any], path: str, version: Any) -> N
     )
     refused = [key for key in unexpected if key in values]
     if errors or refused:
-        why = "; ".join(errors) or f"it does not know {refused[0]!r}"
+        why = "; ".join(errors) or f"{refused[0]!r} is unknown"
         raise StateError(
-            f"{path or 'the model'}: this {type(module).__name__} does not take what was saved of it: {why}"
+            f"{path or 'the model'}: this {type(module).__name__} refused the saved entries of its state_dict(): {why}"
         )
 
 
 def _hooked(tree: ModuleTree) -> Iterator[str]:
-    """The modules whose state_dict() is changed by code that this library does not run."""
+    """The modules whose state_dict() is changed by hooks or overrides, which this library does not run."""
     for module in tree.modules:
         hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
         foreign = [hook for hook in hooks if not _is_of(hook, _OF_TORCH)]

@@ -1,4 +1,4 @@
-"""Names of original parameters, and their order in the unwrapped model."""
+"""The FQNs of original parameters, and their order in the unwrapped model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp_optim.view import Handle, NamedHandle
 
 
 class Naming:
-    """Gives Handles their FQNs, one after the other, and remembers the order that the unwrapped model has."""
+    """A naming of Handles, one after the other, which collects the order of the unwrapped model on the way."""
 
     def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
         self._tree, self._name_of = tree, name_of
@@ -21,17 +21,17 @@ class Naming:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """As the unwrapped model's parameters(): by module, then by place in the module."""
+        """The FQNs in the order of the unwrapped model's parameters(): by module, then by place in the module."""
         return tuple(sorted(self._keys, key=self._keys.__getitem__))
 
     @property
     def mixed(self) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """Of each module that has both, the parameters that were taken and those that stayed registered."""
-        kinds: dict[int, tuple[list[str], list[str]]] = {}
+        """(taken parameters, registered parameters) of each module that has both."""
+        by_module: dict[int, tuple[list[str], list[str]]] = {}
         for fqn in self.order:
-            module, kind, _ = self._keys[fqn]
-            kinds.setdefault(module, ([], []))[kind].append(fqn)
-        return tuple((tuple(taken), tuple(left)) for taken, left in kinds.values() if taken and left)
+            module, is_registered, _ = self._keys[fqn]
+            by_module.setdefault(module, ([], []))[is_registered].append(fqn)
+        return tuple((tuple(taken), tuple(left)) for taken, left in by_module.values() if taken and left)
 
     def name(self, handle: Handle) -> NamedHandle:
         """The Handle with its FQNs. Raises WrapperError where two parameters would have one name."""
@@ -40,7 +40,9 @@ class Naming:
             module, attribute = original.module, original.attribute
             fqn = self._rename(handle, self._tree.fqn(module, attribute))
             if fqn in self._keys:
-                raise WrapperError(f"{fqn}: two parameters of the model have this name")
+                raise WrapperError(
+                    f"{fqn}: two parameters of the model have this name: give name_of= that tells them apart"
+                )
             if original.place is not None:
                 self._keys[fqn] = (self._tree.index(module), 0, original.place)
             else:
@@ -59,6 +61,6 @@ class Naming:
     def _rename(self, handle: Handle, fqn: str) -> str:
         if self._name_of is None:
             return fqn
-        given = self._name_of(fqn, min(handle.originals[0].placement.ranks))
-        self.given_names[fqn] = given
-        return given
+        name = self._name_of(fqn, min(handle.originals[0].placement.ranks))
+        self.given_names[fqn] = name
+        return name

@@ -1,4 +1,4 @@
-"""A model as this rank sees it, put together from what the adapters say of it."""
+"""The reader of a model, which combines the descriptions of all adapters into one view."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fsdp_optim.view import Handle, ModelView, ModuleValues
 
 
 class ModelReader:
-    """Reads a model as this rank sees it. Makes no collective call and changes nothing."""
+    """A reader of one model on this rank. It makes no collective call and changes nothing."""
 
     def __init__(self, model: nn.Module, rank: int | None = None) -> None:
-        """`rank`: which rank this is (None: torch.distributed's)."""
+        """`rank`: this global rank (None: the rank in torch.distributed)."""
         self._rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         known = all_adapters()
         self._wrapper_parts = TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in known))
@@ -47,7 +47,7 @@ class ModelReader:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether anything in the model is sharded or replicated over ranks."""
+        """Whether a wrapper shards or replicates anything in the model over ranks."""
         return bool(self._rank_sets)
 
     @cached_property
@@ -55,12 +55,12 @@ class ModelReader:
         return [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
 
     def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None, optim: Any = None) -> ModelView:
-        """The live parameters, and where their originals live. The model is read once; a reader is made for each call.
+        """The live parameters, and where their originals live. The result is cached; every call makes a new reader.
 
         Args:
             ranks: the global ranks that share the model (None: `self.ranks`).
-            name_of: gives parameters other names, where ranks use one name for different ones.
-            optim: an optimizer, or several; where it holds masters of its own, these are in the place of the parameters.
+            name_of: gives parameters unique names, if ranks use one name for different parameters.
+            optim: an optimizer, or several; if it holds masters, these replace the parameters.
         """
         key = tuple(sorted(self.ranks if ranks is None else ranks)), name_of
         if key not in self._views:
@@ -90,7 +90,7 @@ class ModelReader:
         )
 
     def _handles(self, everyone: tuple[int, ...]) -> list[Handle]:
-        """Every live parameter, each by the first adapter that claims it; the last adapter takes those that are left."""
+        """The Handle of every live parameter, from the first adapter that claims it; the last adapter claims the rest."""
         *specific, rest = self._adapters
         claimed: dict[int, Handle] = {}
         for adapter in specific:
@@ -102,10 +102,7 @@ class ModelReader:
         return list(claimed.values())
 
     def _check_unclaimed(self, claimed: Collection[int]) -> None:
-        """Refuse part of a wrapped model: what a wrapper has flattened or cut would pass for whole parameters.
-
-        Raises WrapperError.
-        """
+        """Raise WrapperError for a part of a wrapped model, whose flattened or cut tensors would count as whole parameters."""
         for param, sites in self._tree.params():
             if id(param) not in claimed:
                 for adapter in self._adapters:
@@ -117,16 +114,16 @@ class ModelReader:
                         )
 
     def reshard(self) -> None:
-        """Let go of whole parameters that a forward pass has left, so that the next one sees new shards."""
+        """Free the whole parameters that a forward pass has left, so that the next forward pass uses the new shards."""
         for adapter in self._adapters:
             adapter.reshard(self._tree)
 
     def buffers(self, view: ModelView, name_of: NameOf | None = None) -> Buffers:
-        """The buffers that a state_dict() has: whole on every rank that holds the parameters near them."""
+        """The persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
         return read_buffers(self._tree, self._adapters, view, _renamed_by(name_of))
 
     def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
-        """What a state_dict() has besides parameters and buffers."""
+        """The entries of state_dict() that are neither parameters nor buffers."""
         return read_module_values(self._tree, view, _renamed_by(name_of))
 
     def _is_wrapper_child(self, module: nn.Module, name: str) -> bool:

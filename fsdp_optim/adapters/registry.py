@@ -1,4 +1,4 @@
-"""The adapters that there are: this package's own, those of installed packages, and those that a program adds."""
+"""The registry of adapters: built-in adapters, those of installed packages, and those that a program adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_optim.adapters.replicated import ReplicatedAdapter
 from fsdp_optim.errors import WrapperError
 
 GROUP = "fsdp_optim.adapters"
-"""The entry points by which installed packages add adapters."""
+"""The group of entry points by which installed packages add adapters."""
 
 BUILT_IN: tuple[Adapter, ...] = (
     FairscaleAdapter(),
@@ -27,18 +27,18 @@ BUILT_IN: tuple[Adapter, ...] = (
     DTensorAdapter(),
     ReplicatedAdapter(),
 )
-"""In the order in which they are asked; the last one takes every parameter that is left."""
+"""The built-in adapters in the order of their calls; the last adapter claims all remaining parameters."""
 
 _added: ContextVar[tuple[Adapter, ...]] = ContextVar("added", default=())
 
 
 @contextlib.contextmanager
 def use_adapters(adapters: Sequence[Adapter]) -> Iterator[None]:
-    """Inside, calls know these adapters too, and ask them before all others.
+    """A context in which calls use these adapters too, before all others.
 
-    All ranks have to use the same ones. Threads that are started inside do not inherit them.
+    All ranks have to use the same adapters. Threads that are started inside the context do not inherit the adapters.
 
-    Raises WrapperError for something that is no Adapter.
+    Raises WrapperError for an object that is not an Adapter.
     """
     for adapter in adapters:
         _check(adapter, "use_adapters() was given")
@@ -50,7 +50,7 @@ def use_adapters(adapters: Sequence[Adapter]) -> Iterator[None]:
 
 
 def all_adapters() -> tuple[Adapter, ...]:
-    """Every adapter, in the order in which they are asked: those in use, those of installed packages, the built-in ones.
+    """All adapters in the order of their calls: those of `use_adapters`, of installed packages, and the built-in adapters.
 
     Raises WrapperError that names an entry point which cannot be loaded.
     """
@@ -60,13 +60,13 @@ def all_adapters() -> tuple[Adapter, ...]:
 
 @functools.cache
 def installed_points() -> tuple[EntryPoint, ...]:
-    """The entry points of all installed packages, looked up once per process: that takes milliseconds."""
+    """The entry points of all installed packages, looked up once per process because that takes milliseconds."""
     return tuple(sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)))
 
 
 @functools.cache
 def _loaded(point: EntryPoint) -> Adapter:
-    """The adapter that an entry point names: an Adapter, or a class or a function that gives one."""
+    """The adapter of an entry point, which names an Adapter, or a class or a function that returns an Adapter."""
     where = f"the entry point {point.name!r} = {point.value!r} in the group {GROUP!r}"
     if point.dist is not None:
         where += f" of the package {point.dist.name} {point.dist.version}"
@@ -83,5 +83,5 @@ def _loaded(point: EntryPoint) -> Adapter:
 
 def _check(adapter: object, where: str) -> Adapter:
     if not isinstance(adapter, Adapter):
-        raise WrapperError(f"{where} a {type(adapter).__name__}, which is no fsdp_optim.adapters.Adapter")
+        raise WrapperError(f"{where} a {type(adapter).__name__}, which is not a fsdp_optim.adapters.Adapter")
     return adapter

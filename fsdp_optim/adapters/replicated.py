@@ -1,4 +1,4 @@
-"""DistributedDataParallel and plain modules: every rank that has the parameter has all of it."""
+"""DistributedDataParallel and plain modules, whose parameters are whole on each of their ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _ranks(ddp: nn.Module) -> tuple[int, ...]:
 
 
 class ReplicatedAdapter(Adapter):
-    """Every parameter that no other adapter has claimed.
+    """The adapter of every parameter that no other adapter has claimed.
 
-    Under DistributedDataParallel it lives on that wrapper's ranks, which the wrapper keeps equal. Elsewhere it lives on the
-    ranks that share the rest of the model, and nobody promises that the copies are equal.
+    A parameter under DistributedDataParallel lives on that wrapper's ranks, which the wrapper keeps equal. Any other parameter
+    lives on the ranks that share the rest of the model, and may differ between them.
     """
 
     name = "DistributedDataParallel"
@@ -35,7 +35,7 @@ class ReplicatedAdapter(Adapter):
         return True
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether it is the `module` of a DistributedDataParallel or DataParallel; others may have such a child too."""
+        """Whether a child is the `module` of a DistributedDataParallel or DataParallel, not of another class."""
         return name == "module" and isinstance(module, (_ddp_class(), nn.DataParallel))
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
@@ -72,4 +72,4 @@ def _ddp_class() -> type[nn.Module]:
 
 
 class _Never(nn.Module):
-    """No model has one."""
+    """A class without instances, for isinstance checks."""

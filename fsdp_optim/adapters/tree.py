@@ -1,4 +1,4 @@
-"""The module tree of a wrapped model, with the names and the order that the unwrapped model has."""
+"""The module tree of a wrapped model, with the names and the order of the unwrapped model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 from fsdp_optim.errors import WrapperError
 
 IsWrapperChild = Callable[[nn.Module, str], bool]
-"""(module, name of a child) -> whether the child is what the module wraps, so that the name is no part of an FQN."""
+"""(module, name of a child) -> whether the child is the wrapped module, so that the name is not part of an FQN."""
 
 StandIns = Callable[[Iterable[nn.Module]], Mapping[tuple[nn.Module, str], torch.Tensor]]
-"""modules -> (module, attribute) -> the live parameter, where another tensor is registered there for the time being."""
+"""modules -> (module, attribute) -> live parameter, where another tensor is registered temporarily."""
 
 # torch.compile and activation checkpointing put the model one level deeper, under these names.
 TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -27,7 +27,7 @@ class _Site:
 
 
 class ModuleTree:
-    """Modules in the order of `model.modules()`, each with its clean path: wrappers leave no trace in names."""
+    """The modules in the order of `model.modules()`, with their paths in the unwrapped model."""
 
     def __init__(
         self, root: nn.Module, is_wrapper_child: IsWrapperChild, stand_ins: StandIns = lambda modules: {}
@@ -46,7 +46,7 @@ class ModuleTree:
                     self._sites_of_params.setdefault(param, []).append((module, attribute))
 
     def _visit(self, module: nn.Module, path: str) -> None:
-        if module in self._sites:  # one module in two places: its parameters are tied
+        if module in self._sites:  # the parameters of a module in two places are tied
             self._other_paths.append((path, module))
         else:
             self._sites[module] = _Site(len(self._sites), path)
@@ -84,7 +84,7 @@ class ModuleTree:
         return iter(self._sites_of_params.items())
 
     def buffers(self) -> Iterable[tuple[str, torch.Tensor, list[str]]]:
-        """The persistent buffers, each once: by its first name, and with its other ones."""
+        """(first FQN, buffer, other FQNs) of each persistent buffer."""
         found: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
         for module, site in self._sites.items():
             for name, value in module._buffers.items():
@@ -100,14 +100,13 @@ class ModuleTree:
 
 
 def join(path: str, name: str) -> str:
-    """The name of something inside a module at `path`."""
+    """The FQN of `name` inside the module at `path`."""
     return f"{path}.{name}" if path else name
 
 
 def summoned(fqn: str, wrapper: str) -> WrapperError:
-    """What is wrong with a call inside `summon_full_params()`."""
+    """The error of a call inside `summon_full_params()`."""
     return WrapperError(
-        f"{fqn}: {wrapper} has put a whole copy in its place, as the call is made inside "
-        "summon_full_params(): leave that context "
-        "first; no function of this library needs it"
+        f"{fqn}: {wrapper} has replaced this parameter by a whole copy, because the call is made inside "
+        "summon_full_params(): leave that context first; no function of this library needs it"
     )

@@ -16,7 +16,7 @@ from fsdp_optim.state.merge import (
 from fsdp_optim.state.order import merge_lists
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import NAME_OF, format_ranks
-from fsdp_optim.state.reports import LiveParam, ReportsByRanks
+from fsdp_optim.state.reports import LiveParam, ReportsByRanks, first_difference
 
 _MOST_SHOWN = 200  # characters of a value in an error
 
@@ -111,20 +111,15 @@ def _check_groups(reports: ReportsByRanks) -> None:
                 f"{len(report.groups)}: build the optimizer "
                 "alike on all ranks"
             )
-        group_names = [f"param group {index}" for index in range(len(first.groups))]
-        for where, pairs, other_pairs in zip(
-            (*group_names, "the optimizer's state_dict()"),
-            (*first.groups, first.other_keys),
-            (*report.groups, report.other_keys),
-            strict=True,
-        ):
-            a, b = dict(pairs), dict(other_pairs)
-            for key in {**a, **b}:
-                if a.get(key) != b.get(key):
-                    raise StateError(
-                        f"{where}: {key} is {_short(a.get(key, 'absent'))} on {format_ranks(first_ranks)} and "
-                        f"{_short(b.get(key, 'absent'))} on {format_ranks(ranks)}; set it alike on all ranks"
-                    )
+        names = [*(f"param group {index}" for index in range(len(first.groups))), "the optimizer's state_dict()"]
+        sections = zip(names, (*first.groups, first.other_keys), (*report.groups, report.other_keys), strict=True)
+        found = first_difference(sections)
+        if found is not None:
+            section, key, first_text, text = found
+            raise StateError(
+                f"{section}: {key} is {_short(first_text)} on {format_ranks(first_ranks)} and {_short(text)} on "
+                f"{format_ranks(ranks)}; set it alike on all ranks"
+            )
 
 
 def _short(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.state.replicas import NAME_OF
+from fsdp_optim.state.reports import Pairs, first_difference
 
 WHOLE_HERE: tuple[int, ...] = ()
 """The ranks in the placement of a whole value, until the parts of all ranks show which ranks have the value."""
@@ -39,8 +40,8 @@ class DictPart:
     """The description of one rank's part of a sharded dict. The order of parameters and values may differ between ranks."""
 
     state: tuple[tuple[str, Values], ...]
-    groups: tuple[tuple[tuple[tuple[str, str], ...], tuple[str, ...]], ...]
-    other_keys: tuple[tuple[str, str], ...]
+    groups: tuple[tuple[Pairs, tuple[str, ...]], ...]
+    other_keys: Pairs
 
 
 PartsByRanks = Sequence[tuple[DictPart, tuple[int, ...]]]
@@ -78,17 +79,15 @@ def _check_groups(parts: PartsByRanks) -> None:
                 f"on rank {first_ranks[0]}, "
                 f"{len(part.groups)} on rank {ranks[0]}"
             )
-        here = [
-            (f"param group {i}", a[0], b[0]) for i, (a, b) in enumerate(zip(first.groups, part.groups, strict=True))
-        ]
-        for where, pairs, other_pairs in (*here, ("the dict itself", first.other_keys, part.other_keys)):
-            a, b = dict(pairs), dict(other_pairs)
-            for key in {**a, **b}:
-                if a.get(key) != b.get(key):
-                    raise StateError(
-                        f"the ranks have different sharded dicts: {where}: {key} is {a.get(key, 'absent')} on rank "
-                        f"{first_ranks[0]} and {b.get(key, 'absent')} on rank {ranks[0]}"
-                    )
+        groups = enumerate(zip(first.groups, part.groups, strict=True))
+        sections = [(f"param group {index}", group[0], other[0]) for index, (group, other) in groups]
+        found = first_difference([*sections, ("the dict itself", first.other_keys, part.other_keys)])
+        if found is not None:
+            section, key, first_text, text = found
+            raise StateError(
+                f"the ranks have different sharded dicts: {section}: {key} is {first_text} on rank {first_ranks[0]} and {text} "
+                f"on rank {ranks[0]}"
+            )
 
 
 def _join_value(where: str, parts: list[tuple[ValuePart, tuple[int, ...]]], holders: Sequence[int]) -> ValuePart:

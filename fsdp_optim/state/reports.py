@@ -6,7 +6,7 @@ usually the ranks exchange digests only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fsdp_optim.layout import Placement
@@ -76,3 +76,16 @@ class RankReport:
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
 """Distinct reports, each with the ranks that gave it."""
+
+Pairs = tuple[tuple[str, str], ...]
+"""(key, text of the value) of each entry of a dict; equal texts for equal values only."""
+
+
+def first_difference(sections: Iterable[tuple[str, Pairs, Pairs]]) -> tuple[str, str, str, str] | None:
+    """(section, key, first text, other text) of the first key that differs, where `sections` are (name, first, other)."""
+    for section, first, other in sections:
+        a, b = dict(first), dict(other)
+        for key in {**a, **b}:
+            if a.get(key) != b.get(key):
+                return section, key, a.get(key, "absent"), b.get(key, "absent")
+    return None

@@ -193,7 +193,9 @@ class TestView(unittest.TestCase):
             (*first.fqns, *second.fqns),
         )
         of_first = replace(self.masters[0], originals=self.masters[0].originals[:1])
-        with self.assertRaisesRegex(WrapperError, "^scale: the optimizer holds a master of it and none of mix"):
+        with self.assertRaisesRegex(
+            WrapperError, "^scale: the optimizer holds a master of this parameter and none of mix"
+        ):
             with_masters(replace(self.view, handles=(both, *rest)), [of_first], self.naming)
 
     def test_a_master_of_no_parameter(self) -> None:
