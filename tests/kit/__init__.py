@@ -1,1 +1,1 @@
-"""What tests share: models, wrappings, training, oracles, comparisons, and readers of files of their own."""
+"""The common code of the tests: models, wrappings, training, oracles, comparisons, and independent readers of files."""

@@ -1,4 +1,4 @@
-"""Folders of many small checkpoints, saved at any time by any clock."""
+"""Folders of many small checkpoints with arbitrary save times and clocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(path: Path) -> Any:
 
 @contextmanager
 def clock(hours: float) -> Iterator[None]:
-    """The machine's clock is wrong by this much."""
+    """A context in which the machine's clock is wrong by this much."""
     real = time.time_ns
     with mock.patch.object(time, "time_ns", side_effect=lambda: real() + int(hours * HOUR)):
         yield
@@ -68,7 +68,7 @@ def failing(function: Any, names: Sequence[str], number: int) -> Any:
 
 @contextmanager
 def unreadable(*names: str, number: int = errno.EACCES) -> Iterator[None]:
-    """Whatever is asked of some paths fails."""
+    """A context in which every function of `os` fails for some paths."""
     with (
         mock.patch.object(os, "stat", failing(os.stat, names, number)),
         mock.patch.object(os, "lstat", failing(os.lstat, names, number)),

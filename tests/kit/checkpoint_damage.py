@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint, with checksums made again where the damage is a lie; and calls that fail."""
+"""Ways to damage a checkpoint, some of them with matching checksums, and calls that fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def raw_header(text: bytes) -> bytes:
 
 
 def packed(entries: Any) -> bytes:
-    """As a header is written, with its length."""
+    """The bytes of a header with its length."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return raw_header(text + b" " * (-len(text) % 8))
 
@@ -41,7 +41,7 @@ def entries_of(path: Path) -> dict[str, Any]:
 
 
 def rewrite(path: Path, header: bytes, data: bytes | None = None) -> None:
-    """Another header, and perhaps other data, and all checksums to match: those of the table and those of the marker."""
+    """Replace the header, and possibly the data, of a file, with matching checksums in the table and the marker."""
     data = read_safetensors(path).data if data is None else data
     path.write_bytes(header + data)
     folder = next(parent for parent in path.parents if (parent / MARKER).exists())
@@ -62,7 +62,7 @@ def seal(folder: Path, checkpoint: Any) -> None:
 
 
 def brief_of(checkpoint: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
-    """The brief of a marker; what its rest does not say any more stays as it was."""
+    """The brief of a marker; entries that the marker no longer has stay as they were."""
     brief = {key: value for key, value in was.items() if key != "xxh3_64"}
     brief |= {key: checkpoint[key] for key in ("created_ns", "token", "version", "world_size") if key in checkpoint}
     with contextlib.suppress(AttributeError, KeyError, TypeError):
@@ -80,7 +80,7 @@ def sealed_brief(brief: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seal_as_it_is(folder: Path, checkpoint: Any) -> None:
-    """Write a marker that has the right checksum, and the brief that it has."""
+    """Write a marker with the right checksum, and an unchanged brief."""
     text = canonical(checkpoint)
     checksum = xxhash.xxh3_64_hexdigest(text).encode()
     (folder / MARKER).write_bytes(b'{"checksum":"' + checksum + b'","checkpoint":' + text + b"}")
@@ -90,7 +90,7 @@ Entries = dict[str, Any]
 
 
 def offsets(begin: Any, end: Any) -> Callable[[Entries, str], Any]:
-    """Say that the tensor lies there; numbers may be functions of where it lies."""
+    """Let the header claim another place for a tensor; a number may be a function of the true place."""
 
     def edit(entries: Entries, name: str) -> None:
         places = entries[name]["data_offsets"]
@@ -112,7 +112,7 @@ def field(key: str, value: Any) -> Callable[[Entries, str], Any]:
 
 
 def where_another_is(entries: Entries, name: str) -> None:
-    """It begins where another tensor begins: before it, and it is not beyond the end."""
+    """Let the tensor begin where an earlier tensor begins, so that it does not reach beyond the end."""
     places = [entry["data_offsets"] for key, entry in entries.items() if key not in ("__metadata__", name)]
     begin, end = entries[name]["data_offsets"]
     other = min(place[0] for place in places)
@@ -213,7 +213,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def renamed(value: Any, was: str, name: str) -> Any:
-    """A string wherever it stands, in keys and values."""
+    """Replace a string in all keys and values."""
     if isinstance(value, Mapping):
         return {renamed(key, was, name): renamed(item, was, name) for key, item in value.items()}
     if isinstance(value, list):
@@ -266,7 +266,7 @@ def with_group(**values: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def with_state(**values: Any) -> Callable[[dict[str, Any]], Any]:
-    """Other values of what is said of a parameter's state."""
+    """Other entries in the description of a parameter's state."""
 
     def edit(checkpoint: dict[str, Any]) -> Any:
         checkpoint["optim"]["params"]["stem.weight"].update(values)
@@ -310,7 +310,7 @@ MARKERS |= {
 }
 OF_ANOTHER_MODEL = ("files are empty", "params of a group are numbers", "params of a group are unknown")
 OF_ANOTHER_MODEL += ("params of a group are lists", "state of no kind")
-"""What may be refused as the checkpoint of another model."""
+"""The damages that a load may refuse as the checkpoint of another model."""
 MARKERS |= {
     f"size {size!r}": with_file(size=size) for size in (-1, 0, 1, 2**63, 2**64, 1e300, float("inf"), "100", None, [])
 }
@@ -330,7 +330,7 @@ READING = [(os, name) for name in ("pread", "preadv", "read", "readv", "open")]
 
 
 class NthCalls:
-    """Stands for several functions; the nth call of any of them, counted together, does something else first."""
+    """A wrapper of several functions: the nth call, counted over all of them, first does something else."""
 
     def __init__(self, nth: int, instead: Callable[[], Any]) -> None:
         self.nth, self.count, self._instead = nth, 0, instead

@@ -1,4 +1,4 @@
-"""The format of checkpoints, read and written by this file's own code, from its description in docs/format.md alone."""
+"""An independent reader and writer of checkpoints, made from the description in docs/format.md alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH_DTYPES |= {"F64": torch.float64}
 
 
 class NotValid(AssertionError):
-    """A file is not what the format says."""
+    """A file contradicts the format."""
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class File:
 
 
 def read_safetensors(path: Path) -> File:
-    """Everything that is in a safetensors file; raises where it is not valid."""
+    """The content of a safetensors file; raises for an invalid file."""
     whole = path.read_bytes()
     (length,) = struct.unpack("<Q", whole[:8])
     text, data = whole[8 : 8 + length], whole[8 + length :]
@@ -182,7 +182,7 @@ def all_bytes(folder: Path) -> dict[str, bytes]:
 
 
 class Buffered(nn.Module):
-    """Uneven parameters, buffers, one that is not to be saved, and a name that is not ASCII."""
+    """Uneven parameters, buffers (one of them not persistent), and a name that is not ASCII."""
 
     units = ("stem", "named.größe", "")
     tensor_parallel: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Trained models that are saved, loaded and compared, and what the files of a checkpoint hold."""
+"""Trained models to save, load and compare, and readers of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kit.wrapping import (
 
 
 class Whole(Net):
-    """`Net` with buffers of every kind: of the root and of units, without dimensions, without elements, not persistent."""
+    """`Net` with buffers in the root and in units, without dimensions, without elements, and not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def optims_of(trained: Trained) -> list[torch.optim.Optimizer]:
 
 
 def buffers_of(trained: Trained) -> dict[str, Tensor]:
-    """Its persistent buffers and, by the name's end, those that are not."""
+    """The persistent buffers of a model, and the others, which have their own name ending."""
     return {name: local_of(buffer).clone() for name, buffer in trained.model.named_buffers()}
 
 
@@ -82,7 +82,7 @@ def everything(trained: Trained) -> dict[str, Any]:
 
 
 def mine(trained: Trained) -> dict[str, Any]:
-    """This rank's parameters, persistent buffers, state and groups, without elements of padding."""
+    """This rank's parameters, persistent buffers, state and groups, without padding."""
     first = min(trained.numbers.start.values())
     real = {id(param): index >= first for param, index in zip(trained.params, trained.index, strict=True)}
 
@@ -110,7 +110,7 @@ def mine(trained: Trained) -> dict[str, Any]:
 
 
 def scramble(trained: Trained, forget: bool = True) -> None:
-    """Other parameters, other buffers, other hyperparameters, and no state or another."""
+    """Overwrite parameters, buffers, hyperparameters and state with other values."""
     with torch.no_grad():
         for param in trained.params:
             local_of(param).fill_(-3)
@@ -169,7 +169,7 @@ class InFolder(unittest.TestCase):
         self.path = self.root / "step-1"
 
     def check_only(self, *names: str) -> None:
-        """Nothing else is left in the folder of the checkpoints."""
+        """Raise unless the folder of the checkpoints has no other files."""
         self.assertEqual(sorted(entry.name for entry in self.root.iterdir()), sorted(names))
 
 
@@ -188,7 +188,7 @@ def save_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options:
 
 
 def load_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Into a scrambled one, compared with one that has trained itself; then train on."""
+    """Load into a scrambled model, compare it with a model that was trained without a load, and train both on."""
     with cpu():
         alike, target = Trained(wrapper, **kwargs), Trained(wrapper, **{**kwargs, "steps": 0})
         scramble(target)

@@ -1,4 +1,4 @@
-"""The comparer: two values of any kind are the same to the bit, or an error says where they differ."""
+"""The comparison of two values of any class, bit by bit; the error names the places that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models without a wrapper, whose parameters say themselves where they live: for ranks that are threads, on any device."""
+"""Models without a wrapper, whose parameters record where they live, for ranks that are threads, on any device."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ CUTS: dict[str, Cut] = {"rows": rows, "columns": columns, "chunks": chunks, "who
 
 
 def numbers(key: str, shape: Sequence[int]) -> Tensor:
-    """Random numbers that belong to a key, the same on every rank."""
+    """Random numbers that are a function of a key, equal on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     return torch.randn(tuple(shape), generator=generator)
 
 
 def part_of(value: Tensor, placement: Placement, rank: int) -> Tensor:
-    """This rank's elements: in the shape of its box where it has one box, else 1-D."""
+    """This rank's elements, in the shape of a single box, or 1-D for several boxes."""
     shard = placement.shard_of(rank)
     blocks = placement.blocks(shard) if shard is not None else ()
     parts = [
@@ -87,7 +87,7 @@ class Described(nn.Module):
 
 
 class DescribedAdapter(Adapter):
-    """Reads `Described`."""
+    """The adapter of `Described` models."""
 
     name = "described"
 
@@ -100,12 +100,12 @@ class DescribedAdapter(Adapter):
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterable[Handle]:
         for param, sites in tree.params():
             if hasattr(param, "placement"):
-                is_cut = param.placement.num_shards > 1  # nobody promises that copies are equal, so they are compared
+                is_cut = param.placement.num_shards > 1  # copies may differ, so the library has to compare them
                 yield Handle(param, (Original(*sites[0], param.placement),), tuple(param.shape), synchronized=is_cut)
 
 
 class Run:
-    """A model and its optimizer after some steps, in the hands of one rank."""
+    """A model and its optimizer on one rank, after some steps."""
 
     def __init__(
         self,

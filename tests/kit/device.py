@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: tensors that say they are on another device, and refuse to be read as memory of the host.
+"""A stand-in for a GPU: tensors that claim to be on another device, and refuse to be read as host memory.
 
 Their elements are in ordinary memory, which torch's functions may use; `numpy()`, `data_ptr()`, `tolist()`, pickling and the
 like, and functions of tensors on both sides, raise as they do where the memory is another one. So a `.cpu()` or a
@@ -26,13 +26,13 @@ _CASTS = {_Tensor.to, _Tensor.cpu, _Tensor.cuda}
 
 
 class OnHost(RuntimeError):
-    """Memory of the device was read as that of the host, or met it in one function."""
+    """Device memory was read as host memory, or was used with host memory in one function."""
 
 
 class Device(TorchFunctionMode):
-    """Inside, on this thread, `DEVICE` is a device. Use one for all threads that share its tensors.
+    """A context in which `DEVICE` is a device on this thread. Threads that share tensors have to share one context.
 
-    `num_copied`: how many tensors came from it to the host.
+    `num_copied`: the number of tensors that were copied from the device to the host.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Device(TorchFunctionMode):
             self._mine[storage._cdata] = StorageWeakRef(storage)
 
     def _cast(self, func: Any, args: Any, kwargs: dict[str, Any], *, is_mine: bool) -> torch.Tensor:
-        """`to` and the like: to another device by a copy, and to another dtype."""
+        """The functions like `to`, which copy a tensor to another device or dtype."""
         source, *rest = args
         where = [torch.device(one) for one in (*rest, kwargs.get("device")) if isinstance(one, (str, torch.device))]
         like = [DEVICE if self.has(one) else CPU for one in rest if isinstance(one, torch.Tensor)]

@@ -10,5 +10,5 @@ FACTOR = int(os.environ.get("EXAMPLES", "1"))
 
 
 def examples(number: int) -> settings:
-    """A decorator for a test that is given random values: so many of them, times EXAMPLES."""
+    """A decorator that sets the number of random examples of a test, times EXAMPLES."""
     return settings(max_examples=number * FACTOR, deadline=None, database=None)

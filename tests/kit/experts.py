@@ -1,4 +1,4 @@
-"""Models with experts that groups of ranks have to themselves, and how they are wrapped and trained."""
+"""Models with experts that only some groups of ranks have, and their wrapping and training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Experts(nn.Module):
 
 
 class OwnExperts(Experts):
-    """What a rank builds: its own experts' numbers are those of the model with all of them."""
+    """The part of the model on one rank: its experts have the values of the same experts in the whole model."""
 
     mine: tuple[int, ...] = ()
 
@@ -48,7 +48,7 @@ def global_name(mine: tuple[int, ...], name: str) -> str:
 
 
 def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Experts on their own ranks, everything else on all ranks."""
+    """Wrap each expert on its own ranks, and the rest of the model on all ranks."""
     per_group = len(group_ranks)
     members = [list(range(i, i + per_group)) for i in range(0, dist.get_world_size(), per_group)]
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -79,7 +79,7 @@ def expert_wrap(kind: str, group_ranks: tuple[int, ...]) -> Callable[[Any], Any]
 
 
 def train_experts(kind: str, mine: tuple[int, ...], ranks: tuple[int, ...], oracle: Oracle, steps: int) -> Trained:
-    """Numbers and gradients of the parts that this rank has are the whole model's."""
+    """The values and gradients of this rank's parts, taken from the whole model."""
     wrap = expert_wrap(kind, ranks)
 
     def number_and_wrap(model: nn.Module) -> Any:

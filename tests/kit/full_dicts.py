@@ -1,4 +1,4 @@
-"""Full dicts and shards of a `Wrapped` model, compared with the `Plain` one's optimizer."""
+"""Comparisons of the full dicts and shards of a `Wrapped` model with the optimizer of the `Plain` model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kit.values import Full, check_own_memory, check_value
 
 
 def check_full(full: Full | None, wrapped: Wrapped, plain: Plain) -> None:
-    """The full dict, by id, is the unwrapped optimizer's, and says where it came from."""
+    """Raise unless a full dict by id equals the unwrapped optimizer's dict, with records of its origin."""
     if full is None:
         raise Differs(f"rank {wrapped.rank} is a recipient and got None")
     want = plain.optim.state_dict()
     by_fqn = {fqn: full["state"][i] for fqn, i in plain.ids.items() if i in full["state"]}
-    check_value("state", by_fqn, plain.state())  # first by name, because that says more
+    check_value("state", by_fqn, plain.state())  # first by name, because those errors say more
     check_value("state by id", full["state"], want["state"])
     names = [group.get("param_names") for group in full["param_groups"]]
     check_value("param_names", names, plain.fqns)
@@ -41,7 +41,7 @@ def num_padded(wrapped: Wrapped) -> list[list[int]]:
 
 
 def local_state(wrapped: Wrapped, plain: Plain) -> dict[int, dict[str, Any]]:
-    """What this rank's optimizer has to hold after loading, cut out of the unwrapped optimizer's state."""
+    """The state that this rank's optimizer must have after a load, cut out of the unwrapped optimizer's state."""
     whole = plain.state()
     state: dict[int, dict[str, Any]] = {}
     for live, local_id in wrapped.ids.items():
@@ -65,7 +65,7 @@ def check_shard(
     with_padding: bool = True,
     with_names: bool = True,
 ) -> None:
-    """The optimizer's own dict on this rank: exactly this rank's cut of the unwrapped state; zeros in the padding.
+    """Raise unless a shard equals this rank's cut of the unwrapped state, with zeros in the padding.
 
     `with_padding=False` after training: some optimizers write into it. `with_names=False` for a shard that was made
     without the optimizer: it cannot have the optimizer's own `param_names`.

@@ -30,7 +30,7 @@ Error = tuple[str, str, float]
 
 
 class Net(nn.Module):
-    """Its parameters' order is not that of its units: the root unit has the first and the last ones."""
+    """A model whose root unit has the first and the last parameters, so that parameters and units have different orders."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ NUM_NET_PARAMS = 7
 
 
 def numbers(key: str, shape: Sequence[int]) -> Tensor:
-    """Random numbers that belong to a key, the same in every process."""
+    """Random numbers that are a function of a key, equal in all processes."""
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     return torch.randn(tuple(shape), generator=generator)
 
@@ -56,13 +56,13 @@ def gradient(name: str, step: int, shape: Sequence[int]) -> Tensor:
 
 
 def fill(model: nn.Module, rename: Rename = str) -> None:
-    """Give every parameter of an unwrapped model the values that belong to its name."""
+    """Set every parameter of an unwrapped model to the values of its name."""
     for name, param in model.named_parameters():
         param.data.copy_(numbers(f"{rename(name)} values", param.shape))
 
 
 class Sharded:
-    """An unwrapped model that is wrapped unit by unit; remembers what is in every live parameter.
+    """A model that is wrapped unit by unit, with a record of the originals in every live parameter.
 
     `rename` makes a parameter's name on this rank its name in the whole job, which its numbers come from.
     """
@@ -74,7 +74,7 @@ class Sharded:
         self._live: list[tuple[nn.Parameter, nn.Module | None, list[tuple[str, torch.Size]]]] = []
 
     def wrap(self, module: nn.Module, cls: type[nn.Module] = FSDP, **kwargs: Any) -> Any:
-        """A unit of everything in `module` that is not in a unit yet."""
+        """Make a unit of the parameters in `module` that are not in a unit yet."""
         params = list(dict.fromkeys(p for p in module.parameters() if not hasattr(p, "_is_sharded")))
         originals = [(self._names[param], param.shape) for param in params]
         unit: Any = cls(module, **kwargs)
@@ -83,7 +83,7 @@ class Sharded:
         return unit
 
     def adopt(self, unit: Any, names: Sequence[str]) -> None:
-        """A unit that was made elsewhere, with one parameter each for `names`."""
+        """Add a unit that was made elsewhere, with one parameter for each of `names`."""
         self._live += [(p, unit, [(n, p._orig_size)]) for p, n in zip(unit.params, names, strict=True)]
 
     def step(self, optim: Any, steps: Collection[int], unused: Collection[str] = ()) -> None:
@@ -101,7 +101,7 @@ class Sharded:
 
 
 def _is_empty(param: Tensor) -> bool:
-    """Whether a wrapper has taken the values of an original parameter away."""
+    """Whether a wrapper has emptied an original parameter."""
     return hasattr(param, "_is_sharded")
 
 
@@ -141,7 +141,7 @@ def nested_net(
 
 
 def new_groups(*ranks: Sequence[int]) -> Any:
-    """Make these process groups (on all ranks); the one that this rank is in."""
+    """Make these process groups on all ranks; returns the group with this rank."""
     mine = None
     for members in ranks:
         group = dist.new_group(list(members))
@@ -151,14 +151,14 @@ def new_groups(*ranks: Sequence[int]) -> Any:
 
 
 def told_by(rank: int, value: Any) -> Any:
-    """On all ranks of the world, what one of them has."""
+    """The value of one rank, on all ranks of the world."""
     box = [value]
     dist.broadcast_object_list(box, src=rank)
     return copy.deepcopy(box[0])
 
 
 class Meeting:
-    """All ranks hear what each of them has, through the rendezvous store: works when the group does not any more."""
+    """An exchange of values through the rendezvous store, which works even if the process group is broken."""
 
     def __init__(self) -> None:
         self._store = dist.distributed_c10d._get_default_store()
@@ -181,7 +181,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def check_same(got: Any, wanted: Any, what: str) -> None:
-    """As that of `kit.compare`; keys may come in any order."""
+    """The same as in `kit.compare`, but keys may be in any order."""
     compare.check_same(what, got, wanted, in_order=False)
 
 
@@ -226,12 +226,12 @@ def names_in(model: nn.Module) -> list[str]:
 
 
 def frozen_copy(optim: Any) -> Any:
-    """The optimizer's own dict, in memory of its own."""
+    """A copy of the optimizer's own dict."""
     return copy.deepcopy(optim.state_dict())
 
 
 def snapshot(model: nn.Module, optim: Any) -> Any:
-    """Every byte of a model and its optimizer: parameters, gradients, state and groups, in memory of their own."""
+    """A copy of every byte of a model and its optimizer: parameters, gradients, state and groups."""
 
     def copied(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().clone()
@@ -245,7 +245,7 @@ def snapshot(model: nn.Module, optim: Any) -> Any:
 
 
 def error_of(call: Callable[[], Any]) -> Error:
-    """What a call raises."""
+    """The error that a call raises."""
     start = time.monotonic()
     try:
         call()
@@ -273,7 +273,7 @@ def check_alike(errors: Sequence[Error], kind: str, *words: str, within: float =
 
 
 class Experts(nn.Module):
-    """A trunk, some experts, a head. The plain model has all experts, a rank has its own ones."""
+    """A trunk, some experts, a head. The plain model has all experts, a rank has some of them."""
 
     def __init__(self, keys: Sequence[int | str]) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def name_of_experts(distribution: Distribution) -> Callable[[str, int], str]:
 def with_experts(
     mine: Sequence[int], steps: int = STEPS, no_broadcast: bool = True, keys: Sequence[int | str] | None = None
 ) -> tuple[Any, torch.optim.Optimizer, Sharded]:
-    """The model of this rank: a unit on a group of one for each of its experts, the rest on all ranks."""
+    """The model of this rank: each of its experts is a unit on a group of one rank, the rest is on all ranks."""
     rename = rename_experts(mine) if keys is None else str
     net = Experts(range(len(mine)) if keys is None else keys)
     sharded = Sharded(net, rename)

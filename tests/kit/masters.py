@@ -23,7 +23,7 @@ def ranks_of_job() -> tuple[int, ...]:
 
 
 class Mixed(nn.Module):
-    """Computes in bf16. Keeps the fp32 values for the optimizer that is built from it."""
+    """A wrapper that computes in bf16, and keeps the fp32 values for its optimizer."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Mixed(nn.Module):
 
 
 class MasterOptimizer:
-    """Steps this rank's chunk of the masters with Adam, and gives the model what they are in bf16."""
+    """An optimizer that steps this rank's chunk of the masters with Adam, and copies them to the model in bf16."""
 
     def __init__(self, model: Mixed, lr: float = 0.01) -> None:
         self.model, self.ranks = model, ranks_of_job()
@@ -89,7 +89,7 @@ class MasterOptimizer:
 
 
 class WithoutMasters(MasterOptimizer):
-    """Its own dict loses the masters."""
+    """An optimizer whose own dict lacks the masters."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -33,7 +33,7 @@ class Odd(nn.Module):
 
 
 class Scalars(nn.Module):
-    """Nothing but parameters without dimensions."""
+    """A model with 0-dimensional parameters only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Tied(nn.Module):
 
 
 class Siblings(nn.Module):
-    """Three layers, the last of which uses the first's weight."""
+    """Three layers, of which the last uses the weight of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Siblings(nn.Module):
 
 
 class Detour(nn.Module):
-    """Its middle layer exists, and is not used by forward. (fairscale cannot train it in a unit of its own.)"""
+    """A model whose forward does not use the middle layer. (fairscale cannot train such a layer in a separate unit.)"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def deep() -> nn.Module:
 
 
 def tiny() -> nn.Module:
-    """Fewer elements than ranks."""
+    """A model with fewer elements than ranks."""
     return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2, bias=False))
 
 
@@ -136,9 +136,7 @@ MODELS = {
 
 def build(name: str) -> nn.Module:
     """The same parameters at every call."""
-    torch.default_generator.manual_seed(
-        7
-    )  # torch.manual_seed asks for every kind of device, which takes longer than this
+    torch.default_generator.manual_seed(7)  # torch.manual_seed seeds all kinds of devices, which takes longer
     return MODELS[name][0]()
 
 
@@ -252,7 +250,7 @@ def cut(live: Live, values: Sequence[Tensor], rank: int, world_size: int) -> Ten
 
 
 def padding(live: Live, numel: int, world_size: int) -> list[int]:
-    """The padding of every rank, counted on the chunks that torch makes; nothing where nothing is cut."""
+    """The padding of every rank, counted on the chunks that torch makes; empty for an uncut parameter."""
     if not live.is_cut:
         return []
     sizes = [chunk.numel() for chunk in torch.empty(numel).chunk(world_size)]

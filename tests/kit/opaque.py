@@ -14,7 +14,7 @@ from kit.wrapping import (
 
 
 class Blockwise(torch.optim.Optimizer):
-    """As quantised optimizers do: numbers per block of this rank's elements, and a table; and one ordinary moment."""
+    """An optimizer like quantised optimizers: numbers per block of this rank's elements, a table, and an ordinary moment."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

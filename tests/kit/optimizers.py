@@ -21,7 +21,7 @@ class Peculiar(torch.optim.Optimizer):
                     continue
                 state, steps = self.state[p], self.state[p].get("step", 0) + 1
                 state["step"] = steps
-                # Names of moments of torch.optim: of others, one element says nothing of what they are.
+                # Names of moments of torch.optim: a single element under another name would not show its kind.
                 state["square_avg"] = state.get("square_avg", 0) + p.grad.double()
                 state["grad_avg"] = p.grad.to(torch.bfloat16)
                 state["prev"] = p.grad.mul(10).to(torch.int8)
@@ -53,5 +53,5 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "peculiar": (Peculiar, {"lr": 0.1}),
 }
 
-# State values that are one for the whole parameter; all others have an element for each of the parameter's.
+# State values that are one number per parameter; all other values have the shape of the parameter.
 ONE_PER_PARAMETER = {"step", "mu_product", "eta", "mu", "decay", "warm", "phase", "nothing", "seen"}

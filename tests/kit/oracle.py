@@ -1,4 +1,4 @@
-"""What Layouts and plans mean, one element at a time, from the definitions alone.
+"""The meaning of Layouts and plans, one element at a time, from the definitions alone.
 
 The second half draws random Layouts. A tensor's elements are known by their row-major numbers.
 """

@@ -14,7 +14,9 @@ class Peak:
 
     def __enter__(self) -> Peak:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that is still there would be used again, unseen
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # freed memory that the process still has would be reused without showing in the peak
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         self._before = self._read("VmRSS")
         return self

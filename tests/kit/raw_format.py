@@ -1,4 +1,4 @@
-"""A second format, as small as one can be: a raw file for each tensor, and an index in JSON. It proves the seam of formats."""
+"""A second, minimal format to test the protocol of formats: a raw file for each tensor, and an index in JSON."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class RawWriter(FormatWriter):
 
 
 class RawReader:
-    """Several chunks of a tensor are equal runs of its elements, in the order of its files."""
+    """The chunks of a tensor are equal runs of elements, in the order of its files."""
 
     def __init__(self, opened: Opened) -> None:
         self.opened, self.version = opened, opened.version_of(INDEX)

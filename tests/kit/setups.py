@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained. A parameter belongs to the first group that has a prefix of its FQN, or is not optimized.
+    """A training. A parameter belongs to the first group with a prefix of its FQN, or is not optimized.
 
     Attributes:
         idle: prefixes of parameters, and the steps in which those get no gradient.
@@ -61,7 +61,7 @@ class Setup:
         return next(hits, None)
 
     def gradient(self, fqn: str, param: Tensor, index: int, step: int) -> Tensor | None:
-        """A random one that depends on nothing but its arguments."""
+        """A random gradient that is a function of the arguments."""
         if fqn.startswith(self.frozen or ("no parameter",)):
             return None
         if any(fqn.startswith(prefix) and step in steps for prefix, steps in self.idle):
@@ -201,7 +201,7 @@ class Wrapped:
             fsdp_optim.load_optim_state_dict(self.optim, shard)
 
     def assemble(self) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-        """The state and the parameters by FQN, put together from what every rank holds."""
+        """The state and the parameters by FQN, assembled from the parts of all ranks."""
         mine = (self.optim.state_dict()["state"], [param.detach() for param in self.params.values()])
         held: list[Any] = [None] * self.world_size
         dist.all_gather_object(held, mine)

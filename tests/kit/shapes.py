@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 
 class Indivisible(nn.Module):
-    """No dimension that 2, 3 or 4 divide."""
+    """A model without a dimension that 2, 3 or 4 divide."""
 
     units = ("inner", "")
     tensor_parallel = {"inner": ColwiseParallel(), "last": RowwiseParallel()}
@@ -23,7 +23,7 @@ class Indivisible(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Fewer elements than ranks: some ranks hold nothing of a parameter, or of a unit."""
+    """A model with fewer elements than ranks, so that some ranks hold no part of a parameter or unit."""
 
     units = ("inner", "norm", "")
     tensor_parallel = {"inner": ColwiseParallel()}
@@ -37,7 +37,7 @@ class Tiny(nn.Module):
 
 
 class Zeros(nn.Module):
-    """Parameters without elements, first, in the middle and last."""
+    """A model with parameters without elements: the first, a middle one and the last."""
 
     units = ("inner", "")
     tensor_parallel = {"inner": ColwiseParallel()}
@@ -80,7 +80,7 @@ class OneHuge(nn.Module):
 
 
 class Hollow(nn.Module):
-    """Units without parameters, around and beside those with some."""
+    """A model with units without parameters, around and beside units with parameters."""
 
     units = ("nothing", "inner.nothing", "inner", "around", "")
     tensor_parallel = {"inner.linear": ColwiseParallel()}
@@ -96,7 +96,7 @@ class Hollow(nn.Module):
 
 
 class Empty(nn.Module):
-    """The root unit has no parameters of its own."""
+    """A model whose root unit has no parameters itself."""
 
     units = ("first", "second", "")
     tensor_parallel = {"first": ColwiseParallel()}

@@ -1,4 +1,4 @@
-"""Models whose parameters describe their own shards: in torch's ways, and in a class of tensors of this kit's own."""
+"""Models whose parameters describe their own shards: with torch's classes, and with a tensor class of this kit."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def cut(whole: Tensor, offsets: Offsets, sizes: Offsets) -> Tensor:
 
 
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """One shard as it is, several as one: what a gradient is made for."""
+    """A single shard, or several shards joined into one tensor, as the shape of a gradient."""
     if len(tensors) == 1:
         return tensors[0].detach()
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.empty(0, dtype=dtype)
 
 
 def put(local: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Into the shards, where there are several: then `joined` is a copy."""
+    """Write back into several shards, of which `joined` is a copy."""
     for part, tensor in zip(parted(local, tensors), tensors, strict=True):
         tensor.detach().copy_(part)
 
@@ -81,7 +81,7 @@ class ChunkedKind(Kind):
 
 
 class Chunked(torch.Tensor):
-    """Some boxes of a tensor. It knows the boxes of its own rank only, and which ranks there are it does not know."""
+    """Some boxes of a tensor, which knows the boxes of its own rank only, and no other ranks."""
 
     parts: list[Tensor]
     offsets: list[Offsets]
@@ -197,7 +197,7 @@ def in_dtensor(param: Tensor, number: int) -> Tensor:
 
 
 def with_params(make: Callable[[Tensor, int], Tensor], model: nn.Module) -> nn.Module:
-    """Every parameter in the place of its own, as `make` makes it."""
+    """Replace every parameter by the result of `make`."""
     for number, (name, param) in enumerate(list(model.named_parameters())):
         path, _, attribute = name.rpartition(".")
         live = nn.Parameter(make(param.detach(), number), requires_grad=param.requires_grad)

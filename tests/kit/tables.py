@@ -1,4 +1,4 @@
-"""Cases that need ranks, as a table: the cases of one world size share one world, and each is reported by itself.
+"""A table of cases that need ranks: the cases of one world size share a world, and each case is reported by itself.
 
     TRIPS = Table(trip, [(3, "FSDP1 flat"), (3, "FSDP2"), (4, "HSDP")])  # world size, then the arguments of `trip`
 
@@ -36,7 +36,7 @@ class CaseFailed(AssertionError):
 
 @dataclass
 class _Outcome:
-    """What one rank did in one case."""
+    """The outcome of one case on one rank."""
 
     value: Any = None
     text: str = ""
@@ -58,7 +58,7 @@ class Table:
         self._found: dict[int, list[_Outcome] | BaseException] = {}  # by the case's place in `cases`
 
     def __call__(self, *case: Any) -> list[Any]:
-        """The results of this case by rank; raises what went wrong in it."""
+        """The results of this case by rank; raises the case's error."""
         number = self.cases.index(case)
         if number not in self._found:
             self._run([i for i, other in enumerate(self.cases) if other[0] == case[0] and i not in self._found])

@@ -27,16 +27,16 @@ from kit.wraps import (
 
 STEPS = 3
 
-_FIRST = 64  # smaller values are what wrappers fill padding with
+_FIRST = 64  # wrappers fill padding with smaller values
 
 
 class Numbers:
-    """A number for every element of an unwrapped model, and gradients by these numbers."""
+    """A unique number for every element of an unwrapped model, and gradients by these numbers."""
 
     least = _FIRST
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)  # as it was, for the oracle
+        self.model = copy.deepcopy(model)  # a copy of the unwrapped model, for the oracle
         self.start: dict[str, int] = {}
         self._total = _FIRST
         for name, param in model.named_parameters():
@@ -50,21 +50,21 @@ class Numbers:
             param.data = numbers.reshape(param.shape).to(param.dtype)
 
     def gradients(self, step: int) -> Tensor:
-        """By number. Padding has a gradient of zero."""
+        """The gradients by number; the gradient of padding is zero."""
         generator = torch.Generator().manual_seed(1000 + step)
         table = torch.randn(self._total, generator=generator)
         table[:_FIRST] = 0.0
         return table
 
     def read(self, values: Tensor) -> Tensor:
-        """The numbers that the values are."""
+        """The numbers of the elements, from their values."""
         found = values.detach().cpu().reshape(-1).to(torch.float64)
         if not torch.equal(found, found.round()) or (found.numel() and not 0 <= float(found.max()) < self._total):
             raise AssertionError(f"{found.tolist()}: not numbers of elements: the wrapper has changed them")
         return found.long()
 
     def names_of(self, numbers: Tensor) -> set[str]:
-        """The parameters that these elements are of."""
+        """The names of the parameters that have these elements."""
         stop = {name: self.start[name] + param.numel() for name, param in self.model.named_parameters()}
         return {name for name, start in self.start.items() if bool(((numbers >= start) & (numbers < stop[name])).any())}
 
@@ -75,7 +75,7 @@ def local_of(param: Tensor) -> Tensor:
 
 
 class Kind:
-    """How to see this rank's elements of one kind of live parameter, and how to make more of that kind."""
+    """Access to this rank's elements of one class of live parameters, and construction of tensors of that class."""
 
     @staticmethod
     def local_of(param: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Kind:
 
     @staticmethod
     def put(local: Tensor, param: Tensor) -> None:
-        """Write back what was changed in `local_of`, where that is a copy."""
+        """Write changes of `local_of` back, if that is a copy."""
 
 
 class DTensorKind(Kind):
@@ -103,7 +103,7 @@ class DTensorKind(Kind):
 
 
 KINDS: list[tuple[Callable[[Tensor], bool], type[Kind]]] = [(lambda param: isinstance(param, DTensor), DTensorKind)]
-"""The first that says yes; kit.shards puts others before it."""
+"""The classes of live parameters; the first that fits counts, and kit.shards puts others first."""
 
 
 def kind_of(param: Tensor) -> type[Kind]:
@@ -218,7 +218,7 @@ class Trained:
                     step_local_parts(optim)
 
     def _positions_of(self, names: Collection[str]) -> set[int]:
-        """Of the live parameters that have elements of these parameters on some rank."""
+        """The live parameters that have elements of these parameters on some rank."""
         mine = {i for i, index in enumerate(self.index) if self.numbers.names_of(index) & set(names)}
         everyones: list[set[int]] = [set() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyones, mine)
@@ -297,7 +297,7 @@ class Oracle:
         return [name for name, _ in self.model.named_parameters()]
 
     def full(self) -> dict[str, Any]:
-        """What a gather by id has to give: the optimizer's own dict, and names."""
+        """The expected result of a gather by id: the optimizer's own dict, with names."""
         own = copy.deepcopy(self.optim.state_dict())
         name_of = {id(param): name for name, param in self.model.named_parameters()}
         for packed, group in zip(own["param_groups"], self.optim.param_groups, strict=True):

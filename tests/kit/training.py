@@ -1,4 +1,4 @@
-"""Set-ups that are trained, gathered and resumed on ranks, and what is compared; the parts are modules of their own."""
+"""Set-ups that are trained, gathered, resumed and compared on ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Resume:
 
 
 def gather_all(setups: Sequence[Setup], recipient_rank: int | None) -> list[tuple[Full | None, str]]:
-    """On one rank of a world: train each, gather, check. The full dict, and what was wrong."""
+    """On one rank: train each set-up, gather and check it. Returns the full dicts and the differences."""
     with fairscale_on_cpu():
         return [_and_problem(_gather_one, setup, recipient_rank) for setup in setups]
 
@@ -98,7 +98,7 @@ def _gather_one(setup: Setup, recipient_rank: int | None) -> tuple[Full | None, 
 
 
 def resume_all(resumes: Sequence[Resume]) -> list[str]:
-    """On one rank of a world: what was wrong with each."""
+    """On one rank: the differences of each set-up."""
     with fairscale_on_cpu():
         return [_and_problem(_resume_one, resume)[1] for resume in resumes]
 
@@ -116,7 +116,7 @@ def _resume_one(resume: Resume) -> tuple[None, str]:
     again = wrapped.gather(recipient)
     loaded = copy.deepcopy(wrapped.optim.state_dict())
     wrapped.feed(range(STEPS, STEPS + 2))
-    # Comparisons come after the last collective, so that a rank that finds something does not keep the others waiting.
+    # Comparisons come after the last collective call, so that a rank with an error does not let the others wait.
     check_value("the input", resume.full, before)
     if shared:
         raise Differs(f"the shard shares {len(shared)} storages with the full dict")

@@ -1,4 +1,4 @@
-"""Every verb on one wrapping, compared with the oracle; what tests need for it is re-exported here."""
+"""Every verb on one wrapping, compared with the oracle. The module re-exports the parts that tests need."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ __all__ = [
 
 
 def check_full(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
-    """Raise unless a gathered dict is what the oracle has: `Oracle.full()`, by id."""
+    """Raise unless a gathered dict by id equals the oracle's, `Oracle.full()`."""
     if full is None:
         raise Differs(f"{what}: None")
     names = [group["param_names"] for group in full["param_groups"]]
@@ -97,7 +97,7 @@ def check_full(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
     name_of = {i: n for g in full["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
     found, right = (
         {name_of.get(i, i): values for i, values in d["state"].items()} for d in (full, wanted)
-    )  # by name, because that says more
+    )  # by name, because those errors say more
     check_same(f"{what}, state", found, right)
     check_same(f"{what}, state by id", list(full["state"]), list(wanted["state"]))
     groups = [{key: group[key] for key in sorted(group)} for group in full["param_groups"]]
@@ -213,6 +213,6 @@ def check_trip(
 
 @contextlib.contextmanager
 def cpu() -> Iterator[None]:
-    """fairscale runs without a GPU inside."""
+    """A context in which fairscale runs without a GPU."""
     with fairscale_on_cpu():
         yield

@@ -22,7 +22,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 
 
 class Net(nn.Module):
-    """Nested, with parameters of the root beside and before its units, and hardly a dimension that ranks divide."""
+    """A nested model with root parameters before and beside its units, and few dimensions that ranks divide."""
 
     units = ("stem", "block.0", "block", "")
     tensor_parallel = {"stem": ColwiseParallel(), "block.0": RowwiseParallel()}

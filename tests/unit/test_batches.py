@@ -1,4 +1,4 @@
-"""The one helper that makes batches: in order, everything once, as much as fits, or one item that is larger."""
+"""Batches keep the order, contain every item once, and fit the limit, except for a single larger item."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BatchesTest(unittest.TestCase):
             self.assertTrue(len(batch) == most or batch[-1] > following[0])
 
     def test_nothing_is_taken_ahead_of_a_batch_but_one(self) -> None:
-        """Items may be large: the second batch is made when the first is done with."""
+        """Items may be large, so the second batch is made after the first was used."""
         taken: list[int] = []
         items = (taken.append(number) or number for number in range(6))  # type: ignore[func-returns-value]
         first = next(in_batches(items, lambda item: 1, 2))

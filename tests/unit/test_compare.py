@@ -1,4 +1,4 @@
-"""The comparer of the kit raises at every difference, and says where it is."""
+"""The comparison of the kit raises for every difference, and names its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format keeps the promises of `FormatConformance`: this library's own, and the second one of the tests' kit."""
+"""Every format passes `FormatConformance`: this library's own, and the second format of the tests' kit."""
 
 from __future__ import annotations
 

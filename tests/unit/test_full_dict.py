@@ -1,4 +1,4 @@
-"""The full dict: what is written is read again, by id and by name; and each dialect is recognised as what it is."""
+"""The round trip of the full dict, by id and by name, and the recognition of each dialect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def full_states(draw: st.DrawFn) -> FullState:
     fqns = draw(st.permutations(FQNS))[: draw(st.integers(0, len(FQNS)))]
     num_groups = draw(st.integers(1, 3))
     group_of = {fqn: draw(st.integers(0, num_groups - 1)) for fqn in fqns}
-    fqns = sorted(fqns, key=group_of.__getitem__)  # as ids count them
+    fqns = sorted(fqns, key=group_of.__getitem__)  # in the order of ids
     state = {
         fqn: draw(st.dictionaries(st.sampled_from(["step", "exp_avg", "x"]), VALUES, max_size=3))
         for fqn in fqns
@@ -87,19 +87,23 @@ class RoundTripTest(unittest.TestCase):
         wanted = {fqn: i if fqn in state.state else None for fqn, i in state.local_ids.items()}
         check_same("ids of what has state, for fairscale's reader", of_fairscale, wanted)
         check_same("the keys", list(found.fqn_of.values()), [fqn for _, fqns in state.groups for fqn in fqns])
-        for name in ("local_ids", "state", "kinds"):  # the order counts: fairscale's reader goes by runs
+        for name in (
+            "local_ids",
+            "state",
+            "kinds",
+        ):  # the order matters: fairscale's reader counts consecutive equal values
             check_same(name, list(getattr(found, name)), list(getattr(state, name)))
 
     @settings(deadline=None, max_examples=50)
     @given(full_states())
     def test_what_is_read_is_written(self, state: FullState) -> None:
-        """And by the other key in between."""
+        """The same with a conversion to the other key in between."""
         by_id = write(state, "id")
         by_name = write(normalize(by_id, names_of(state)), "name")
         check_same("again", write(normalize(by_name, names_of(state)), "id"), by_id)
 
     def test_every_reserved_key_is_written(self) -> None:
-        """A key that only the reader knows would be lost."""
+        """Every key that the reader knows is also written; else it would be lost."""
         state = FullState({"w": {}}, (({}, ("w",)),), {}, unknown_order="so", classes=("SGD",), num_padded=[], kinds={})
         check_same("keys", sorted(write(state, "id")), sorted(RESERVED_KEYS))
 
@@ -124,7 +128,7 @@ class DialectTest(unittest.TestCase):
 
     @parameterized.expand(list(EXAMPLES))
     def test_it_is_recognised_and_read(self, name: str) -> None:
-        """By the first dialect that recognises it, which is its own; all but one give the same state."""
+        """A dict's own dialect is the first that recognises it; all dialects but one give the same state."""
         given_dict, before = EXAMPLES[name], copy.deepcopy(EXAMPLES[name])
         first = next(one for one in DIALECTS if one.recognises(given_dict))
         self.assertEqual(type(first).__name__, name)
@@ -141,7 +145,7 @@ class DialectTest(unittest.TestCase):
         check_same("what came in", given_dict, before)
 
     def test_ids_of_our_own_dict_without_names_count_as_the_optimizer_does(self) -> None:
-        """They never counted as fairscale's units do, though the dict has fairscale's keys too."""
+        """The ids of such a dict do not count fairscale's units, although the dict has fairscale's keys too."""
         full = write(FullState({"a": {"step": 1}}, (({}, ("a", "b")),), {}, local_ids={"b": 0, "a": 1}), "id")
         del full["fqns"], full["param_groups"][0]["param_names"]
         found = normalize(full, Names((("a", "b"),), {}, unit_order=("b", "a")))

@@ -1,4 +1,4 @@
-"""Ranks that are threads: what they agree on, what they move, and what they raise."""
+"""Agreement, messages and errors of ranks that are threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_optim.transport.world import world_here
 
 
 def things_left() -> int:
-    """What meetings and exchanges have left in the world of this thread."""
+    """The leftovers of meetings and exchanges in the world of this thread."""
     world = world_here()
     if not isinstance(world, InProcessWorld):
         raise TypeError("not in an in-process world")

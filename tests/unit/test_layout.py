@@ -54,7 +54,7 @@ def runs(draw: st.DrawFn) -> tuple[Shape, int, int]:
 
 
 def shard_elements(placement: Placement, shard: int) -> dict[int, int]:
-    """A shard's {index into the local tensor: element}, as its blocks say."""
+    """{index into the local tensor: element} of a shard, from its blocks."""
     return {
         block.offset + i: element
         for block in placement.blocks(shard)
@@ -214,7 +214,7 @@ def test_joined_placements_hold_what_both_hold(pair: tuple[Placement, Placement]
 @some
 @given(st.data(), oracle.shapes)
 def test_replicas_on_other_ranks_join(data: st.DataObject, shape: Shape) -> None:
-    """The same cut, ten ranks further on; not another cut, nor another place in the local tensor."""
+    """Placements join with the same cut ten ranks further on, not with another cut or another place in the local tensor."""
     one = data.draw(oracle.placements(shape))
     assert one.join(Whole((*shape, 2), (99,))) is None
     if isinstance(one, Boxes):
@@ -351,7 +351,7 @@ def test_negative_numbers_are_refused(start: int, chunk_numel: int) -> None:
 @some
 @given(oracle.shapes.flatmap(oracle.mesh_placements))
 def test_a_mesh_cuts_where_torch_chunk_cuts(placement: MeshBoxes) -> None:
-    """As DTensor does: dimension by dimension of the mesh, ranks that get no chunk get nothing."""
+    """The shards of DTensor's cut, mesh dimension by mesh dimension; ranks without a chunk get nothing."""
     for group in placement.replicas:
         for rank, coordinate in zip(group, np.ndindex(placement.mesh_shape), strict=True):
             local = torch.arange(placement.numel).reshape(placement.shape)

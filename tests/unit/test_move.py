@@ -37,14 +37,14 @@ VALUES = [
 
 
 def elements(value: StateValue) -> torch.Tensor:
-    """Different in every element of every value."""
+    """Elements that differ between any two places of any two values."""
     first = 1 + 13 * [one.fqn for one in VALUES].index(value.fqn)
     return torch.arange(first, first + value.placement.numel).to(value.dtype).view(value.placement.shape)
 
 
 @dataclass
 class Live(End):
-    """Tensors by FQN, as they lie in memory."""
+    """Live tensors by FQN, with any strides."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -54,9 +54,9 @@ class Live(End):
 
 @dataclass
 class Stored(End):
-    """A store that keeps every value as one 1-D tensor, and notes how many bytes it was handed at once.
+    """A store that keeps every value as one 1-D tensor, and records the most bytes that a call gave it.
 
-    `cut`: how it wants what it takes and gives; None: as the other end has it.
+    `cut`: the cut in which it reads and writes; None: the cut of the other end.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -159,7 +159,7 @@ class MoveTest(unittest.TestCase):
         self.assertEqual(target.most_nbytes, 0)
 
     def test_what_several_originals_share_is_taken_from_its_place(self) -> None:
-        """Two originals in one local tensor, as a flat parameter has them, behind padding."""
+        """Two originals in one local tensor behind padding, as in a flat parameter."""
         flat = torch.tensor([99.0, 99.0, 1.0, 2.0, 3.0, 4.0, 5.0, 99.0])
         values = [
             StateValue("a", "x", torch.float32, Whole((3,), (0,), 2)),
@@ -200,7 +200,7 @@ class MoveTest(unittest.TestCase):
             with self.subTest(cut):
                 try:
                     move(VALUES, live(filled=True), Full(stored(filled=False).tensors, cut), HERE, Budget(8), failure)
-                except OSError as error:  # where messages are needed, all ranks hear of it in the next window
+                except OSError as error:  # where messages are needed, all ranks raise the error in the next window
                     self.assertIs(error, failure.error)
                 self.assertIsInstance(failure.error, OSError)
 

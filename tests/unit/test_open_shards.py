@@ -1,4 +1,4 @@
-"""Parameters of which each rank lists what it holds itself: all lists together, or an error where something is missing."""
+"""Parameters whose ranks list their own shards: the merge of all lists, or an error for missing elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUMMARY = Summary(sharded=(("exp_avg", "float32"),), names=("exp_avg",))
 
 
 def report(rank: int, *rows: tuple[int, int]) -> RankReport:
-    """What a rank says that has some of the rows, (first, number) each."""
+    """The report of a rank that has some of the rows, as pairs (first, number)."""
     blocks, offset = [], 0
     for first, num in rows:
         blocks.append(Block(Box((first, 0), (num, 2)), offset))
@@ -31,7 +31,7 @@ def drawn(*reports: RankReport) -> Picture:
 
 class OpenShardsTest(unittest.TestCase):
     def test_all_lists_together(self) -> None:
-        """Several parts on one rank, none on another."""
+        """One rank has several shards, another rank has none."""
         placement = drawn(report(0, (4, 2), (0, 1)), report(1), report(2, (1, 3))).params["w"].placement
         self.assertEqual([placement.numel_on(rank) for rank in range(4)], [6, 0, 6, 0])
         self.assertIsInstance(placement, Boxes)

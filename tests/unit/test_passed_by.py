@@ -1,4 +1,4 @@
-"""A rank that is passed by in meetings that it will not come to, while it comes to them after all, or another passes it by."""
+"""A rank is counted as come to meetings, while it comes to them itself, or while another rank does the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANK = 1
 
 
 class Interrupted:
-    """A store in which something else happens after the first time that a count is read."""
+    """A store in which something else happens after the first read of a count."""
 
     def __init__(self, store: Any, happens: Callable[[], object]) -> None:
         self._store, self._happens = store, [happens]
@@ -48,7 +48,7 @@ class PassedByTest(unittest.TestCase):
             self.assertEqual(came(store), max(before, 5))
 
     def test_it_comes_meanwhile(self) -> None:
-        """It has come to meeting 4 of 5, and its next is the sixth: it is not counted twice."""
+        """The rank comes to meeting 4 of 5 meanwhile; its next meeting is the sixth, so it is not counted twice."""
         store = dist.HashStore()
         store.add(f"prefix/came/{RANK}", 3)
         meeting_in(Interrupted(store, lambda: store.add(f"prefix/came/{RANK}", 1)), 5).pass_by(RANK, 5)

@@ -48,7 +48,7 @@ def by_pair(copies: Iterable[Copy]) -> dict[tuple[int, int], list[Copy]]:
 
 
 def check_plan(source: Layout, target: Layout) -> tuple[Copy, ...]:
-    """Execute the plan and compare every element; from others, a rank takes only what it does not hold."""
+    """Execute the plan and compare every element; a rank takes only elements from others that it does not hold."""
     copies = plan(source, target)
     before, wanted = arrays_of(source, target)
     after = oracle.execute(copies, before, wanted)
@@ -147,7 +147,7 @@ def test_copies_as_arrays_are_those_that_are_made_one_by_one(pair: tuple[Layout,
 )
 @pytest.mark.parametrize("rank", [0, 1, 63, 64, 127, 200])
 def test_many_copies_are_arrays(source: Placement, rank: int) -> None:
-    """Of a recipient, of a source that scatters, and of a rank that sends to many; others make theirs one by one."""
+    """The ranks whose copies are made in bulk: recipients, sources of a scatter, senders to many; not others."""
     whole, everywhere = Whole(source.shape, (rank,)), Whole(source.shape, range(128))
     for pair in ((source, whole), (whole, source), (source, everywhere), (everywhere, source)):
         found = copies_of(*pair, rank=rank, replica=5)
@@ -186,7 +186,7 @@ def test_runs_need_one_copy_for_two_ranks(shape: tuple[int, ...], data: st.DataO
 
 
 class Vague(FlatChunks):
-    """FlatChunks that name more shards than needed, as they may."""
+    """FlatChunks whose `shards_over` gives more shards than needed, which is allowed."""
 
     def shards_over(self, start: int, stop: int) -> range:
         return range(self.num_shards)
@@ -208,7 +208,7 @@ def test_shards_that_hold_nothing_of_it_make_no_copy() -> None:
 
 
 def test_gather_a_flat_parameter() -> None:
-    """The picture in FlatChunks: b lies 5 elements in; rank 5 holds it after the last element of a."""
+    """The picture in FlatChunks: b begins at element 5; rank 5 holds it after the last element of a."""
     source = Layout({"a": FlatChunks((5,), 0, 4, ((4, 5, 6),)), "b": FlatChunks((3, 1), 5, 4, ((4, 5, 6),))})
     assert plan(source, source.whole_on([4])) == (
         Copy("a", 4, 4, (4,), 0, (1,), 0, (1,)),
@@ -242,7 +242,7 @@ def test_rows_of_the_same_width_are_one_run() -> None:
 
 
 def sent(copies: Iterable[Copy]) -> Counter[int]:
-    """How many elements every rank sends to others."""
+    """The number of elements that every rank sends to others."""
     count: Counter[int] = Counter()
     for copy in copies:
         if copy.source_rank != copy.target_rank:
@@ -327,7 +327,7 @@ def test_another_shape_is_named(theirs: tuple[int, ...], rank: int | None) -> No
 
 
 class Counted(FlatChunks):
-    """FlatChunks that count what a plan asks them."""
+    """FlatChunks that count the calls of their methods."""
 
     calls: ClassVar[Counter[str]] = Counter()
 
@@ -345,7 +345,7 @@ class Counted(FlatChunks):
 
 
 class CountedMesh(MeshBoxes):
-    """MeshBoxes that count, too: every question comes down to a Box."""
+    """MeshBoxes that count the Boxes that they compute."""
 
     def box(self, shard: int) -> Box:
         Counted.calls["box"] += 1

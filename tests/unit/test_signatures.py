@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint import background, restore, save
 from fsdp_optim.options import GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
 from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
-# Public function, the module and name of what does it, its options, and what is no option of it.
+# Public function, module and name of its implementation, its options, and its arguments that are not options.
 CALLS: list[tuple[str, Any, str, type, set[str]]] = [
     ("gather_full_optim_state_dict", gather, "gather", GatherOptions, {"model", "optim"}),
     ("iter_full_optim_state", iterate, "iterate", GatherOptions, {"model", "optim"}),
@@ -29,7 +29,7 @@ CALLS: list[tuple[str, Any, str, type, set[str]]] = [
     ("async_save", background, "async_save", SaveOptions, {"path", "model", "optim"}),
     ("load", restore, "restore", LoadOptions, {"path", "model", "optim"}),
 ]
-AS = {  # whose docstring describes the arguments that its own does not
+AS = {  # the function whose docstring describes the arguments that this function's docstring does not
     "iter_full_optim_state": "gather_full_optim_state_dict",
     "scatter_full_optim_state_dict": "get_shard_from_optim_state_dict",
     "transfer_optim_state": "gather_full_optim_state_dict",
@@ -41,7 +41,7 @@ AS = {  # whose docstring describes the arguments that its own does not
 
 
 def options_of(kind: type) -> dict[str, Any]:
-    """The options of a call with their defaults, those of all calls too."""
+    """The options of a call with their defaults, including the options of all calls."""
     kinds = (kind,) if kind is Options else (kind, Options)
     return {field.name: field.default for one in kinds for field in dataclasses.fields(one) if field.name != "call"}
 
@@ -52,7 +52,7 @@ def arguments_of(name: str, others: set[str]) -> dict[str, inspect.Parameter]:
 
 
 def described(name: str) -> set[str]:
-    """The words that stand for arguments in a docstring, and in those that it leans on."""
+    """The names of arguments in a docstring, and in the docstrings that it refers to."""
     text = getattr(fsdp_optim, name).__doc__
     args = {word.strip() for line in re.findall(r"^ +([a-z_, ]+): ", text, re.MULTILINE) for word in line.split(",")}
     args |= set(re.findall(r"`([a-z_]+)`", text))
@@ -64,7 +64,7 @@ class SignaturesTest(unittest.TestCase):
     def test_every_argument_reaches_its_option(
         self, name: str, module: Any, verb: str, kind: type, others: set[str]
     ) -> None:
-        """Each is given a value of its own, and is found in the field of its name; what is not given has one default."""
+        """Every argument is passed with a unique value, and found in the field of its name; the others have the same default."""
         arguments, defaults = arguments_of(name, others), options_of(kind)
         for key, one in arguments.items():
             self.assertIn(key, defaults)

@@ -1,4 +1,4 @@
-"""Every store keeps what the protocol promises; what goes through it is independent of which one it is."""
+"""Every store passes the conformance tests of the protocol."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TestObjectsOfOneWriter(TestObjects):
 class TestMultipartFile(unittest.TestCase):
     @parameterized.expand(itertools.product((1, 9, 10, 11, 20, 25), (3, 10, 100)))
     def test_every_cut(self, nbytes: int, part_nbytes: int) -> None:
-        """A file in two ranges, the second first, at every place."""
+        """A file is written in two ranges, the second range first, split at every place."""
         data = bytes(range(nbytes))
         for cut in range(nbytes + 1):
             sent: dict[int, bytes] = {}

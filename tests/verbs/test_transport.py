@@ -1,4 +1,4 @@
-"""Real ranks: the meetings in the rendezvous store, and messages over gloo, keep what a Control and a Transport promise."""
+"""StoreControl and CollectiveTransport (over gloo) pass the conformance tests on real ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def keys_left() -> int:
 
 
 def impatient(fn: Callable[..., Any], *args: Any) -> Any:
-    """Ranks look for each other sooner than after five seconds."""
+    """A context in which waiting ranks look for each other sooner than after five seconds."""
     with mock.patch.object(meeting, "_QUIET", 1.0):
         return fn(*args)
 
