@@ -73,7 +73,7 @@ def _as_saved(handles: list[NamedHandle], saved: Sequence[str], full: FullState,
         places = [at[fqn] for fqn in sorted(named.fqns, key=place.__getitem__)]
         if full.unknown_order or full.listing == "other" or places != list(range(places[0], places[0] + len(places))):
             raise StateError(
-                f"the full dict lists the parameters of {named.fqns[0]}'s group in another order than the model, so the order in "
+                f"the full dict lists the parameters of {named.fqns[0]}'s group in an order of its own, so the order in "
                 "this model's optimizer is not known: give optim=, the optimizer that the shard is for"
             )
     return sorted(handles, key=lambda named: at[named.fqns[0]])

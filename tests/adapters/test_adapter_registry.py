@@ -1,4 +1,4 @@
-"""Which adapters there are: the built-in ones, those that a program adds, and those of installed packages."""
+"""The registry of adapters: built-in adapters, those that a program adds, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def broken():
 
 
 class Claims(Adapter):
-    """Takes every parameter of a Linear, whatever else there is."""
+    """An adapter that claims every parameter of a Linear."""
 
     name = "Claims"
 
@@ -63,7 +63,7 @@ class Claims(Adapter):
 
 
 class Absent(Claims):
-    """Its wrapper is not loaded, and it fails when it is asked anything."""
+    """An adapter whose wrapper is not loaded, and whose other methods fail."""
 
     def is_present(self) -> bool:
         return False
@@ -76,7 +76,7 @@ class Absent(Claims):
 
 class TestList(unittest.TestCase):
     def test_the_order(self) -> None:
-        """Those that are added come first, the last added before all, and they go when the block ends, also by an error."""
+        """Added adapters come first, the last added before all others, until the block ends, also with an error."""
         first, second = Claims(), MixedAdapter()
         built_in = all_adapters()
         self.assertEqual(built_in, registry.BUILT_IN)
@@ -93,10 +93,10 @@ class TestList(unittest.TestCase):
             view = ModelReader(model).read()
         self.assertEqual([named.fqns[0] for named in view.handles], ["0.weight", "0.bias", "1.weight", "1.bias"])
         claimed = [named.handle.synchronized for named in view.handles]
-        self.assertEqual(claimed, [True, True, False, False])  # Claims says that they are kept equal
+        self.assertEqual(claimed, [True, True, False, False])  # Claims marks the replicas as synchronized
 
     def test_one_of_two_that_claim_a_parameter_has_it(self) -> None:
-        """The one that is asked first: the last added."""
+        """The adapter that is called first, which is the last added."""
 
         class Others(Claims):
             def handles(self, tree: Any, ranks: Any, claimed: Any) -> Iterable[Handle]:
@@ -160,7 +160,7 @@ class TestEntryPoints(unittest.TestCase):
         sys.modules["found_wrapper"] = type(sys)("found_wrapper")
 
     def test_a_package_that_the_user_has_not_loaded(self) -> None:
-        """Its adapter is not even imported; when the wrapper is loaded, it is."""
+        """The adapter of an absent wrapper is not even imported; it is when the wrapper is loaded."""
         self.install("found_wrapper = found_adapters:Found")
         self.assertEqual(all_adapters(), registry.BUILT_IN)
         self.assertNotIn("found_adapters", sys.modules)
@@ -180,7 +180,7 @@ class TestEntryPoints(unittest.TestCase):
                     self.assertIs(all_adapters()[0], all_adapters()[0])
 
     def test_the_search_is_made_once(self) -> None:
-        """It takes milliseconds: a call that reads several models, or many, makes it at most once per process."""
+        """The lookup of entry points takes milliseconds, so it is made at most once per process."""
         self.install("found_wrapper = found_adapters:Found")
         self.load_wrapper()
         with mock.patch.object(registry, "entry_points", wraps=registry.entry_points) as search:
@@ -189,7 +189,7 @@ class TestEntryPoints(unittest.TestCase):
         self.assertEqual(search.call_count, 1)
 
     def test_a_broken_one_is_named(self) -> None:
-        """With its package, what is wrong, and what to do; in every call, not in the first only."""
+        """The error names the package, the cause and the way out, in every call, not in the first only."""
         cases = {
             "found_adapters:broken": "OSError: no such thing",
             "found_adapters:absent": "AttributeError",
@@ -210,7 +210,7 @@ class TestEntryPoints(unittest.TestCase):
                             self.assertIn(word, text)
 
     def test_a_broken_one_on_one_rank(self) -> None:
-        """All ranks hear of it."""
+        """All ranks raise the error."""
         errors = run_on_ranks(broken_on_rank, 2, 1)
         check_refused("broken", errors, "WrapperError", "'kit' = 'nowhere:X'", "ModuleNotFoundError", "rank 1")
 

@@ -1,4 +1,4 @@
-"""Every adapter keeps what the protocol promises: the built-in ones, and one as a third party would write it."""
+"""Every adapter passes AdapterConformance: the built-in adapters, and an adapter of a third party."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TestMasters(AdapterConformance, unittest.TestCase):
 
 
 class Wrong(MixedAdapter):
-    """Breaks the promise `how`."""
+    """An adapter that breaks the promise `how`."""
 
     how = ""
 
@@ -144,7 +144,7 @@ class TestTheSuite(unittest.TestCase):
         ]
     )
     def test_it_finds(self, how: str, check: Callable[..., Any], words: str) -> None:
-        """Each promise that an adapter can break is found out."""
+        """The conformance tests notice every broken promise."""
         with self.assertRaisesRegex((RanksFailed, AssertionError), words):
             checks.judge_elements(run_on_ranks(run_wrong, 2, check, how))
 

@@ -54,7 +54,7 @@ TORCH_REFUSES = {(wrapper, "no dimensions"): "doesn't support scalar parameters"
 
 
 def trip(wrapper: str, case: str) -> str:
-    """torch's words, where torch is known not to build this."""
+    """torch's error message, for models that torch refuses to build."""
     model, prepare, unused = CASES[case]
     with cpu():
         if (wrapper, case) in TORCH_REFUSES:
@@ -123,7 +123,7 @@ class OtherPairsTest(unittest.TestCase):
 
 
 def rows_of_every_rank() -> list[list[float]]:
-    """Three rows on four ranks under FSDP2: what each rank's shard is, in numbers."""
+    """The shards of three rows on four ranks under FSDP2, in numbers."""
     model = nn.Linear(2, 3, bias=False)
     in_fsdp2(model)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -135,7 +135,7 @@ def rows_of_every_rank() -> list[list[float]]:
 
 
 def scalars_outside(kind: str) -> None:
-    """What torch refuses to shard stays an ordinary parameter beside the shards."""
+    """A parameter that torch refuses to shard stays an ordinary parameter beside the shards."""
 
     def wrap(model: Any) -> Any:
         scalars = [param for param in model.parameters() if not param.dim()]
@@ -143,12 +143,12 @@ def scalars_outside(kind: str) -> None:
             return fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=set(scalars))
         return in_fsdp1(model, ignored_states=scalars, use_orig_params=kind == "FSDP1 orig")
 
-    # torch FSDP1 takes some parameters of a module and leaves others, so that nobody knows their order any more.
+    # torch FSDP1 takes some parameters of a module and leaves others, so that their order is lost.
     check_trip(wrap, model=Scalars, key_by="id" if kind == "FSDP2" else "name")
 
 
 def frozen_then_wrapped(wrapper: str) -> list[tuple[str, str]]:
-    """What is listed, and what has state, when a unit is frozen."""
+    """The listed parameters, and those with state, of a model with a frozen unit."""
     with cpu():
         trained = Trained(wrapper, prepare=freeze("stem"))
         full = trained.gather(None, "name")

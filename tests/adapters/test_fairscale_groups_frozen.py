@@ -1,4 +1,4 @@
-"""Param groups; parameters without state; own `step` for each; tied parameters."""
+"""Param groups, parameters without state, a separate `step` for each parameter, tied parameters."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class GroupsTest(unittest.TestCase):
 
 
 def change_the_custom_keys() -> tuple[Any, bool]:
-    """What a full dict says, after the live optimizer's group was changed in place; and the reverse."""
+    """A full dict does not change with the live optimizer's groups, nor the groups with the dict."""
     setup = Setup("mlp", units("2", ""), groups=(Group.of("", nested={"a": (1, 2.5), "b": [1]}),))
     with fairscale_on_cpu():
         wrapped = Wrapped(setup, range(STEPS))
@@ -218,7 +218,7 @@ class TwoGroupsInOneFlatParameterTest(unittest.TestCase):
 
 
 def refused(setup: Setup, full: Full, how: str) -> tuple[str, str]:
-    """The error with its class, and what it changed."""
+    """The class and message of an error, and the changes that the call made."""
     with fairscale_on_cpu():
         wrapped = Wrapped(setup, range(2))
         before = copy.deepcopy((wrapped.optim.state_dict(), full))
@@ -349,7 +349,7 @@ VALUE_NAMED = {
 
 
 class DisagreementTest(unittest.TestCase):
-    """Originals of one flat parameter that disagree cannot be flattened; apart from each other they can be loaded."""
+    """Originals of one flat parameter that disagree cannot be flattened; in separate units they can be loaded."""
 
     @parameterized.expand(list(DISAGREEMENTS), name_func=case_name)
     def test_error_names_both(self, name: str) -> None:
@@ -376,7 +376,7 @@ class DisagreementTest(unittest.TestCase):
 
 
 def disagreeing(name: str) -> Full:
-    """A full dict of three steps in which 2.bias is not as 2.weight."""
+    """A full dict of three steps in which 2.bias and 2.weight differ."""
     plain = Plain(Setup("mlp", ()), range(STEPS))
     full = copy.deepcopy(plain.optim.state_dict())
     state = {fqn: full["state"][i] for fqn, i in plain.ids.items()}

@@ -40,7 +40,7 @@ from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 AWKWARD = ("one unit", "first", "deep", "deep, both", "tiny", "odd, unflattened", "scalars", "siblings")
 
 
-EVERYWHERE = ("peculiar",)  # it has state values of every kind
+EVERYWHERE = ("peculiar",)  # its state has values of every kind
 Case = tuple[str, str, int]
 
 
@@ -58,7 +58,7 @@ CASES = cases()
 
 @functools.cache
 def problems(world_size: int) -> dict[Case, list[str]]:
-    """By rank, what was wrong with each case. One call for all, because calls cost more than gathers."""
+    """The differences of each case, by rank. One call runs all cases, because calls cost more than gathers."""
     mine = [case for case in CASES if case[2] == world_size]
     setups = [Setup(*WRAPPINGS[wrapping], optimizer) for optimizer, wrapping, _ in mine]
     by_rank = run_on_ranks(gather_problems, world_size, setups, world_size - 1)
@@ -77,7 +77,7 @@ def full_of_adam(world_size: int = 2, wrapping: str = "middle") -> tuple[Setup, 
 
 
 class FullDictTest(unittest.TestCase):
-    """What the full dict of one Adam looks like, with the numbers written out."""
+    """The full dict of one Adam, with literal numbers."""
 
     def test_keys_types_and_dtypes_are_adams(self) -> None:
         _, full = full_of_adam()
@@ -257,7 +257,7 @@ def with_nan() -> str:
 
 
 def check_bits(where: str, got: Any, want: Any) -> None:
-    """As `check_value`; NaN is equal to itself also outside of tensors."""
+    """The same as `check_value`, but NaN equals NaN also outside tensors."""
     as_text = [
         {key: {n: v.hex() if isinstance(v, float) else v for n, v in values.items()} for key, values in state.items()}
         for state in (got, want)
@@ -266,7 +266,7 @@ def check_bits(where: str, got: Any, want: Any) -> None:
 
 
 def float16_with_float32_state() -> list[str]:
-    """What a user of pure float16 with float32 moments has: gathered, cut and loaded without a cast."""
+    """Pure float16 with float32 moments is gathered, cut and loaded without a cast."""
     with fairscale_on_cpu():
         plain = torch.nn.Linear(5, 7).half()
         want = {name: torch.randn(param.shape) for name, param in plain.named_parameters()}

@@ -55,7 +55,7 @@ class PairsTest(unittest.TestCase):
 
     @parameterized.expand([(how,) for how in HOWS], name_func=case_name)
     def test_there_and_back_through_every_world_size(self, how: str) -> None:
-        """The dict that comes out of the last world goes into the next."""
+        """The dict of one world is loaded in the next world."""
         setups = [SETUPS["amsgrad in nested units"], SETUPS["adam with awkward sizes"]]
         first = fulls = gathered(setups, 3)
         for world_size in (4, 1, 2, 4, 3):
@@ -65,7 +65,7 @@ class PairsTest(unittest.TestCase):
 
 
 def pass_through(resumes: list[Resume]) -> list[Full | None]:
-    """Load and gather: what the next world gets."""
+    """Load and gather the dict for the next world."""
     fulls = []
     with fairscale_on_cpu():
         for resume in resumes:

@@ -56,7 +56,7 @@ class WrappingsTest(unittest.TestCase):
 
 
 def with_fairscales_helpers(model: Any) -> nn.Module:
-    """What a user of fairscale already has, with our class."""
+    """The calls of an existing user of fairscale, with this library's class."""
     from fairscale.nn import auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
 
     with enable_wrap(wrapper_cls=FullyShardedDataParallel):
@@ -122,7 +122,7 @@ Saved = tuple[Full, dict[str, Tensor]]  # and the parameters
 def train_for_real(
     names: list[str], start: int, stops: tuple[int, ...], given: dict[str, Saved]
 ) -> dict[str, tuple[list[Saved], str]]:
-    """On one rank: what is gathered at each stop, and before the first when state is given; and what went wrong."""
+    """On one rank: the full dicts at each stop (and before the first stop, after a load), and the errors."""
     with fairscale_on_cpu():
         return {name: _train_one(REAL[name], start, stops, given.get(name)) for name in names}
 
@@ -159,12 +159,12 @@ SIZES = {name: 1 + i % 3 for i, name in enumerate(REAL)}
 """The world size that each is trained at: real training is a test of fairscale and of what lets it run without a GPU, more than
 of this library, whose own part is tested at all sizes by `WrappingsTest`."""
 OTHER_SIZES = {name: size % 3 + 1 for name, size in SIZES.items()}
-"""The world size that each is resumed at, besides its own."""
+"""The other world size at which each is resumed."""
 OTHER_SIZES |= {"nested": 4, "both": 4}
 
 
 def names_of(saved: int, now: int | None = None) -> list[str]:
-    """Those that are trained at one world size and resumed at another, or at any."""
+    """The set-ups that are trained at one world size and resumed at another, or at any."""
     return [name for name in REAL if SIZES[name] == saved and now in (None, saved, OTHER_SIZES[name])]
 
 
@@ -174,7 +174,7 @@ def all_straight(world_size: int) -> list[dict[str, tuple[list[Saved], str]]]:
 
 
 def straight(name: str) -> list[Saved]:
-    """Never stopped; gathered at SAVED and at END."""
+    """A training without a stop, gathered at SAVED and at END."""
     by_rank = all_straight(SIZES[name])
     raise_problems([[mine[name][1]] for mine in by_rank], [name])
     return by_rank[0][name][0]
@@ -188,7 +188,7 @@ def all_resumed(saved: int, now: int) -> list[dict[str, tuple[list[Saved], str]]
 
 
 def resumed(name: str, now: int) -> list[Saved]:
-    """Gathered right after loading, and at END."""
+    """A resumed training, gathered right after the load and at END."""
     straight(name)
     by_rank = all_resumed(SIZES[name], now)
     raise_problems([[mine[name][1]] for mine in by_rank], [name])
@@ -210,7 +210,7 @@ def rtol_for(name: str) -> float:
 
 
 def check_training(where: str, name: str, got: Saved, want: tuple[dict[str, Any], dict[str, Tensor]]) -> None:
-    """State and parameters are as close as their arithmetic lets them be."""
+    """Raise unless state and parameters are equal up to rounding."""
     rtol = rtol_for(name)
     for what, a, b in (("state", by_name(got[0]), want[0]), ("parameters", got[1], want[1])):
         largest = max((float(t.abs().max()) for _, t in tensors_in(b) if t.numel()), default=1.0)

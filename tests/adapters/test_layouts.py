@@ -82,7 +82,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def check_all(cases: Sequence[Case]) -> dict[Case, str]:
-    """In one process of the pool: what is wrong with each."""
+    """In one process of the pool: the differences of each case."""
     leave_world()  # the real one, which is this process alone
     return {case: problem_of(*case) for case in cases}
 
@@ -96,7 +96,7 @@ def problem_of(case: str, model: str, shape: tuple[int, ...]) -> str:
 
 
 def check_layout(case: str, model: type[nn.Module], shape: tuple[int, ...]) -> None:
-    """Be every rank in turn, and compare what it has with what the adapter says."""
+    """Play every rank in turn, and compare its elements with the adapter's description."""
     world_size = torch.Size(shape).numel()
     first: dict[str, Placement] = {}
     for rank in range(world_size):
@@ -109,7 +109,7 @@ def check_layout(case: str, model: type[nn.Module], shape: tuple[int, ...]) -> N
 
 
 def placements_of(model_class: type[nn.Module], wrap: Wrap, rank: int) -> dict[str, Placement]:
-    """What the adapter says; raises where this rank's live parameters have other elements."""
+    """The adapter's placements; raises where this rank's live parameters have other elements."""
     unwrapped = model_class()
     numbers = Numbers(unwrapped)
     numbers.give(unwrapped)
@@ -118,7 +118,7 @@ def placements_of(model_class: type[nn.Module], wrap: Wrap, rank: int) -> dict[s
     found = {}
     for named in view.handles:
         held = numbers.read(local_of(named.handle.weights()))
-        wanted = held.clamp(max=numbers.least - 1)  # where the adapter says that nothing is, padding has to be
+        wanted = held.clamp(max=numbers.least - 1)  # elements that the adapter does not describe have to be padding
         for fqn, placement in named.placements.items():
             found[fqn] = placement
             for local, element in elements(placement, rank):

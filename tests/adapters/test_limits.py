@@ -1,4 +1,4 @@
-"""The limits that docs/wrappers.md tells of: each ends in an error with a way out, not in silence."""
+"""Every limit in docs/wrappers.md ends in an error with a way out."""
 
 from __future__ import annotations
 

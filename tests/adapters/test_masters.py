@@ -1,4 +1,4 @@
-"""A wrapper whose optimizer holds masters that are no parameters of the model: all verbs, and checkpoints, bit for bit."""
+"""All verbs and checkpoints, bit for bit, of a wrapper whose optimizer holds masters that are not parameters of the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(steps: int = STEPS, optim: type[MasterOptimizer] = MasterOptimizer) 
 
 
 def oracle(steps: int) -> Oracle:
-    """Adam on fp32 parameters, with gradients that were bf16 once."""
+    """Adam on fp32 parameters, with gradients rounded to bf16."""
     plain = Oracle(steps=0)
     exact = plain.numbers.gradients
     plain.numbers.gradients = lambda step: exact(step).bfloat16().float()  # type: ignore[method-assign]
@@ -51,7 +51,7 @@ def oracle(steps: int) -> Oracle:
 
 
 def wanted(plain: Oracle) -> dict[str, Any]:
-    """What a gather has to give: the state of the plain optimizer, and its parameters as masters."""
+    """The expected result of a gather: the state of the plain optimizer, and its parameters as masters."""
     full = plain.full()
     params = dict(plain.model.named_parameters())
     for index, name in enumerate(plain.names):
@@ -60,7 +60,7 @@ def wanted(plain: Oracle) -> dict[str, Any]:
 
 
 def check_weights(one: Trained, plain: Oracle) -> None:
-    """The model has the masters' values in bf16."""
+    """Raise unless the model has the masters' values in bf16."""
     for param, right in zip(one.params, plain.model.parameters(), strict=True):
         check_same("a weight", param.detach(), right.detach().bfloat16())
 
@@ -115,7 +115,7 @@ def load_from(path: Path) -> None:
 
 
 class Unnamed(MixedAdapter):
-    """Does not say where the masters' elements are saved."""
+    """An adapter that does not set Handle.master."""
 
     def masters(self, tree: Any, optims: Sequence[Any]) -> Any:
         for handle in super().masters(tree, optims):
@@ -134,11 +134,11 @@ GATHERS = Table(gather_and_load, [(1,), (2,), (3,)])
 class TestMasters(unittest.TestCase):
     @parameterized.expand(GATHERS.cases)
     def test_gather_scatter_and_load(self, world_size: int) -> None:
-        """Also uneven, with padding on the last rank; the masters come back with bits that bf16 does not have."""
+        """The masters come back with bits that bf16 does not have, also from uneven shards with padding on the last rank."""
         GATHERS(world_size)
 
     def test_save_and_load(self) -> None:
-        """At one rank and at two, and from each to the other."""
+        """A round trip at one rank and at two ranks, and between the two."""
         for saved in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
                 run_on_ranks(save_to, saved, Path(folder) / "step-1")
@@ -147,7 +147,7 @@ class TestMasters(unittest.TestCase):
                         run_on_ranks(load_from, loaded, Path(folder) / "step-1")
 
     def test_masters_that_the_optimizers_own_dict_loses(self) -> None:
-        """They would not be restored, so they are refused on all ranks."""
+        """Masters that a load would not restore are refused on all ranks."""
         errors = run_on_ranks(refused, 2, MixedAdapter(), WithoutMasters)
         check_refused("lost masters", errors, "WrapperError", "scale", "WithoutMasters", "'fp32'", "neither saved nor")
 
@@ -164,7 +164,7 @@ class TestMasters(unittest.TestCase):
 
 
 class TestView(unittest.TestCase):
-    """What `ModelReader` makes of masters, in one process."""
+    """The view of a model with masters, in one process."""
 
     def setUp(self) -> None:
         stack = contextlib.ExitStack()
@@ -177,7 +177,7 @@ class TestView(unittest.TestCase):
         self.masters, self.naming = list(MixedAdapter().masters(tree, [self.one.optim])), Naming(tree, None)
 
     def test_each_parameter_is_there_once(self) -> None:
-        """In the order of the model; an optimizer without masters sees the model as it is."""
+        """Masters are in the order of the model; an optimizer without masters gets the unchanged view."""
         mine = self.reader.read(optim=self.one.optim)
         self.assertEqual(mine.order, self.view.order)
         self.assertEqual([fqn for named in mine.handles for fqn in named.fqns], oracle(0).names)
@@ -186,7 +186,7 @@ class TestView(unittest.TestCase):
         self.assertIs(self.reader.read(optim=torch.optim.Adam(self.one.params)), self.view)
 
     def test_a_master_of_a_part_of_a_live_parameter(self) -> None:
-        """Which state is whose could not be told."""
+        """The owner of each state would not be known."""
         first, second, *rest = self.view.handles
         both = NamedHandle(
             replace(first.handle, originals=(*first.handle.originals, *second.handle.originals)),

@@ -1,4 +1,4 @@
-"""Ids count as the optimizer counts, and are refused where no order can be right."""
+"""Ids count in the order of the optimizer, and are refused where no order is right."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FLAT = ("fairscale flat", "FSDP1 flat")
 
 
 class Parts(nn.Module):
-    """Parts of equal shapes, each a unit of its own, and one with a unit inside, so that nothing tells them but order."""
+    """Units of equal shapes, one of them with a unit inside, which only their order distinguishes."""
 
     units = ("body.1", "body", "head", "critic", "")
     tensor_parallel: Mapping[str, Any] = {"head": ColwiseParallel()}
@@ -69,7 +69,7 @@ def turned_in_groups(model: Any) -> Any:
 
 
 def actor_and_critic(model: Any) -> Any:
-    """Two optimizers that the library reads as one, because their hyperparameters are equal."""
+    """Two optimizers with equal hyperparameters, which the library reads as one."""
     parts = parts_of(model)
     return [adam([*parts["critic"]]), adam([*parts["body"], *parts["head"]])]
 
@@ -131,7 +131,7 @@ def _ids_both_ways(what: str, wrapper: str, make: Callable[[Any], Any]) -> None:
 
 
 def _as_one(wrapper: str) -> None:
-    """Several optimizers with equal hyperparameters are counted as one that has theirs one after the other."""
+    """Several optimizers with equal hyperparameters are counted as one optimizer with all their parameters in order."""
     trained, oracle = (
         Trained(wrapper, OfModel(actor_and_critic), model=Parts),
         Oracle(OfModel(actor_and_critic), model=Parts),
@@ -150,7 +150,7 @@ def _sorted(oracle: Oracle, names: Iterable[str]) -> dict[str, Any]:
 
 
 class OrderTest(unittest.TestCase):
-    """Bit for bit what a plain optimizer has that is built in the same order from the unwrapped model."""
+    """The gathered state equals, bit for bit, that of a plain optimizer built in the same order from the unwrapped model."""
 
     @parameterized.expand([(1,), (2,), (3,)])
     def test_ids_of_an_optimizer_with_an_order_of_its_own(self, world_size: int) -> None:
@@ -235,7 +235,7 @@ class Stage(nn.Module):
 
 
 def stage_of_this_rank(kind: str, steps: int) -> tuple[Any, Any]:
-    """A stage of its own on each rank, stepped as the oracle steps it."""
+    """A different stage on each rank, stepped like the oracle."""
     oracle = Oracle(steps=0, model=Stages)
     name = STAGES[dist.get_rank()]
     module: Any = Stage(oracle.model, name)
@@ -311,7 +311,7 @@ class NoOrderTest(unittest.TestCase):
 
 
 def named(model: Any) -> Any:
-    """Sorts the names in its groups, and not those in its state."""
+    """An optimizer that sorts the names in its groups, and not those in its state."""
     return _NamedOptimizer(dict(model.named_parameters()), torch.optim.Adam, None, None, lr=0.01)
 
 
@@ -322,7 +322,7 @@ def named_in_groups(model: Any) -> Any:
 
 
 class Misnamed(torch.optim.Adam):
-    """An optimizer whose names are nobody's."""
+    """An optimizer with names that the model does not have."""
 
     def state_dict(self) -> dict[str, Any]:
         packed = super().state_dict()
@@ -361,7 +361,7 @@ class NamesForIdsTest(unittest.TestCase):
 
 
 def without_the_optimizer() -> list[tuple[str, str]]:
-    """fairscale's method knows only the model: it lists parameters as the saved optimizer did, or refuses."""
+    """fairscale's method without an optimizer lists parameters in the order of the saved optimizer, or raises an error."""
     with cpu():
         trained = Trained("fairscale non-flat", OfModel(head_then_body), model=Parts)
         full = Trained("FSDP2", OfModel(head_then_body), model=Parts).gather(None)
@@ -374,7 +374,7 @@ def without_the_optimizer() -> list[tuple[str, str]]:
 
 
 def between_orders() -> None:
-    """Transfer goes by names, whatever order either optimizer has."""
+    """Transfer matches parameters by name, whatever the order of the two optimizers."""
     with cpu():
         source = Trained("FSDP1 flat", OfModel(head_then_body), model=Parts)
         target = Trained("FSDP2", steps=0, model=Parts)

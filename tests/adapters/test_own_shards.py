@@ -52,11 +52,11 @@ def load_from(path: Path) -> None:
 class TestOwnShards(unittest.TestCase):
     @parameterized.expand(TRIPS.cases)
     def test_every_verb(self, world_size: int, kind: str) -> None:
-        """With uneven shards, several on one rank, and ranks that have none."""
+        """A round trip with uneven shards, several shards on one rank, and ranks without shards."""
         TRIPS(world_size, kind)
 
     def test_save_and_load(self) -> None:
-        """At two ranks and at four, and from each to the other and to FSDP2."""
+        """A round trip at two ranks and at four, between the two, and to FSDP2."""
         for saved, loaded in ((2, (2, 4)), (4, (2,))):
             with tempfile.TemporaryDirectory() as folder:
                 run_on_ranks(save_to, saved, Path(folder), timeout=200)

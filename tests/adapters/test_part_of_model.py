@@ -1,4 +1,4 @@
-"""What cannot be read is refused by name: part of a wrapped model, values without elements, groups that are not known."""
+"""Parts of wrapped models, values without elements and unknown groups are refused by name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Made(nn.Module):
 
 
 Make = Callable[[], tuple[nn.Module, nn.Module]]
-"""Makes a wrapped model, and the part of it that is given in its place."""
+"""Make a wrapped model, and the part that is passed to the call."""
 
 
 def _the_net_itself() -> tuple[nn.Module, nn.Module]:
@@ -168,7 +168,7 @@ def test_a_part_without_parameters_is_refused() -> None:
 
 
 def gather_wholes() -> dict[str, bool]:
-    """Parts that hold whole parameters, or sharded ones that say so themselves, are still gathered right."""
+    """Parts with whole parameters, or with sharded parameters that record their cut, are gathered correctly."""
     found = {}
     net = Net()
     numbers = Numbers(net)
@@ -197,7 +197,7 @@ def test_parts_that_are_whole_are_gathered() -> None:
 
 
 def test_world_size_1() -> None:
-    """A parameter that is flattened is refused on one rank too; one that is neither flattened nor cut is read."""
+    """A flattened parameter is refused on a single rank too; a parameter that is neither flattened nor cut is read."""
     (found,) = run_on_ranks(on_one_rank, 1)
     assert found["flat"][0] == "WrapperError"
     assert "pass the wrapped root" in found["flat"][1]
@@ -218,7 +218,7 @@ def on_one_rank() -> dict[str, tuple[str, str]]:
 
 
 class Norms(torch.optim.SGD):
-    """Keeps a norm of each parameter: as DTensor arithmetic gives it, or in a list, or whole."""
+    """An optimizer that keeps a norm of each parameter: a partial DTensor, in a list, or whole."""
 
     form = "plain"
 
@@ -447,7 +447,7 @@ def test_optimizers_that_shard_by_themselves_are_refused() -> None:
 
 
 def test_placements_that_are_no_reduction_are_read() -> None:
-    """A replica among the state of a sharded parameter is no partial value."""
+    """A replicated value in the state of a sharded parameter is not a partial value."""
     for found in run_on_ranks(gather_replica, 2):
         assert found
 

@@ -50,7 +50,7 @@ from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 # ------------------------------------------------------------------------------------------- experts
 
 
-"""For every rank the experts that it has, by their numbers in the whole job; the rank itself calls them 0, 1, ..."""
+"""The experts of every rank, by their numbers in the job; the rank itself numbers them 0, 1, ..."""
 
 
 @fairscale_on_cpu()
@@ -72,7 +72,7 @@ def gather_all_experts(no_broadcast: bool) -> None:
 
 @fairscale_on_cpu()
 def gather_experts_from_anywhere(distribution: Distribution) -> None:
-    """The ids do not depend on which rank has which expert: they are the unwrapped model's."""
+    """The ids are those of the unwrapped model, whichever rank has which expert."""
     plain, plain_optim = plain_experts(3)
     model, optim, _ = with_experts(distribution[dist.get_rank()])
     name_of = name_of_experts(distribution)
@@ -110,7 +110,7 @@ def resume_experts(distribution: Distribution, verb: str) -> None:
 
 @fairscale_on_cpu()
 def same_experts_gathered_and_given_back() -> None:
-    """The whole way round, with what gather itself gave."""
+    """A round trip with the gathered dict."""
     rank = dist.get_rank()
     saved, loaded = [[0], [1], [2]], [[2], [0], [1]]
     model, optim, _ = with_experts(saved[rank])
@@ -147,7 +147,7 @@ def gather_own_experts_only() -> None:
 
 
 class Warnings(logging.Handler):
-    """What the library warns of on this rank."""
+    """The library's warnings on this rank."""
 
     def __enter__(self) -> list[str]:
         self.lines: list[str] = []
@@ -206,7 +206,7 @@ def gather_colliding() -> list[tuple[str, str, float]]:
 
 @fairscale_on_cpu()
 def gather_keyed_by_rank(key_of_rank: Sequence[int]) -> None:
-    """Ranks whose experts have names of their own already."""
+    """Ranks whose experts already have unique names."""
     rank = dist.get_rank()
     plain, plain_optim = plain_experts(len(key_of_rank))
     for no_broadcast in (True, False):
@@ -288,7 +288,7 @@ def bn_alone(fqn: str, rank: int) -> str:
 
 
 def with_batch_norm(drifted: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """BatchNorm in a group of this rank alone, whose gradients nobody averages."""
+    """BatchNorm in a group of this rank alone, whose gradients are not averaged."""
     rank = dist.get_rank()
     net = Normed()
     sharded = Sharded(net, (lambda name: bn_alone(name, rank)) if drifted else str)
@@ -390,7 +390,7 @@ def gather_no_replicas() -> list[tuple[str, str, float]]:
 
 @fairscale_on_cpu()
 def gather_different_halves() -> None:
-    """Each half has a layer of its own, under its own name: ranks of the other half do not have it at all."""
+    """Each half of the ranks has a layer with its own name, which the other half does not have at all."""
     rank = dist.get_rank()
     plain, plain_optim = plain_experts(2)
     for halves in ALL_HALVES:
@@ -433,7 +433,7 @@ class TestHalves(unittest.TestCase):
 
 
 def on_group(ranks: Sequence[int], steps: int = STEPS, width: int = 7) -> tuple[Any, Any, Sharded]:
-    """A nested model on a group of some ranks only; on other ranks nothing."""
+    """A nested model on a group of some ranks; the other ranks have no model."""
     group = new_groups(ranks)
     net = Net(width)
     sharded = Sharded(net)
@@ -566,7 +566,7 @@ class TestMixture(unittest.TestCase):
         run_on_ranks(gather_everything, 4)
 
     def test_the_oracle_trains(self) -> None:
-        """The comparisons above mean something: steps change the state, and names have numbers of their own."""
+        """The comparisons above can fail: steps change the state, and different names have different numbers."""
         plain, optim = plain_experts(2)
         state = plain_by_name(plain, optim)
         assert state["experts.0.bias"]["exp_avg"].abs().sum() > 0

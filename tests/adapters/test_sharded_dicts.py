@@ -34,7 +34,7 @@ TARGETS = ("FSDP2", "FSDP1 flat", "fairscale flat", "plain")
 
 
 class Rows(torch.optim.Optimizer):
-    """Keeps values of other shapes than the parameter's: one per row, which DTensor cuts as rows, and four plain numbers."""
+    """An optimizer with values of other shapes than the parameter's: one per row, which DTensor cuts, and four plain numbers."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -77,7 +77,7 @@ def _sharded(trained: Trained) -> Any:
 
 
 def _in_another_order(trained: Trained) -> Any:
-    """Rank 1 lists its parameters the other way round."""
+    """Rank 1 lists its parameters in reverse order."""
     given = _sharded(trained)
     group = given["param_groups"][0]
     if dist.get_rank() == 1:
@@ -148,7 +148,7 @@ def _ordered(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
 
 
 def experts_on_sub_meshes() -> list[tuple[str, str]]:
-    """Each rank has an expert of its own on a mesh of its own, and calls it `experts.0`."""
+    """Each rank has a separate expert on a separate mesh, under the name `experts.0`."""
     rank = dist.get_rank()
     oracle = Oracle(adam, STEPS, lambda: Experts(2))
 
@@ -182,7 +182,7 @@ def parts_that_differ() -> list[tuple[str, str]]:
 
 
 class ShardedDictsTest(unittest.TestCase):
-    """Bit for bit what the unwrapped optimizer has, in every wrapper."""
+    """The result equals the unwrapped optimizer's state, bit for bit, in every wrapper."""
 
     @parameterized.expand(CASES)
     def test_is_accepted(self, case: str) -> None:

@@ -1,4 +1,4 @@
-"""Models on some of the ranks, several models at once, replicas, and that a call leaves no trace."""
+"""Models on some of the ranks, several models at once, replicas, and calls without side effects."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def on_one_rank(kind: str) -> None:
 
 
 def two_models(kinds: tuple[str, str]) -> None:
-    """Two trainings that know nothing of each other, on ranks 0, 2 and 1, 3."""
+    """Two independent trainings, on ranks 0, 2 and 1, 3."""
     with cpu():
         wraps = [on_group(kind, [0, 2], [1, 3]) for kind in kinds]
         mine = dist.get_rank() % 2
@@ -136,7 +136,7 @@ def one_of_two_is_late(kind: str) -> list[float]:
 
 
 def every_recipient(kind: str) -> None:
-    """Replicas of shards: whoever asks gets everything, whichever replica it belongs to."""
+    """Replicas of shards: every recipient gets the whole state, whatever its replica."""
     with cpu():
         trained = Trained(REPLICATED[kind])
         wanted = Oracle().full()
@@ -226,7 +226,7 @@ def before_the_first_step(wrapper: str) -> None:
 
 
 def after_a_refused_call(wrapper: str) -> list[tuple[str, str]]:
-    """A call that is refused changes nothing either."""
+    """A call that raises an error changes nothing."""
     with cpu():
         trained = Trained(wrapper)
         full = trained.gather(None)
@@ -243,7 +243,7 @@ def after_a_refused_call(wrapper: str) -> list[tuple[str, str]]:
 
 
 def different_calls(wrapper: str) -> tuple[str, str]:
-    """Ranks that ask for different things all hear of it, at once."""
+    """Ranks with different arguments all raise an error at once."""
     with cpu():
         trained = Trained(wrapper)
         return error_text(lambda: trained.gather(dist.get_rank()))

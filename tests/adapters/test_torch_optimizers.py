@@ -61,7 +61,7 @@ TORCH_REFUSES: Mapping[tuple[str, str], str] = {("FSDP2", "Rprop"): _IN_PLACE, (
 
 
 def stepped(wrapper: str, optimizer: str) -> str:
-    """torch's words, where it is known not to step."""
+    """torch's error message, for optimizers that torch refuses to step."""
     with cpu():
         make = ELEMENTWISE[optimizer]
         if (wrapper, optimizer) in TORCH_REFUSES:
@@ -71,7 +71,7 @@ def stepped(wrapper: str, optimizer: str) -> str:
 
 
 def step_both_ways(wrapper: str) -> None:
-    """torch's own step of DTensors, and the quick one that the other tests take."""
+    """torch's own step of DTensors gives the same result as the quick step of the other tests."""
     with cpu():
         for make in (adam, adamw_tensor_lr, sgd):
             quick, slow = (
@@ -135,7 +135,7 @@ class ElementwiseTest(unittest.TestCase):
         self.assertEqual({v["step"].device.type for v in optim.state.values()}, {"cuda"})
 
     def test_tensor_learning_rate_is_not_shared(self) -> None:
-        """The learning rate of the dict is a tensor of its own: training on does not change it, nor the reverse."""
+        """The learning rate in the dict is a separate tensor, which further training does not change, nor the reverse."""
         oracle, other = Oracle(adamw_tensor_lr), Oracle(adamw_tensor_lr, steps=0)
         full = fsdp_optim.gather_full_optim_state_dict(oracle.model, oracle.optim)
         oracle.optim.param_groups[0]["lr"].fill_(7.0)
@@ -156,7 +156,7 @@ def adafactor(params: Any) -> O.Optimizer:
 
 
 class Matrices(nn.Module):
-    """For Muon, which steps matrices only."""
+    """A model for Muon, which steps matrices only."""
 
     units = ("first", "")
     tensor_parallel: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def fused(params: Any) -> O.Optimizer:
 
 
 def exact_afterwards(wrapper: str, make: Any, model: type[nn.Module], full: Any) -> Any:
-    """Gather what was trained (or load `full` and gather it again), to all ranks."""
+    """Gather a trained state, or load `full` and gather it again, to all ranks."""
     with cpu():
         trained = Trained(wrapper, make, STEPS if full is None else 0, model)
         if full is not None:
@@ -200,7 +200,7 @@ def factored(full: Any) -> Any:
         values = dict(by_name[names[id(param)]])
         for name, value in values.items():
             if value.dim():
-                # a dimension of size 1 is what was summed over: every rank has all of it
+                # a dimension of size 1 was summed over, so every rank has it whole
                 placements = [
                     Replicate() if p.is_replicate() or value.shape[p.dim] != param.shape[p.dim] else p
                     for p in param.placements
@@ -269,7 +269,7 @@ class FactoredTest(unittest.TestCase):
 
     @parameterized.expand([("FSDP1 flat", 3), ("FSDP1 orig", 2), ("FSDP2", 3), ("DDP", 2)])
     def test_fused_adam(self, wrapper: str, world_size: int) -> None:
-        """Its rounding depends on where in a tensor an element lies, so that ranks differ in the last bit."""
+        """The optimizer's rounding depends on the index of an element in its tensor, so ranks differ in the last bit."""
         full = run_on_ranks(exact_afterwards, world_size, wrapper, fused, Net, None)[0]
         check_close(f"fused Adam in {wrapper}", full, of_plain(fused, Net))
         again = run_on_ranks(exact_afterwards, 2, wrapper, fused, Net, full)[0]
@@ -309,7 +309,7 @@ class RefusedTest(unittest.TestCase):
 
 
 def one_per_parameter(model: nn.Module) -> list[O.Optimizer]:
-    """As optimizers that step in the backward pass are made."""
+    """One optimizer per parameter, as for steps in the backward pass."""
     return [adam([param]) for param in model.parameters()]
 
 
@@ -326,7 +326,7 @@ def per_parameter(wrapper: str) -> None:
 
 
 def several(wrapper: str) -> None:
-    """Each optimizer gets its own part back."""
+    """Each optimizer gets its own state back."""
     with cpu():
         trained, target = (Trained(wrapper, OfModel(in_two_halves), steps) for steps in (STEPS, 0))
         full, named = trained.gather(None), trained.gather(None, "name")
@@ -358,7 +358,7 @@ def several(wrapper: str) -> None:
 
 
 def check_elements(trained: Trained, named: Mapping[str, Any]) -> None:
-    """This rank's state is in the dict: every element, by its number."""
+    """Raise unless the dict has every element of this rank's state."""
     tables: dict[str, torch.Tensor] = {}
     for name, values in named["state"].items():
         start = trained.numbers.start[name]
@@ -378,7 +378,7 @@ def check_elements(trained: Trained, named: Mapping[str, Any]) -> None:
 
 
 def frozen_left_out(wrapper: str) -> None:
-    """An optimizer of a part of the model: the rest is not in the dict, and is not asked for."""
+    """The dict of an optimizer of a part of the model has that part only, and a load needs no more."""
     with cpu():
         some = OfModel(lambda model: adam([p for p in model.parameters() if p.requires_grad]))
         check_trip(wrapper, some, prepare=_freeze_stem)

@@ -1,4 +1,4 @@
-"""Every way to wrap a model with torch: all verbs give, bit for bit, what the unwrapped optimizer has."""
+"""All verbs, with every wrapper of torch, give the unwrapped optimizer's state, bit for bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ S = ShardingStrategy
 
 
 class Even(nn.Module):
-    """Dimensions that 2 and 4 divide, for what torch refuses to cut unevenly."""
+    """Dimensions that 2 and 4 divide, for models that torch refuses to cut unevenly."""
 
     units = ("first", "")
     tensor_parallel = {"first": ColwiseParallel(), "last": RowwiseParallel()}
@@ -98,7 +98,7 @@ def fsdp1_unit_on_halves(orig: bool) -> Callable[[nn.Module], Any]:
 
 
 def fsdp1_kinds_mixed(model: Any) -> Any:
-    """One unit of each kind in one model."""
+    """One unit of each wrapper in one model."""
     options = {"device_id": torch.device("cpu")}
     model.stem = TorchFSDP(model.stem, use_orig_params=True, **options)
     model.block = TorchFSDP(model.block, sharding_strategy=S.SHARD_GRAD_OP, use_orig_params=True, **options)
@@ -158,7 +158,7 @@ def hsdp_over_tp(model: Any) -> Any:
 
 
 def fsdp2_beside_plain(model: Any) -> Any:
-    """Only one module is sharded; the rest are ordinary parameters, equal on all ranks."""
+    """A model of which one module is sharded, with ordinary parameters, equal on all ranks, in the rest."""
     fully_shard(model.block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 
@@ -374,7 +374,7 @@ def _fsdp2(module: nn.Module) -> Any:
 
 
 class HasModule(nn.Module):
-    """Children whose own names are what wrappers use."""
+    """Children with names that wrappers use too."""
 
     units = ("module", "")
 
@@ -529,7 +529,7 @@ class TiedTest(unittest.TestCase):
 
 
 def experts(kind: str, num_experts: int, num_groups: int) -> None:
-    """Every group of ranks has its own experts; all call theirs `experts.0`, ..."""
+    """Every group of ranks has its own experts, under the names `experts.0`, ..."""
     with cpu():
         world = dist.get_world_size()
         per_group, each = world // num_groups, num_experts // num_groups
@@ -619,7 +619,7 @@ def partial_sum() -> tuple[str, str]:
 
 
 def unequal_replicas(wrapper: str) -> tuple[str, str]:
-    """Ranks that should hold the same have trained on different gradients."""
+    """Ranks that should hold replicas have trained on different gradients."""
     with cpu():
         trained = Trained(wrapper)
         rank = dist.get_rank()

@@ -39,11 +39,11 @@ class OpenShardsTest(unittest.TestCase):
 
     def test_what_no_rank_lists(self) -> None:
         for missing, said in (
-            ((report(0, (2, 4)), report(1)), "w: its elements 0 to 3 of 12 are in no shard that ranks 0, 1 list"),
-            ((report(0, (0, 2)), report(1, (3, 3))), "w: its elements 4 to 5 of 12 are in no shard"),
+            ((report(0, (2, 4)), report(1)), "w: the elements 0 to 3 of 12 are in no shard that ranks 0, 1 list"),
+            ((report(0, (0, 2)), report(1, (3, 3))), "w: the elements 4 to 5 of 12 are in no shard"),
             (
                 (report(0, (0, 5)),),
-                "w: its elements 10 to 11 of 12 are in no shard that rank 0 lists; give process_group=",
+                "w: the elements 10 to 11 of 12 are in no shard that rank 0 lists; give process_group=",
             ),
         ):
             with self.subTest(said), self.assertRaisesRegex(StateError, said):

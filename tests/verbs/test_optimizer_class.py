@@ -114,7 +114,7 @@ class PairsTest(unittest.TestCase):
         target, other = trained("SGD")
         _, text = error_text(lambda: fsdp_optim.get_shard_from_optim_state_dict(target, other, full))
         for words in (
-            "one of AdamW, the optimizer is SGD",
+            "of the class AdamW, the optimizer of the class SGD",
             "hyperparameters that only the state has: amsgrad, betas, capturable, decoupled_weight_decay, eps",
             "hyperparameters that only the optimizer has: dampening, momentum, nesterov",
             "state values that only the state has: exp_avg, exp_avg_sq, step",
@@ -207,7 +207,7 @@ class NamesTest(unittest.TestCase):
             self.assertEqual(set(shard), {"state", "param_groups"})
             fsdp_optim.load_optim_state_dict(one, shard)
             other = Around(optim.SGD(model.parameters()))
-            with self.assertRaisesRegex(fsdp_optim.StateError, "one of AdamW, the optimizer is SGD"):
+            with self.assertRaisesRegex(fsdp_optim.StateError, "of the class AdamW, the optimizer of the class SGD"):
                 fsdp_optim.get_shard_from_optim_state_dict(model, other, full)
 
     def test_several_optimizers(self) -> None:
@@ -228,9 +228,9 @@ class NamesTest(unittest.TestCase):
         self.assertEqual(
             [list(one["state"][0]) for one in shards], [["step", "exp_avg", "exp_avg_sq"], ["momentum_buffer"]]
         )
-        with self.assertRaisesRegex(fsdp_optim.StateError, "one of SGD, the optimizer is AdamW"):
+        with self.assertRaisesRegex(fsdp_optim.StateError, "of the class SGD, the optimizer of the class AdamW"):
             fsdp_optim.get_shard_from_optim_state_dict(model, alike, full)
-        with self.assertRaisesRegex(fsdp_optim.StateError, "one of AdamW, the optimizer is SGD"):
+        with self.assertRaisesRegex(fsdp_optim.StateError, "of the class AdamW, the optimizer of the class SGD"):
             fsdp_optim.get_shard_from_optim_state_dict(model, make("SGD", "AdamW"), full)
 
     def test_equal_hyperparameters_do_not_join_two_classes(self) -> None:
@@ -270,7 +270,7 @@ class NamesTest(unittest.TestCase):
         fsdp_optim.load_optim_state_dict(other, fsdp_optim.get_shard_from_optim_state_dict(target, other, full))
         check_same("state", other.state_dict()["state"], made.state_dict()["state"])
         back = fsdp_optim.gather_full_optim_state_dict(target, other)
-        with self.assertRaisesRegex(fsdp_optim.StateError, "one of MyAdam, the optimizer is Adam"):
+        with self.assertRaisesRegex(fsdp_optim.StateError, "of the class MyAdam, the optimizer of the class Adam"):
             fsdp_optim.get_shard_from_optim_state_dict(target, of_torch, back)
         shard = fsdp_optim.get_shard_from_optim_state_dict(target, of_torch, back, strict=False)
         fsdp_optim.load_optim_state_dict(of_torch, shard)
@@ -366,7 +366,7 @@ class VerbsTest(unittest.TestCase):
         for verb in by_rank[0]:
             for place in (0, 1):
                 errors = [mine[verb][place] for mine in by_rank]
-                words = ("one of AdamW, the optimizer is SGD", "betas", "nesterov", "strict=False")
+                words = ("of the class AdamW, the optimizer of the class SGD", "betas", "nesterov", "strict=False")
                 check_refused(f"{wrapper}, {verb}", errors, "StateError", *words)
 
 
