@@ -104,7 +104,7 @@ class DescribedAdapter(Adapter):
                 yield Handle(param, (Original(*sites[0], param.placement),), tuple(param.shape), synchronized=is_cut)
 
 
-class Run:
+class Training:
     """A model and its optimizer on one rank, after some steps."""
 
     def __init__(
@@ -126,6 +126,6 @@ class Run:
             self.optim.step()
 
 
-def oracle(make: Callable[[Any], Any], steps: int = STEPS) -> Run:
+def oracle(make: Callable[[Any], Any], steps: int = STEPS) -> Training:
     """The same training without any cut."""
-    return Run("whole", (0,), 0, make, steps)
+    return Training("whole", (0,), 0, make, steps)

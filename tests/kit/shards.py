@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Along
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from kit.trained import KINDS, Kind
+from kit.trained import LOCAL_ACCESS, LocalAccess
 
 Offsets = tuple[int, ...]
 
@@ -66,7 +66,7 @@ def parted(local: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-class ChunkedKind(Kind):
+class ChunkedAccess(LocalAccess):
     @staticmethod
     def local_of(param: Any) -> Tensor:
         return joined(param.parts, param.dtype)
@@ -125,7 +125,7 @@ class Chunked(torch.Tensor):
         return next(p for o, p in zip(self.offsets, self.parts, strict=True) if tuple(index.offset) == tuple(o))
 
 
-class ShardedKind(Kind):
+class ShardedAccess(LocalAccess):
     @staticmethod
     def local_of(param: Any) -> Tensor:
         return joined([shard.tensor for shard in param.local_shards()], param.dtype)
@@ -144,7 +144,7 @@ class ShardedKind(Kind):
         put(local, [shard.tensor for shard in param.local_shards()])
 
 
-class InDTensor(Kind):
+class InDTensor(LocalAccess):
     @staticmethod
     def put(local: Tensor, param: Any) -> None:
         put(local, param._local_tensor.local_shards())
@@ -225,8 +225,8 @@ SHARDS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 _register_default_op(torch.Tensor.grad.__set__, _sharded_op_impl)  # type: ignore[attr-defined]  # torch has the getter only
 
-KINDS[:0] = [
-    (lambda param: isinstance(param, Chunked), ChunkedKind),
-    (lambda param: isinstance(param, ShardedTensor), ShardedKind),
+LOCAL_ACCESS[:0] = [
+    (lambda param: isinstance(param, Chunked), ChunkedAccess),
+    (lambda param: isinstance(param, ShardedTensor), ShardedAccess),
     (lambda param: isinstance(getattr(param, "_local_tensor", None), LocalShardsWrapper), InDTensor),
 ]

@@ -71,10 +71,10 @@ class Numbers:
 
 def local_of(param: Tensor) -> Tensor:
     """This rank's part of a live parameter or a state value."""
-    return kind_of(param).local_of(param)
+    return access_of(param).local_of(param)
 
 
-class Kind:
+class LocalAccess:
     """Access to this rank's elements of one class of live parameters, and construction of tensors of that class."""
 
     @staticmethod
@@ -90,7 +90,7 @@ class Kind:
         """Write changes of `local_of` back, if that is a copy."""
 
 
-class DTensorKind(Kind):
+class DTensorAccess(LocalAccess):
     @staticmethod
     def local_of(param: Any) -> Tensor:
         return param.to_local()
@@ -102,17 +102,19 @@ class DTensorKind(Kind):
         )
 
 
-KINDS: list[tuple[Callable[[Tensor], bool], type[Kind]]] = [(lambda param: isinstance(param, DTensor), DTensorKind)]
+LOCAL_ACCESS: list[tuple[Callable[[Tensor], bool], type[LocalAccess]]] = [
+    (lambda param: isinstance(param, DTensor), DTensorAccess)
+]
 """The classes of live parameters; the first that fits counts, and kit.shards puts others first."""
 
 
-def kind_of(param: Tensor) -> type[Kind]:
-    return next((kind for is_one, kind in KINDS if is_one(param)), Kind)
+def access_of(param: Tensor) -> type[LocalAccess]:
+    return next((access for fits, access in LOCAL_ACCESS if fits(param)), LocalAccess)
 
 
 def like(local: Tensor, param: Tensor) -> Tensor:
     """A local tensor as the live parameter's gradient, or its state value."""
-    return kind_of(param).like(local, param)
+    return access_of(param).like(local, param)
 
 
 def steps_local_parts(optim: Any) -> bool:
@@ -121,7 +123,7 @@ def steps_local_parts(optim: Any) -> bool:
     return (
         type(optim) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
         and all(not group.get(option) for group in optim.param_groups for option in options)
-        and any(kind_of(param) is not Kind for group in optim.param_groups for param in group["params"])
+        and any(access_of(param) is not LocalAccess for group in optim.param_groups for param in group["params"])
     )
 
 
@@ -144,7 +146,7 @@ def step_local_parts(optim: torch.optim.Optimizer) -> None:
     ]
     twin.step()
     for param, local in local_of_param.items():
-        kind_of(param).put(local, param)
+        access_of(param).put(local, param)
         if local in twin.state:
             optim.state[param] = {
                 name: like(value, param) if name != "step" and isinstance(value, Tensor) else value

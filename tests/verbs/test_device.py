@@ -8,7 +8,7 @@ import unittest
 from typing import Any
 
 import torch
-from kit.described import CUTS, DescribedAdapter, Run
+from kit.described import CUTS, DescribedAdapter, Training
 from kit.device import CPU, DEVICE, Device, OnHost
 from kit.wrapping import adam, sgd
 from parameterized import parameterized
@@ -64,9 +64,9 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
     world = world_here()
     ranks, rank = tuple(range(world.size)), world.rank
     with device, use_adapters([DescribedAdapter()]):
-        run = Run(cut, ranks, rank, MAKES[make], device=DEVICE)
-        target = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0, device=DEVICE)
-        wanted = Run(NEXT[cut], ranks, rank, MAKES[make], device=DEVICE)
+        run = Training(cut, ranks, rank, MAKES[make], device=DEVICE)
+        target = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0, device=DEVICE)
+        wanted = Training(NEXT[cut], ranks, rank, MAKES[make], device=DEVICE)
         path = f"{folder}/saved"
         if verb in ("gather", "iterate", "shard", "scatter"):
             full = fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, None, bucket_nbytes=100)

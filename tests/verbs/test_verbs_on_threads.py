@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.described import CUTS, STEPS, DescribedAdapter, Run, oracle
+from kit.described import CUTS, STEPS, DescribedAdapter, Training, oracle
 from kit.wrapping import adam, check_same, error_text, sgd
 from parameterized import parameterized
 
@@ -38,7 +38,7 @@ def every_verb(cut: str, make: str, folder: str) -> None:
     world = world_here()
     rank, ranks = world.rank, tuple(range(world.size))
     with use_adapters([DescribedAdapter()]):
-        run = Run(cut, ranks, rank, MAKES[make])
+        run = Training(cut, ranks, rank, MAKES[make])
         wanted = oracle(MAKES[make]).optim.state_dict()["state"]
         for recipient in (*ranks, None):
             full = fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, recipient, bucket_nbytes=64)
@@ -48,8 +48,8 @@ def every_verb(cut: str, make: str, folder: str) -> None:
                 check_same(f"gathered to {recipient}", full["state"], wanted)
         listed = dict(fsdp_optim.iter_full_optim_state(run.model, run.optim, None, bucket_nbytes=64))
         check_same("iterated", list(listed.values()), list(wanted.values()))
-        other = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0)
-        again = Run(NEXT[cut], ranks, rank, MAKES[make])
+        other = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0)
+        again = Training(NEXT[cut], ranks, rank, MAKES[make])
         shards = {
             "shard": fsdp_optim.get_shard_from_optim_state_dict(other.model, other.optim, full),
             "scatter": fsdp_optim.scatter_full_optim_state_dict(
@@ -59,14 +59,14 @@ def every_verb(cut: str, make: str, folder: str) -> None:
         for verb, shard in shards.items():
             fsdp_optim.load_optim_state_dict(other.optim, shard)
             check_same(verb, state_of(other.optim), state_of(again.optim))
-        moved = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0)
+        moved = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0)
         fsdp_optim.transfer_optim_state(run.model, run.optim, moved.model, moved.optim)
         check_same("transferred", state_of(moved.optim), state_of(again.optim))
         path = Path(folder)
         fsdp_optim.save(path / "saved", run.model, run.optim, durable=False, bucket_nbytes=300, extra={"step": 2})
         fsdp_optim.async_save(path / "later", run.model, run.optim, durable=False).wait()
         for name in ("saved", "later"):
-            loaded = Run(NEXT[cut], ranks, rank, MAKES[make], steps=0)
+            loaded = Training(NEXT[cut], ranks, rank, MAKES[make], steps=0)
             fsdp_optim.load(path / name, loaded.model, loaded.optim, check="bitwise")
             check_same(f"loaded what was {name}", state_of(loaded.optim), state_of(again.optim))
             for mine, theirs in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
@@ -78,7 +78,7 @@ def every_verb(cut: str, make: str, folder: str) -> None:
         )
 
 
-CALLS: dict[str, Callable[[Run, str], Any]] = {
+CALLS: dict[str, Callable[[Training, str], Any]] = {
     "gather": lambda run, path: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=20.0),
     "transfer": lambda run, path: fsdp_optim.transfer_optim_state(
         run.model, run.optim, run.model, run.optim, timeout=20.0
@@ -93,7 +93,7 @@ def each_rank_fails(verb: str, folder: str) -> list[tuple[str, str]]:
     world, found = world_here(), []
     with use_adapters([DescribedAdapter()]):
         for failing in range(world.size):
-            run = Run("rows", range(world.size), world.rank, adam)
+            run = Training("rows", range(world.size), world.rank, adam)
             if verb == "load":
                 CALLS["save"](run, f"{folder}/{failing}")
             if world.rank == failing:
@@ -105,7 +105,7 @@ def each_rank_fails(verb: str, folder: str) -> list[tuple[str, str]]:
 def one_in_another_call() -> list[tuple[str, str]]:
     world, found = world_here(), []
     with use_adapters([DescribedAdapter()]):
-        run = Run("rows", range(world.size), world.rank, adam)
+        run = Training("rows", range(world.size), world.rank, adam)
         for odd in range(world.size):
             verb = "gather" if world.rank == odd else "transfer"
             found.append(error_text(lambda: CALLS[verb](run, "")))  # noqa: B023
@@ -116,7 +116,7 @@ def one_in_another_call() -> list[tuple[str, str]]:
 def one_does_not_come(absent: int) -> tuple[str, str]:
     world = world_here()
     with use_adapters([DescribedAdapter()]):
-        run = Run("rows", range(world.size), world.rank, adam)
+        run = Training("rows", range(world.size), world.rank, adam)
         if world.rank == absent:
             return "", ""
         return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=0.5))
@@ -147,7 +147,7 @@ class Raises(Loses):
 def with_lost_messages(verb: str) -> tuple[str, str]:
     world = world_here()
     with use_adapters([DescribedAdapter()]):
-        run, target = (Run(cut, range(world.size), world.rank, adam) for cut in ("rows", "columns"))
+        run, target = (Training(cut, range(world.size), world.rank, adam) for cut in ("rows", "columns"))
         if verb == "gather":
             return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=20.0))
         return error_text(
