@@ -58,7 +58,7 @@ GROUPS = st.builds(
 DESCRIPTIONS = st.builds(
     OptimDescription,
     groups=st.lists(GROUPS, max_size=2).map(tuple),
-    extra=st.dictionaries(WORDS, PLAIN, max_size=2),
+    other_keys=st.dictionaries(WORDS, PLAIN, max_size=2),
     params=st.dictionaries(WORDS, PARAMS, max_size=3),
     optimizer_class=st.one_of(st.none(), WORDS, st.lists(WORDS, max_size=2)),
 )
