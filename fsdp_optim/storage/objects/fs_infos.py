@@ -1,0 +1,43 @@
+"""What file systems of fsspec say of their files, each in words of its own: the version of a file, and when it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+_TAGS = ("generation", "ETag", "etag", "version_id", "VersionId", "blob_id", "content_md5", "checksum")
+"""Each differs when a file is written again, in the order in which they are looked for."""
+
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "modificationTime", "created")
+_MILLISECONDS = 1e11  # a number of seconds since 1970 is smaller for thousands of years
+
+
+def version_of(info: Mapping[str, Any]) -> str:
+    """A word that differs when the file is written again: its tag, where the store has any, or its size and its time."""
+    for tag in _TAGS:
+        if info.get(tag):
+            return f"{tag} {info[tag]}"
+    written = time_of(info)
+    return f"{info['size']}" if written is None else f"{info['size']} {written:.9f}"
+
+
+def has_tag(info: Mapping[str, Any]) -> bool:
+    """Whether a version does not depend on the time, by which files that follow one another closely cannot be told apart."""
+    return any(info.get(tag) for tag in _TAGS)
+
+
+def time_of(info: Mapping[str, Any]) -> float | None:
+    """The time when a file was written, in seconds since 1970; None where the store does not say."""
+    for name in _TIMES:
+        found = info.get(name)
+        if isinstance(found, str):
+            try:
+                found = datetime.fromisoformat(found.replace("Z", "+00:00"))
+            except ValueError:
+                continue
+        if isinstance(found, datetime):
+            return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).timestamp()
+        if isinstance(found, (int, float)) and not isinstance(found, bool):
+            return float(found) / 1000 if found > _MILLISECONDS else float(found)
+    return None
