@@ -20,14 +20,14 @@ from fsdp_optim.layout.ranks import check_distinct
 
 @dataclass(frozen=True)
 class FlatRuns(Placement):
-    """Row-major elements [starts[i], stops[i]) on the rank `by[i]`: each rank has one run, in a tensor of its own.
+    """Row-major elements [starts[i], stops[i]) on the rank `by[i]`: each rank has one run, in a separate tensor.
 
     # parameter  | a a a a a a a a a a |
     # rank 2     | a a a |
-    # rank 0           | a a a a |         runs may share elements at their borders: both ranks have those
+    # rank 0           | a a a a |         neighbouring runs may overlap: both ranks hold the common elements
     # rank 1                     | a a a |
 
-    Runs are in order: neither starts nor stops go back.
+    The runs are in order: neither `starts` nor `stops` decreases.
     """
 
     full_shape: Shape
@@ -39,7 +39,7 @@ class FlatRuns(Placement):
         check_distinct((self.by,))
         bounds = list(zip(self.starts, self.stops, strict=True))
         if len(bounds) != len(self.by) or any(not 0 <= start <= stop <= self.numel for start, stop in bounds):
-            raise LayoutError(f"each of the ranks {self.by} needs a run inside of {self.numel} elements, not {bounds}")
+            raise LayoutError(f"each of the ranks {self.by} needs a run inside the {self.numel} elements, not {bounds}")
         if any(a > c or b > d for (a, b), (c, d) in itertools.pairwise(bounds)):
             raise LayoutError(f"runs have to be in the order of their elements, not {bounds}")
 
