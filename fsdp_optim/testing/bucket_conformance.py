@@ -42,7 +42,7 @@ class BucketConformance(MixIn):
 
     Attributes:
         knows_conditions: whether the store knows `only_if`; where it does not, it puts an object anyway.
-        num_many: how many objects are listed and deleted at once.
+        num_many: how many objects are listed at once: more than a page of the store's listings.
     """
 
     knows_conditions: bool = True
@@ -311,18 +311,24 @@ class BucketConformance(MixIn):
         bucket.end_upload("run/object", upload, receipts)
         self._case.assertTrue(bucket.read("run/object")[0] == b"".join(parts))
 
-    def test_an_upload_under_a_condition(self) -> None:
+    def test_an_upload_where_nothing_is(self) -> None:
         """As for `put`."""
         bucket = self.make_bucket()
         parts = self._parts(bucket, 2)
-        first = self._upload(bucket, "run/object", parts, ABSENT)
+        self._upload(bucket, "run/object", parts, ABSENT)
         self._needs_conditions()
         with self._refused(OvertakenError, bucket, "run/object"):
             self._upload(bucket, "run/object", self._parts(bucket, 2, 1), ABSENT)
         self._case.assertTrue(bucket.read("run/object")[0] == b"".join(parts))
+
+    def test_an_upload_over_what_was_seen(self) -> None:
+        """As for `put`."""
+        self._needs_conditions()
+        bucket = self.make_bucket()
+        first = self._upload(bucket, "run/object", self._parts(bucket, 2))
         second = self._upload(bucket, "run/object", self._parts(bucket, 2, 2), first)
         with self._refused(OvertakenError, bucket, "run/object"):
-            self._upload(bucket, "run/object", parts, first)
+            self._upload(bucket, "run/object", self._parts(bucket, 2), first)
         self._case.assertEqual(bucket.read("run/object")[1], second)
 
     def test_unfinished_uploads(self) -> None:
@@ -402,7 +408,7 @@ class BucketConformance(MixIn):
         self._case.assertEqual(self._keys(bucket), ["run/ab", "run/b"])
 
     def test_many_objects(self) -> None:
-        """More than a page of a listing, and more than one request deletes."""
+        """More than a page of a listing, and more than one request deletes; most of those are missing."""
         bucket = self.make_bucket()
         keys = [f"run/{number:05}" for number in range(self.num_many)]
 
@@ -414,16 +420,23 @@ class BucketConformance(MixIn):
         bucket.put("runs", b"")
         self._case.assertEqual(self._keys(bucket, "run/"), keys)
         self._case.assertEqual(list(bucket.folders("")), ["run"])
-        bucket.delete(keys)
+        bucket.delete([*(f"run/missing/{number}" for number in range(1000)), *keys])
         self._case.assertEqual(self._keys(bucket), ["runs"])
 
     def test_ages(self) -> None:
-        """Seconds since an object was written, or an upload begun; not below 0, and small for a new one."""
+        """Seconds since an object was written; not below 0, and small for a new one."""
         bucket = self.make_bucket()
         bucket.put("run/object", b"x")
-        bucket.begin_upload("run/other")
         found = bucket.look("run/object")
         assert found is not None
-        for one in (found, *bucket.list("run/"), *bucket.uploads("run/")):
+        for one in (found, *bucket.list("run/")):
             self._case.assertGreaterEqual(one.age, 0)
             self._case.assertLess(one.age, 600)
+
+    def test_ages_of_uploads(self) -> None:
+        """Seconds since an upload was begun."""
+        bucket = self.make_bucket()
+        bucket.begin_upload("run/other")
+        (found,) = bucket.uploads("run/")
+        self._case.assertGreaterEqual(found.age, 0)
+        self._case.assertLess(found.age, 600)

@@ -7,6 +7,7 @@ with serving("moto") as options:                 # plain values, which ranks in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import itertools
 import os
@@ -25,6 +26,9 @@ Options = dict[str, Any]
 ACCESS_KEY, SECRET_KEY = "testing-access", "testing-secret-3141592653"
 PART_NBYTES = 1024
 """The least size of a part, so that tests need no large ones."""
+
+PAGE_KEYS = 20
+"""How many objects moto gives on a page of a listing."""
 
 _START_SECONDS = 60
 _NUMBERS = itertools.count()
@@ -68,13 +72,18 @@ def port_of(options: Options) -> int:
 
 
 def new_bucket(options: Options) -> str:
-    """Make a bucket with a name that this server has not; the name."""
+    """Make a bucket with a name that this server does not have; the name."""
+    name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
+    _client(options["endpoint_url"], options["aws_secret_access_key"]).create_bucket(Bucket=name)
+    return name
+
+
+@functools.cache
+def _client(endpoint_url: str, secret: str) -> Any:
     import boto3
 
-    name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
-    given = {name: value for name, value in options.items() if name not in ("part_nbytes", "retry_seconds")}
-    boto3.Session().client("s3", **given).create_bucket(Bucket=name)
-    return name
+    keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": secret}
+    return boto3.Session().client("s3", endpoint_url=endpoint_url, region_name="us-east-1", **keys)
 
 
 def _command(kind: Server, port: int, folder: str) -> list[str]:
@@ -91,14 +100,20 @@ def _command(kind: Server, port: int, folder: str) -> list[str]:
 def _running(command: list[str], folder: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process with an environment that has no credentials; it is stopped for sure."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RCLONE_", "MOTO_"))}
-    env |= {"S3_UPLOAD_PART_MIN_SIZE": "1", "PYTHONWARNINGS": "ignore", "HOME": folder}
+    env |= {
+        "S3_UPLOAD_PART_MIN_SIZE": "1",
+        "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE_KEYS),
+        "PYTHONWARNINGS": "ignore",
+        "HOME": folder,
+    }
     with open(Path(folder) / "log", "wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder)
+        # The shell ends the server also when this process is killed: then its input ends.
+        guarded = ["/bin/sh", "-c", '"$@" & server=$!; read end; kill -9 $server; wait $server', "server", *command]
+        process = subprocess.Popen(guarded, env=env, stdout=log, stderr=log, stdin=subprocess.PIPE, cwd=folder)
         try:
             yield process
         finally:
-            process.kill()
-            process.wait()
+            process.communicate()
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
@@ -109,7 +124,7 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/")
             connection.getresponse().read()
-            return process.poll() is None
+            return True
         connection.close()
         time.sleep(0.05)
     return False

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
-from fsdp_optim.storage.objects.s3_client import Body, Requests
+from fsdp_optim.storage.objects.s3_client import Body, Clients, Requests, raise_alone
 from fsdp_optim.storage.objects.s3_errors import Answered
 
 _LEAST_PART = 5 << 20
@@ -35,11 +35,14 @@ class S3Bucket(Bucket):
             `aws_secret_access_key`, `aws_session_token`, `profile_name`, `config` (a `botocore.config.Config` or its
             arguments); boto3 finds the others as usual. Two more: `retry_seconds`, the time for which requests are repeated
             whose failure may pass (120); `part_nbytes`, the least size of a part, for a store with another one than 5 MiB.
+        clients: what makes connections, where several buckets have the same options; to make a client takes 0.1 s.
     """
 
-    def __init__(self, bucket: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, bucket: str, options: Mapping[str, Any] | None = None, *, clients: Clients | None = None
+    ) -> None:
         self._name = f"s3://{bucket}"
-        self._requests = Requests(self._name, bucket, options or {})
+        self._requests = Requests(self._name, bucket, Clients(options or {}) if clients is None else clients)
         self._can = BucketCan(True, least_part_nbytes=int((options or {}).get("part_nbytes", _LEAST_PART)))
         self._was_reached = False  # an object or a listing was seen, so the bucket is there
         self._knows_crc = True
@@ -105,7 +108,7 @@ class S3Bucket(Bucket):
                 progress=lambda: reading.num_read,
             )
         except Answered as answered:
-            raise self._no_read(key, answered, reading) from None
+            raise_alone(self._no_read(key, answered, reading))
 
     @property
     def _bucket_name(self) -> str:
@@ -140,7 +143,7 @@ class S3Bucket(Bucket):
         try:
             return self._requests.repeat("get_object", key, get, expected=_NOT_THERE)
         except Answered as answered:
-            raise self._no_read(key, answered) from None
+            raise_alone(self._no_read(key, answered))
 
     def put(self, key: str, data: bytes, *, only_if: str | None = None) -> str:
         try:
@@ -153,7 +156,7 @@ class S3Bucket(Bucket):
                     there, version = self.read(key)
                     if there == data:
                         return version  # the first attempt had succeeded, but its answer was lost
-            raise self._no_put(key, answered, only_if) from None
+            raise_alone(self._no_put(key, answered, only_if))
         return _version(answer)
 
     def _no_put(self, key: str, answered: Answered, only_if: str | None) -> CheckpointError:
@@ -231,7 +234,7 @@ class S3Bucket(Bucket):
             found = self.look(key) if answered.was_repeated else None
             if found is not None and found.nbytes == nbytes and found.age <= time.monotonic() - began + 2:
                 return found.version  # the first attempt had succeeded, but its answer was lost
-            raise self._no_put(key, answered, only_if) from None
+            raise_alone(self._no_put(key, answered, only_if))
         found = self.look(key)  # some stores list another ETag than they answer here
         return found.version if found is not None and found.nbytes == nbytes else version
 
@@ -256,7 +259,7 @@ class S3Bucket(Bucket):
             self._requests.send("abort_multipart_upload", key, expected=("NoSuchUpload", 404), UploadId=upload)
         except Answered as answered:
             if answered.code == "NoSuchBucket":
-                raise self._requests.failure(key, answered) from None
+                raise_alone(self._requests.failure(key, answered))
 
     def uploads(self, prefix: str) -> Iterator[Found]:
         after: dict[str, str] = {}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from os import getpid
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Undecided
@@ -41,18 +41,18 @@ _OF_CLIENT = {"api_version", "use_ssl", "verify", "endpoint_url", "config"}
 _OURS = {"retry_seconds", "part_nbytes"}
 
 
-def _check_options(where: str, options: Mapping[str, Any]) -> None:
+def _check_options(options: Mapping[str, Any]) -> None:
     known = _OF_SESSION | _OF_CLIENT | _OURS
     for name in options:
         if name not in known:
-            raise CheckpointError(f"{where}: {name!r} is no storage option; these are: {', '.join(sorted(known))}")
+            raise CheckpointError(f"s3://: {name!r} is no storage option; these are: {', '.join(sorted(known))}")
     for name in sorted(_OURS & set(options)):
         if isinstance(options[name], bool) or not isinstance(options[name], (int, float)) or options[name] <= 0:
-            raise CheckpointError(f"{where}: the storage option {name} must be a number above 0, not {options[name]!r}")
+            raise CheckpointError(f"s3://: the storage option {name} must be a number above 0, not {options[name]!r}")
 
 
 @dataclass(frozen=True, repr=False)
-class _Made:
+class Made:
     """A client, the process that made it, and what must not be seen of its credentials."""
 
     client: Any
@@ -60,19 +60,101 @@ class _Made:
     secrets: tuple[str, ...]
 
 
-class Requests:
-    """The requests of a process to one bucket. `where`: the URL of the bucket, for errors.
+class Clients:
+    """The client of each process for some storage options. Buckets with the same options can share it.
 
     A process that was forked makes a client of its own: connections cannot be shared.
     """
 
-    def __init__(self, where: str, bucket: str, options: Mapping[str, Any]) -> None:
-        _check_options(where, options)
-        self._where, self._bucket, self._options = where, bucket, dict(options)
-        self._seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
-        self._made: _Made | None = None
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        _check_options(options)
+        self._options = dict(options)
+        self.retry_seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
+        self._made: Made | None = None
         self._lock, self._lock_pid = threading.Lock(), getpid()
         self._now = threading.local()  # `deadline` and `attempts` of the request that this thread makes
+
+    def __repr__(self) -> str:
+        return "Clients()"
+
+    def get(self, deadline: float) -> Made:
+        """The client of this process. It repeats a request until the `deadline` at most, by `time.monotonic`."""
+        self._now.deadline, self._now.attempts = deadline, 0
+        pid, made = getpid(), self._made
+        if made is not None and made.pid == pid:
+            return made
+        if self._lock_pid != pid:  # another thread of the parent may have had it when this process was forked
+            self._lock, self._lock_pid = threading.Lock(), pid
+        with self._lock:
+            if self._made is None or self._made.pid != pid:
+                self._made = self._new_client(pid)
+            return self._made
+
+    @property
+    def num_attempts(self) -> int:
+        """How often the client has made the last request of this thread."""
+        return int(self._now.attempts)
+
+    def forget(self, made: Made) -> None:
+        """Let the next request make a client, which asks for credentials again; unless another thread has done so."""
+        with self._lock:
+            if self._made is made:
+                self._made = None
+
+    def without_secrets(self, line: str) -> str:
+        """A line without what must not be seen."""
+        made = self._made
+        return re.sub(r"//[^/@\s]*@", "//", without(made.secrets if made else self._secrets(), line))
+
+    def _secrets(self, *more: str | None) -> tuple[str, ...]:
+        names = ("aws_secret_access_key", "aws_session_token")
+        return tuple(str(secret) for secret in (*(self._options.get(name) for name in names), *more) if secret)
+
+    def _new_client(self, pid: int) -> Made:
+        try:
+            import boto3
+            from botocore.config import Config
+        except ImportError:
+            raise CheckpointError("s3://: needs boto3: pip install 'fsdp_optim[s3]'") from Undecided("boto3")
+        config = Config(
+            max_pool_connections=_CONNECTIONS,
+            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            connect_timeout=min(10.0, max(1.0, self.retry_seconds / 4)),
+            read_timeout=min(60.0, max(1.0, self.retry_seconds / 2)),
+            tcp_keepalive=True,
+            response_checksum_validation="when_required",  # some servers give the checksum of the whole with a range of it
+        )
+        given = self._options.get("config")
+        theirs = Config(**given) if isinstance(given, Mapping) else given
+        config = config if theirs is None else config.merge(theirs)
+        session = boto3.Session(**{name: value for name, value in self._options.items() if name in _OF_SESSION})
+        options = {name: value for name, value in self._options.items() if name in _OF_CLIENT - {"config"}}
+        client = session.client("s3", config=config, **options)
+        client.meta.events.register_first("needs-retry.s3", self._stop_in_time)
+        credentials = session.get_credentials()
+        frozen = credentials.get_frozen_credentials() if credentials is not None else None
+        return Made(client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ())))
+
+    def _stop_in_time(
+        self, *, response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: Any
+    ) -> None:
+        """Between two attempts of the client library: raise what it would repeat, when the time is over."""
+        from botocore.exceptions import ClientError
+
+        self._now.attempts = attempts
+        if time.monotonic() < self._now.deadline:
+            return
+        if caught_exception is not None:
+            raise caught_exception
+        if response is not None and response[0].status_code >= 300:
+            raise ClientError(response[1], operation.name)
+
+
+class Requests:
+    """The requests to one bucket. `where`: the URL of the bucket, for errors."""
+
+    def __init__(self, where: str, bucket: str, clients: Clients) -> None:
+        self._where, self._bucket, self._clients = where, bucket, clients
 
     def __repr__(self) -> str:
         return f"Requests({self._where!r})"
@@ -106,12 +188,12 @@ class Requests:
         progress: Callable[[], int] = int,
     ) -> T:
         """Call `make(client)` until it succeeds, fails for good, or the time is over without `progress`. Raises as `send`."""
+        seconds = self._clients.retry_seconds
         began, tries, refreshed, reached = time.monotonic(), 0, False, progress()
         while True:
-            self._now.deadline, self._now.attempts = began + self._seconds, 0
-            made: _Made | None = None
+            made: Made | None = None
             try:
-                made = self._client()
+                made = self._clients.get(began + seconds)
                 return make(made.client)
             except CheckpointError:
                 raise
@@ -119,21 +201,21 @@ class Requests:
                 answered = answer_of(operation, error)
                 if answered is not None and answered.may_have_expired and not refreshed and made is not None:
                     refreshed = True
-                    self._forget(made)
+                    self._clients.forget(made)
                     continue
                 if progress() != reached:
                     began, tries, reached = time.monotonic(), 0, progress()
                 elapsed = time.monotonic() - began
-                if not is_passing(error, answered) or elapsed >= self._seconds:
+                if not is_passing(error, answered) or elapsed >= seconds:
                     if answered is not None:
-                        answered.was_repeated = tries > 0 or self._now.attempts > 1
+                        answered.was_repeated = tries > 0 or self._clients.num_attempts > 1
                         if answered.words & set(expected):
                             raise answered from None
-                        raise self.failure(key, answered, elapsed) from None
-                    raise self._failure(operation, key, answered or error, elapsed) from Undecided(operation)
+                        raise_alone(self.failure(key, answered, elapsed))
+                    raise self._failure(operation, key, error, elapsed) from Undecided(operation)
             tries += 1
             pause = min(_LONGEST_PAUSE, 0.1 * 2**tries) * random.uniform(0.5, 1)
-            time.sleep(max(0.0, min(pause, began + self._seconds - time.monotonic())))
+            time.sleep(max(0.0, min(pause, began + seconds - time.monotonic())))
 
     def failure(self, key: str | None, answered: Answered, seconds: float = 0.0) -> CheckpointError:
         """The error of one line for an answer that a caller had expected, and has no use for."""
@@ -151,71 +233,12 @@ class Requests:
             line, may_pass = line_of_error(self._where, self.named(key), operation, error), is_passing(error, None)
         if may_pass:
             line = f"{line}; it was repeated for {seconds:.0f} s"
-        made = self._made
-        line = re.sub(r"//[^/@\s]*@", "//", without(made.secrets if made else self._secrets(), line))
-        return kind(line)
+        return kind(self._clients.without_secrets(line))
 
-    def _secrets(self, *more: str | None) -> tuple[str, ...]:
-        names = ("aws_secret_access_key", "aws_session_token")
-        return tuple(str(secret) for secret in (*(self._options.get(name) for name in names), *more) if secret)
 
-    def _client(self) -> _Made:
-        pid = getpid()
-        made = self._made
-        if made is not None and made.pid == pid:
-            return made
-        if self._lock_pid != pid:  # another thread of the parent may have had it when this process was forked
-            self._lock, self._lock_pid = threading.Lock(), pid
-        with self._lock:
-            if self._made is None or self._made.pid != pid:
-                self._made = self._new_client(pid)
-            return self._made
-
-    def _forget(self, made: _Made) -> None:
-        """Let the next request make a client, which asks for credentials again; unless another thread has done so."""
-        with self._lock:
-            if self._made is made:
-                self._made = None
-
-    def _new_client(self, pid: int) -> _Made:
-        try:
-            import boto3
-            from botocore.config import Config
-        except ImportError:
-            line = f"{self._where}: needs boto3: pip install 'fsdp_optim[s3]'"
-            raise CheckpointError(line) from Undecided("boto3")
-        config = Config(
-            max_pool_connections=_CONNECTIONS,
-            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
-            connect_timeout=min(10.0, max(1.0, self._seconds / 4)),
-            read_timeout=min(60.0, max(1.0, self._seconds / 2)),
-            tcp_keepalive=True,
-            response_checksum_validation="when_required",  # some servers give the checksum of the whole with a range of it
-        )
-        given = self._options.get("config")
-        theirs = Config(**given) if isinstance(given, Mapping) else given
-        config = config if theirs is None else config.merge(theirs)
-        session = boto3.Session(**{name: value for name, value in self._options.items() if name in _OF_SESSION})
-        options = {name: value for name, value in self._options.items() if name in _OF_CLIENT - {"config"}}
-        client = session.client("s3", config=config, **options)
-        client.meta.events.register_first("needs-retry.s3", self._stop_in_time)
-        credentials = session.get_credentials()
-        frozen = credentials.get_frozen_credentials() if credentials is not None else None
-        return _Made(client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ())))
-
-    def _stop_in_time(
-        self, *, response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: Any
-    ) -> None:
-        """Between two attempts of the client library: raise what it would repeat, when the time is over."""
-        from botocore.exceptions import ClientError
-
-        self._now.attempts = attempts
-        if time.monotonic() < self._now.deadline:
-            return
-        if caught_exception is not None:
-            raise caught_exception
-        if response is not None and response[0].status_code >= 300:
-            raise ClientError(response[1], operation.name)
+def raise_alone(error: Exception) -> NoReturn:
+    """Raise an error with its own cause, inside the handling of another one, which its traceback need not show."""
+    raise error from error.__cause__
 
 
 class Body:

@@ -1,0 +1,342 @@
+"""A proxy between a client and an object store of the tests: it breaks what a script says, and counts what passes.
+
+    with Proxy(port_of(options), [Fault("SlowDown", method="PUT", times=3)], seed=1) as proxy:
+        bucket = S3Bucket(name, proxy.options(options))
+        ...
+    proxy.body_nbytes(method="GET", key="model.safetensors")
+
+Each request is answered by the first fault of the script that fits it and is not used up, or by the server. One request goes over
+one connection. Requests reach the server as they are, with the Host that the client has signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from kit.servers import Options
+
+Kind = Literal[
+    "SlowDown",  # 503, and the server does not see the request
+    "TooMany",  # 429
+    "ExpiredToken",  # 400
+    "Answer",  # `status`, with `body`
+    "ResetRequest",  # the connection breaks in the middle of the body of the request
+    "ResetAnswer",  # the server has done what it was asked for, and the connection breaks in the middle of its answer
+    "Truncate",  # the body of the answer ends too early, and the connection is closed in order
+    "Delay",  # `seconds` before the answer
+    "Stale",  # the answer to the same request before
+]
+
+_BLOCK = 1 << 16
+
+
+@dataclass
+class Fault:
+    """What goes wrong, with which requests, and how often.
+
+    Attributes:
+        method, key, query: the requests that it fits: a method, the end of a key, a part of the query; "" fits any.
+        times: how many requests it breaks; -1: all.
+        skip: how many requests that fit pass before.
+        every: of the requests that fit, each which it breaks: 3 for the third, the sixth...
+        share: the probability with which it breaks a request that fits.
+        where: in which part of a body it breaks, from 0 to 1; None: anywhere.
+        then: what happens meanwhile.
+    """
+
+    kind: Kind
+    method: str = ""
+    key: str = ""
+    query: str = ""
+    times: int = 1
+    skip: int = 0
+    every: int = 1
+    share: float = 1.0
+    where: float | None = None
+    seconds: float = 0.0
+    status: int = 403
+    body: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    then: Callable[[], object] = str
+    num_fit: int = field(default=0, init=False)
+    num_done: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class _Request:
+    method: str
+    target: str
+    key: str
+    query: str
+    head: bytes
+    nbytes: int
+    waits: bool  # for `100 Continue`
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request that came, and the bytes of the bodies that passed."""
+
+    method: str
+    key: str
+    query: str
+    sent: int
+    received: int
+
+
+class Proxy:
+    """A proxy in this process, on threads, in front of a server on a port of loopback."""
+
+    def __init__(self, port: int, script: Sequence[Fault] = (), *, seed: int = 0) -> None:
+        self.script, self.seen = list(script), list[Seen]()
+        self._to, self._rng, self._lock = port, random.Random(seed), threading.Lock()
+        self._before: dict[str, bytes] = {}
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = int(self._socket.getsockname()[1])
+        self._threads: list[threading.Thread] = []
+        self._open: set[socket.socket] = set()
+
+    def options(self, options: Options) -> Options:
+        """Storage options that lead through this proxy."""
+        return {**options, "endpoint_url": f"http://127.0.0.1:{self.port}"}
+
+    def __enter__(self) -> Proxy:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+
+    def requests(self, *, method: str = "", key: str = "", query: str = "") -> list[Seen]:
+        """The requests that came, by method, end of key and part of the query."""
+        with self._lock:
+            return [one for one in self.seen if _fits(one, method, key, query)]
+
+    def num_requests(self, *, method: str = "", key: str = "", query: str = "") -> int:
+        """How many came."""
+        return len(self.requests(method=method, key=key, query=query))
+
+    def body_nbytes(self, *, method: str, key: str = "") -> int:
+        """The bytes of bodies that passed: of answers to GET, of requests otherwise."""
+        found = self.requests(method=method, key=key)
+        return sum(one.received if method == "GET" else one.sent for one in found)
+
+    def by_key(self, method: str) -> Counter[str]:
+        """The bytes of bodies that passed, by key."""
+        counted: Counter[str] = Counter()
+        for one in self.requests(method=method):
+            counted[one.key] += one.received if method == "GET" else one.sent
+        return counted
+
+    def _start(self, run: Any, *args: Any) -> None:
+        thread = threading.Thread(target=run, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            self._start(self._serve, client)
+
+    def _serve(self, client: socket.socket) -> None:
+        with self._kept(client), contextlib.suppress(OSError):
+            request = _read_request(client)
+            if request is not None:
+                self._answer(client, request)
+
+    @contextlib.contextmanager
+    def _kept(self, connection: socket.socket) -> Iterator[None]:
+        with self._lock:
+            self._open.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+
+    def _fault_for(self, request: _Request) -> Fault | None:
+        with self._lock:
+            for fault in self.script:
+                if not fault.times or not _fits(request, fault.method, fault.key, fault.query):
+                    continue
+                if fault.kind == "Stale" and request.target not in self._before:
+                    continue
+                fault.num_fit += 1
+                if fault.num_fit <= fault.skip or (fault.num_fit - fault.skip) % fault.every:
+                    continue
+                if self._rng.random() < fault.share:
+                    fault.times -= 1
+                    fault.num_done += 1
+                    return fault
+        return None
+
+    def _answer(self, client: socket.socket, request: _Request) -> None:
+        fault = self._fault_for(request)
+        kind = "" if fault is None else fault.kind
+        sent = received = 0
+        if fault is not None:
+            fault.then()
+        try:
+            if fault is not None and kind in ("SlowDown", "TooMany", "ExpiredToken", "Answer"):
+                sent = self._refuse(client, request, fault)
+            elif fault is not None and kind == "ResetRequest":
+                sent = self._pass_body(client, None, request, int(request.nbytes * self._where(fault)))
+                _reset(client)
+            elif kind == "Stale":
+                sent = self._pass_body(client, None, request, request.nbytes)
+                client.sendall(self._before[request.target])
+            else:
+                if fault is not None and kind == "Delay":
+                    time.sleep(fault.seconds)
+                sent, received = self._forward(client, request, fault)
+        finally:
+            with self._lock:
+                self.seen.append(Seen(request.method, request.key, request.query, sent, received))
+
+    def _where(self, fault: Fault) -> float:
+        with self._lock:
+            return self._rng.random() if fault.where is None else fault.where
+
+    def _refuse(self, client: socket.socket, request: _Request, fault: Fault) -> int:
+        known = {
+            "SlowDown": (503, _error("SlowDown", "Please reduce your request rate.")),
+            "TooMany": (429, _error("TooManyRequests", "Too many requests.")),
+            "ExpiredToken": (400, _error("ExpiredToken", "The provided token has expired.")),
+        }
+        status, body = known.get(fault.kind, (fault.status, fault.body))
+        sent = 0 if request.waits else self._pass_body(client, None, request, request.nbytes)
+        head = [f"HTTP/1.1 {status} No", "Connection: close", "Content-Type: application/xml"]
+        head += [f"{name}: {value}" for name, value in fault.headers.items()]
+        if request.method == "HEAD":
+            body = ""
+        head.append(f"Content-Length: {len(body.encode())}")
+        client.sendall("\r\n".join([*head, "", body]).encode())
+        return sent
+
+    def _pass_body(self, client: socket.socket, server: socket.socket | None, request: _Request, nbytes: int) -> int:
+        """Take the beginning of the body of a request, and send it on, if there is a server to send it to."""
+        if request.waits and request.nbytes:
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        done = 0
+        while done < nbytes:
+            block = client.recv(min(_BLOCK, nbytes - done))
+            if not block:
+                raise ConnectionError("the client has gone")
+            if server is not None:
+                server.sendall(block)
+            done += len(block)
+        return done
+
+    def _forward(self, client: socket.socket, request: _Request, fault: Fault | None) -> tuple[int, int]:
+        with socket.create_connection(("127.0.0.1", self._to)) as server, self._kept(server):
+            server.sendall(request.head)
+            sent = self._pass_body(client, server, request, request.nbytes)
+            answer, rest = _read_head(server)
+            while answer.split(b" ", 2)[1:2] == [b"100"]:
+                answer, rest = _read_head(server, rest)
+            breaks = fault is not None and fault.kind in ("ResetAnswer", "Truncate")
+            if not breaks:
+                client.sendall(_closing(answer))
+            length = _length_of(answer, request.method)
+            keeps = request.method == "GET" and "list-type=2" in request.query
+            body, received = [rest], len(rest)
+            if breaks or keeps or length is None:  # small, or cut short anyway
+                while length is None or received < length:
+                    block = server.recv(_BLOCK)
+                    if not block:
+                        break
+                    body.append(block)
+                    received += len(block)
+            whole = b"".join(body)
+            if breaks:
+                assert fault is not None
+                cut = int(len(whole) * self._where(fault))
+                if fault.kind == "Truncate" or request.nbytes == 0:
+                    client.sendall(_closing(answer) + whole[:cut])
+                if fault.kind == "ResetAnswer":
+                    _reset(client)
+                return sent, cut
+            client.sendall(whole)
+            while length is not None and received < length:
+                block = server.recv(min(_BLOCK, length - received))
+                if not block:
+                    break
+                client.sendall(block)
+                received += len(block)
+            if keeps:
+                self._before.setdefault(request.target, _closing(answer) + whole)
+            return sent, received
+
+
+def _fits(request: Any, method: str, key: str, query: str) -> bool:
+    return method in ("", request.method) and request.key.endswith(key) and query in request.query
+
+
+def _error(code: str, message: str) -> str:
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
+
+
+def _read_head(connection: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
+    """The head of a message, and what came of its body."""
+    while b"\r\n\r\n" not in data:
+        block = connection.recv(_BLOCK)
+        if not block:
+            return b"", b""
+        data += block
+    head, _, rest = data.partition(b"\r\n\r\n")
+    return head + b"\r\n\r\n", rest
+
+
+def _read_request(client: socket.socket) -> _Request | None:
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):  # byte by byte: the body stays in the socket
+        block = client.recv(1)
+        if not block:
+            return None
+        head += block
+    method, target, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
+    path, _, query = target.partition("?")
+    key = unquote(path).lstrip("/").partition("/")[2]
+    waits = re.search(rb"(?im)^expect: *100-continue\r$", head) is not None
+    # The proxy answers `Expect` itself, and each connection has one request.
+    passed = re.sub(rb"(?im)^(connection|expect):[^\r]*\r\n", b"", head)[:-2] + b"Connection: close\r\n\r\n"
+    return _Request(method, target, key, unquote(query), passed, _length_of(head, "") or 0, waits)
+
+
+def _length_of(head: bytes, method: str) -> int | None:
+    """The length of a body; None: until the connection ends, or in chunks."""
+    if method == "HEAD" or head.split(b" ", 2)[1:2] in ([b"204"], [b"304"]):
+        return 0
+    found = re.search(rb"(?im)^content-length: *(\d+)", head)
+    return int(found[1]) if found else None
+
+
+def _closing(head: bytes) -> bytes:
+    return re.sub(rb"(?im)^connection:[^\r]*\r\n", b"", head)[:-2] + b"Connection: close\r\n\r\n"
+
+
+def _reset(client: socket.socket) -> None:
+    """Break a connection: its other end gets an error, not an end."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -1,0 +1,193 @@
+"""What goes wrong between a client and an S3 store: the data is right in the end, or one error comes within the stated time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+import unittest
+from collections.abc import Iterator
+from multiprocessing import get_context
+from typing import Any
+
+from kit.proxy import Fault, Proxy
+from kit.servers import PART_NBYTES, Options, new_bucket, port_of, serving
+from parameterized import parameterized
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import is_sure_that_not
+from fsdp_optim.storage.objects.base import ABSENT, OvertakenError
+from fsdp_optim.storage.objects.s3 import S3Bucket
+
+SERVER = contextlib.ExitStack()
+DATA = random.Random(1).randbytes(5 * PART_NBYTES // 2)
+SLACK = 25  # seconds, for a busy machine
+
+
+def setUpModule() -> None:
+    global OPTIONS
+    OPTIONS = SERVER.enter_context(serving("moto"))
+
+
+def tearDownModule() -> None:
+    SERVER.close()
+
+
+OPTIONS: Options
+
+
+@contextlib.contextmanager
+def through(*script: Fault, seed: int = 0, **options: Any) -> Iterator[tuple[S3Bucket, Proxy]]:
+    """A new bucket that is reached through a proxy."""
+    name = new_bucket(OPTIONS)
+    with Proxy(port_of(OPTIONS), script, seed=seed) as proxy:
+        yield S3Bucket(name, {**proxy.options(OPTIONS), **options}), proxy
+
+
+def use(bucket: S3Bucket) -> None:
+    """All kinds of requests; each result is compared."""
+    version = bucket.put("run/small", b"small", only_if=ABSENT)
+    assert bucket.read("run/small") == (b"small", version)
+    upload = bucket.begin_upload("run/large")
+    parts = [DATA[start : start + PART_NBYTES] for start in range(0, len(DATA), PART_NBYTES)]
+    receipts = [bucket.put_part("run/large", upload, number, memoryview(part)) for number, part in enumerate(parts)]
+    assert {one.key for one in bucket.uploads("run/")} == {"run/large"}  # more than one where an answer was lost
+    large = bucket.end_upload("run/large", upload, receipts, only_if=ABSENT)
+    assert [(one.key, one.version) for one in bucket.list("run/")] == [("run/large", large), ("run/small", version)]
+    memory = bytearray(len(DATA))
+    bucket.read_into("run/large", [memoryview(memory)[:1000], memoryview(memory)[1000:]], 0, version=large)
+    assert memory == DATA
+    bucket.delete(["run/small"])
+    assert bucket.look("run/small") is None
+    assert list(bucket.folders("")) == ["run"]
+
+
+def use_in_child(bucket: S3Bucket, told: Any) -> None:
+    """In a process that was forked."""
+    told.put((os.getpid(), bucket.read("run/object")[0]))
+
+
+class TestFaultsThatPass(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("throttled", Fault("SlowDown", times=3, every=3)),
+            ("throttled by status", Fault("TooMany", times=3, every=3)),
+            ("answers that break", Fault("ResetAnswer", times=-1, share=0.3)),
+            ("requests that break", Fault("ResetRequest", method="PUT", times=-1, share=0.5)),
+            ("answers that end too early", Fault("Truncate", times=-1, share=0.3)),
+            ("expired credentials", Fault("ExpiredToken", times=3, every=4)),
+            ("delays", Fault("Delay", times=3, seconds=0.05)),
+        ]
+    )
+    def test_everything_is_right_in_the_end(self, _: str, fault: Fault) -> None:
+        with through(fault, seed=3) as (bucket, _proxy):
+            use(bucket)
+        self.assertGreater(fault.num_done, 0)
+
+    @parameterized.expand([("put_object",), ("complete",)])
+    def test_an_answer_that_is_lost(self, which: str) -> None:
+        """The second attempt finds what the first one has done, and does not take it for that of another process."""
+        fault = Fault("ResetAnswer", method="PUT" if which == "put_object" else "POST", where=0.0)
+        with through(fault) as (bucket, proxy):
+            if which == "put_object":
+                version = bucket.put("run/object", b"mine", only_if=ABSENT)
+            else:
+                fault.skip = 1  # the request that begins the upload
+                upload = bucket.begin_upload("run/object")
+                receipt = bucket.put_part("run/object", upload, 0, memoryview(b"mine"))
+                version = bucket.end_upload("run/object", upload, [receipt], only_if=ABSENT)
+            self.assertEqual(bucket.read("run/object"), (b"mine", version))
+            self.assertEqual(fault.num_done, 1)
+            self.assertGreaterEqual(proxy.num_requests(method=fault.method, key="run/object"), 2)
+
+    def test_a_lost_answer_does_not_hide_another_process(self) -> None:
+        fault = Fault("ResetRequest", method="PUT", where=0.5)
+        with through(fault) as (bucket, _proxy):
+            S3Bucket(bucket.name.removeprefix("s3://"), OPTIONS).put("run/object", b"of another process")
+            with self.assertRaises(OvertakenError):
+                bucket.put("run/object", b"mine", only_if=ABSENT)
+            self.assertEqual(fault.num_done, 1)
+
+    def test_a_body_that_ends_too_early_goes_on_from_there(self) -> None:
+        """No byte is asked for twice."""
+        data = random.Random(2).randbytes(1 << 20)
+        fault = Fault("Truncate", method="GET", times=3, where=0.5)
+        with through(fault) as (bucket, proxy):
+            version = bucket.put("run/object", data)
+            memory = bytearray(len(data))
+            bucket.read_into("run/object", [memoryview(memory)], 0, version=version)
+            self.assertTrue(memory == data)
+            self.assertEqual(fault.num_done, 3)
+            self.assertEqual(proxy.body_nbytes(method="GET", key="run/object"), len(data))
+
+    def test_an_object_that_is_replaced_between_two_halves(self) -> None:
+        """The second half is not that of another object, also where no version was given."""
+        first = Fault("Truncate", method="GET", where=0.5)
+        between = Fault("Delay", method="GET", then=lambda: other.put("run/object", b"b" * 100_000))
+        with through(first, between) as (bucket, _):
+            other = S3Bucket(bucket.name.removeprefix("s3://"), OPTIONS)
+            bucket.put("run/object", b"a" * 100_000)
+            with self.assertRaises(OvertakenError):
+                bucket.read_into("run/object", [memoryview(bytearray(100_000))], 0)
+            self.assertEqual((first.num_done, between.num_done), (1, 1))
+
+    def test_a_listing_that_is_stale(self) -> None:
+        """It is what the store said; an object that it does not name is still found by its key."""
+        with through(Fault("Stale", method="GET")) as (bucket, _proxy):
+            self.assertEqual(list(bucket.list("run/")), [])
+            bucket.put("run/object", b"new")
+            self.assertEqual(list(bucket.list("run/")), [])
+            self.assertIsNotNone(bucket.look("run/object"))
+            self.assertEqual([one.key for one in bucket.list("run/")], ["run/object"])
+
+
+class TestFaultsThatStay(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("throttled", Fault("SlowDown", times=-1), "SlowDown (HTTP 503)"),
+            ("throttled by status", Fault("TooMany", times=-1), "HTTP 429"),
+            ("answers that break", Fault("ResetAnswer", times=-1, where=0.0), "Connection"),
+            ("answers that never come", Fault("Delay", times=-1, seconds=8), "timeout"),
+        ]
+    )
+    def test_one_error_within_the_stated_time(self, _: str, fault: Fault, words: str) -> None:
+        """It names the object and the answer of the store, and proves nothing about a checkpoint."""
+        with through(fault, retry_seconds=2) as (bucket, _proxy):
+            for call in (lambda: bucket.read("run/object"), lambda: bucket.put("run/object", b"x")):
+                began = time.monotonic()
+                with self.assertRaises(CheckpointError) as caught:
+                    call()
+                self.assertLess(time.monotonic() - began, 2 + SLACK)
+                text = str(caught.exception)
+                self.assertIn(f"{bucket.name}/run/object: ", text)
+                self.assertIn(words, text)
+                self.assertNotIn("\n", text)
+                self.assertFalse(is_sure_that_not(caught.exception), text)
+
+    def test_an_expired_credential_that_stays_expired(self) -> None:
+        """It is asked for once, and not for as long as throttling lasts."""
+        with through(Fault("ExpiredToken", times=-1)) as (bucket, proxy):
+            with self.assertRaisesRegex(CheckpointError, "run/object: the credentials have expired"):
+                bucket.read("run/object")
+            self.assertEqual(proxy.num_requests(key="run/object"), 2)
+
+
+class TestProcesses(unittest.TestCase):
+    def test_a_process_that_was_forked_has_connections_of_its_own(self) -> None:
+        bucket = S3Bucket(new_bucket(OPTIONS), OPTIONS)
+        bucket.put("run/object", b"data")
+        context = get_context("fork")
+        told = context.Queue()
+        children = [context.Process(target=use_in_child, args=(bucket, told)) for _ in range(2)]
+        for child in children:
+            child.start()
+        found = [told.get(timeout=60) for _ in children]
+        for child in children:
+            child.join()
+        self.assertEqual({data for _, data in found}, {b"data"})
+        self.assertEqual(bucket.read("run/object")[0], b"data")
+
+
+if __name__ == "__main__":
+    unittest.main()
