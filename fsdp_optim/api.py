@@ -268,7 +268,7 @@ def load_optim_state_dict(
     Raises:
         StateError: the shard is a full dict, or does not fit this optimizer. Nothing was changed.
     """
-    return loading.load(optim, shard, keep)
+    return loading.load_shard(optim, shard, keep)
 
 
 @ordinary_tensors()

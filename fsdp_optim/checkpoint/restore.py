@@ -31,8 +31,7 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
-from fsdp_optim.verbs.load_state import load as load_shard
+from fsdp_optim.verbs.load_state import Before, LoadableOptimizer, load_shard
 
 _LOOKS = 5  # times, for a path where another checkpoint replaces the one that is being loaded
 

@@ -1,1 +1,1 @@
-"""What the public functions do, one file per verb, each joining a model, an optimizer, a plan and a transport."""
+"""The calls between memory and memory, one file per verb: gather, iterate, shard, scatter, transfer, load and rekey."""

@@ -1,4 +1,4 @@
-"""What is no model, no optimizer and no optimizer's dict, said in the words of the caller."""
+"""Checks of arguments that should be a model, an optimizer or a dict, with errors in the words of the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_SHOWN = 60  # letters of a value in an error
 
 
 def check_model(model: object) -> None:
-    """Raise WrapperError for what is given in a model's place."""
+    """Raise WrapperError unless `model` is a torch.nn.Module."""
     if isinstance(model, nn.Module):
         return
     why = f"model has to be a torch.nn.Module, not {_named(model)}"
@@ -27,15 +27,15 @@ def check_model(model: object) -> None:
 
 
 def check_optimizers(optim: object, *, loadable: bool = False) -> None:
-    """Raise WrapperError for what is given in the place of an optimizer, or of a list of them.
+    """Raise WrapperError unless `optim` is an optimizer or a list of optimizers.
 
-    `loadable`: it needs `load_state_dict()` too.
+    `loadable`: an optimizer also needs `load_state_dict()`.
     """
     if isinstance(optim, (list, tuple)):
         if not optim:
             raise WrapperError("optim is an empty list: give at least one optimizer, or None where one may be left out")
-        for one in optim:
-            _check_optimizer(one, loadable=loadable)
+        for listed in optim:
+            _check_optimizer(listed, loadable=loadable)
     else:
         _check_optimizer(optim, loadable=loadable)
 
@@ -57,7 +57,7 @@ def _check_optimizer(optim: object, *, loadable: bool) -> None:
 
 
 def check_shard(shard: object) -> None:
-    """Raise StateError for what is given in the place of an optimizer's own dict."""
+    """Raise StateError unless `shard` is an optimizer's own dict."""
     way_out = "give what get_shard_from_optim_state_dict or scatter_full_optim_state_dict returned"
     if not isinstance(shard, Mapping):
         swapped = ": the optimizer comes before the shard" if _is_optimizer(shard) else f": {way_out}"
@@ -68,7 +68,7 @@ def check_shard(shard: object) -> None:
 
 
 def check_full(full: object) -> None:
-    """Raise StateError for what is given in the place of a full dict."""
+    """Raise StateError unless `full` is a full dict."""
     if not isinstance(full, Mapping):
         raise StateError(f"a full optimizer state dict is needed here, not {_named(full)}: is this rank a recipient?")
     missing = [key for key in ("state", "param_groups") if key not in full]
@@ -84,7 +84,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _named(value: Any) -> str:
-    """`None`, `the class Adam`, `a str ('run/step-1')`, `a Linear`."""
+    """A value in words: `None`, `the class Adam`, `a str ('run/step-1')`, `a Linear`."""
     if value is None:
         return "None"
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""The beginning of every call: read this rank's model and optimizer, meet the other ranks, draw the common picture."""
+"""The beginning of every call: reads this rank's model and optimizer, meets the other ranks, and draws the common picture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Local:
 
     @property
     def stateless(self) -> tuple[str, ...]:
-        """Those that have none, of an optimizer that has some; but for those that it leaves out on this rank."""
+        """The original parameters without state, of an optimizer that has state, except parameters that it skips on this rank."""
         without = (p for p in self.optim.params if p.state is None and not p.handle.skipped)
         return tuple(fqn for p in without for fqn in p.named.fqns) if self.optim.values_by_class else ()
 
@@ -67,12 +67,12 @@ class Local:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The optimizer's original parameters in the unwrapped model's order."""
+        """The optimizer's original parameters in the order of the unwrapped model."""
         return tuple(fqn for fqn in self.view.order if fqn in self.by_fqn)
 
     @cached_property
     def counted(self) -> tuple[Counted, ...]:
-        """Each group's original parameters, as ids count them."""
+        """The original parameters of each group, in the order of ids."""
         in_groups: list[list[Listed]] = [[] for _ in self.optim.groups]
         for param in self.optim.params:
             in_groups[param.group_index].append(Listed(self.view.position_of(param.named), param.named.fqns))
@@ -80,12 +80,12 @@ class Local:
 
     @property
     def names(self) -> Names:
-        """How full dicts count this model's and optimizer's parameters."""
+        """The names and ids of this model's and optimizer's parameters in full dicts."""
         units = tuple(param.named.fqns for param in self.optim.params)
         return Names.of(self.counted, self.view, units, self.order)
 
     def live_optimizer(self, picture: Picture | None = None) -> LiveOptimizer:
-        """What a full state has to fit: this optimizer as this rank sees it, or as all ranks of a picture do."""
+        """The optimizer that a full state has to fit, as this rank sees it or, with a picture, as all ranks see it."""
         if picture is None:
             return LiveOptimizer(self.optim, self.names, self.shapes, self.with_state, self.optim.values_by_class)
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
@@ -94,7 +94,7 @@ class Local:
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
-    """Read the model and the optimizer on this rank, without a word to the others."""
+    """Read the model and the optimizer on this rank. No communication."""
     check_optimizers(optim)
     view = reader.read(ranks, options.name_of, optim)
     check_materialized(view.handles, view.rank)
@@ -105,7 +105,7 @@ def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: 
 
 
 def log_summary(done: str, summaries: Mapping[str, Summary | None], values: Mapping[Any, object]) -> None:
-    """One line about what a call did on this rank: parameters, tensors, bytes, and what was absent."""
+    """Log one line about a call on this rank: parameters, tensors, bytes, and parameters without state."""
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
     absent = [fqn for fqn, summary in summaries.items() if summary is None]
     log.info(
@@ -119,20 +119,19 @@ def log_summary(done: str, summaries: Mapping[str, Summary | None], values: Mapp
 
 
 def names_of_picture(picture: Picture, view: ModelView) -> Names:
-    """How full dicts count the parameters of all ranks together."""
+    """The names and ids of the parameters of all ranks together in full dicts."""
     units = tuple(live.fqns for live in picture.live)
     return Names.of(picture.counted, view, units, tuple(picture.params))
 
 
 def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
-    """How to read a full dict with a model but no optimizer: its ids count the model's parameters, or it has names."""
+    """The names and ids in a full dict without an optimizer: it has names, or its ids count the model's parameters."""
     groups = full.get("param_groups") or () if isinstance(full, Mapping) else ()
     named = any(group.get("param_names") or any(isinstance(p, str) for p in group["params"]) for group in groups)
     if len(groups) > 1 and not named:
         raise StateError(
             f"this full dict has {counted_noun(len(groups), 'param group')} and no names, and a model does "
-            "not tell which parameter is in "
-            "which group: give optim=, an optimizer of this model with the same groups"
+            "not tell the group of a parameter: give optim=, an optimizer of this model with the same groups"
         )
     everything = count([Listed(i, named.fqns) for i, named in enumerate(view.handles)], view.place_of, view.mixed)
     return Names.of((everything,), view, (), view.order)
@@ -142,15 +141,14 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 def calling(
     call: str, models: Sequence[nn.Module], asked: Arguments, options: Options, *, all_of_plain: bool = False
 ) -> Iterator[tuple[list[ModelReader], RankGroup]]:
-    """A call about some models, from its first word to its last: readers of them, and the ranks that make the call.
+    """A public call about some models. Yields readers of the models, and the ranks that make the call.
 
-    What is wrong with `asked`, and whatever is raised inside, all ranks hear in the next meeting.
+    An error in the arguments, and every error raised inside the block, is raised on all ranks in their next meeting.
 
     Args:
         call: the name of the public function.
         options: those of `asked` that say who makes the call.
-        all_of_plain: a model without any wrapper is a matter of all ranks of the job; else of this rank alone, which has all
-            it needs.
+        all_of_plain: for a model without a wrapper, all ranks of the job make the call. False: this rank makes it alone.
     """
     readers, callers = _read_callers(call, models, options, all_of_plain=all_of_plain)
     with in_turn(callers), all_hear(callers):
@@ -174,7 +172,7 @@ def _read_callers(
             ranks = {rank for reader in readers for rank in reader.ranks}
         return readers, _group(world, options, call, tuple(ranks))
     except Exception as error:
-        if world.is_initialized:  # which ranks would have to hear it is not known: most models live on all of them
+        if world.is_initialized:  # the ranks of the call are unknown, so the error goes to all ranks of the job
             agree(_group(world, replace(options, process_group=None), call, range(world.size)), "failed", error)
         raise
 
@@ -194,12 +192,12 @@ def meet(
     every_replica: bool = False,
     what: str = STATE,
 ) -> tuple[Local, Picture]:
-    """Read this rank's part, tell the others, and draw the picture. Every failure, of any rank, is raised on all.
+    """Read this rank's part, exchange reports, and draw the picture. An error on any rank is raised on all ranks.
 
     Args:
-        more: what the call is about besides what it was asked for.
-        every_replica: compare those too that a wrapper keeps equal on all ranks, because each is used in part.
-        what: how errors call what is compared.
+        more: a description of the call besides its arguments, which ranks compare.
+        every_replica: also compare replicas that a wrapper keeps equal, because a save writes a part of each.
+        what: the name of the compared values in errors.
     """
     local, failure, report = None, Failure(), RankReport("")
     with failure:
@@ -222,17 +220,17 @@ def meet(
     content = b""
     with failure:
         content = pickle.dumps(report)
-    told: dict[bytes, list[int]] = {}
-    for rank, one in zip(callers.ranks, exchange_reports(callers, content, failure.error), strict=True):
-        told.setdefault(one, []).append(rank)
-    by_ranks = [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, pickled in zip(callers.ranks, exchange_reports(callers, content, failure.error), strict=True):
+        ranks_of.setdefault(pickled, []).append(rank)
+    by_ranks = [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_of.items()]
     picture = draw(by_ranks, take_lowest_rank=on_replica_mismatch == "lowest_rank")
     warn_of_mismatch(callers, picture.mismatched)
     return _with_all_listed(local, picture), picture
 
 
 def _with_all_listed(local: Local, picture: Picture) -> Local:
-    """The same with the shards of all ranks, where an adapter knows those of its own rank only."""
+    """`local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed: dict[int, NamedHandle] = {}
     for named in local.view.handles:
         if any(isinstance(place, Boxes) and place.is_open for place in named.placements.values()):
@@ -249,10 +247,10 @@ def _with_all_listed(local: Local, picture: Picture) -> Local:
 
 
 def warn_of_mismatch(callers: RankGroup, fqns: Sequence[str]) -> None:
-    """Say once which parameters have replicas that differ, where those of the lowest rank are taken."""
+    """Log, on the lowest rank, the parameters whose replicas differ and are taken from the lowest rank."""
     if fqns and callers.rank == callers.ranks[0]:
         log.warning(
-            "the replicas of %s differ between ranks, and those of the lowest rank are taken: %s",
+            "the replicas of %s differ between ranks; the replica of the lowest rank is used: %s",
             counted_noun(len(fqns), "parameter"),
             ", ".join(fqns[:8]),
         )
@@ -273,10 +271,10 @@ def _report(
         order=local.order,
         params=tuple(params),
         groups=tuple(
-            _told(f"param group {index}", group, callers) if with_state else ()
+            _compared_values(f"param group {index}", group, callers) if with_state else ()
             for index, group in enumerate(optim.groups)
         ),
-        other_keys=_told("the optimizer", optim.other_keys, callers) if with_state else (),
+        other_keys=_compared_values("the optimizer", optim.other_keys, callers) if with_state else (),
         counted=local.counted,
         not_held=tuple(fqn for fqn in local.view.order if fqn not in local.by_fqn),
         classes=optim.classes,
@@ -290,27 +288,27 @@ def _report(
 
 
 def _module_values(local: ModuleValues, callers: RankGroup, *, with_state: bool) -> tuple[tuple[str, str], ...]:
-    """By FQN, what stands for the value: only a save has to know it."""
-    told = []
-    for fqn, one in local.values.items():
+    """A fingerprint of each value by FQN, which only a save needs; empty for other calls."""
+    prints = []
+    for fqn, live in local.values.items():
         try:
-            told.append((fqn, fingerprint_of(one.value) if with_state and len(callers.ranks) > 1 else ""))
+            prints.append((fqn, fingerprint_of(live.value) if with_state and len(callers.ranks) > 1 else ""))
         except Incomparable as error:
-            raise StateError(f"{fqn}: {error}, and nobody can say whether all ranks have the same") from None
-    return tuple(told)
+            raise StateError(f"{fqn}: {error}, so ranks cannot check that all have the same value") from None
+    return tuple(prints)
 
 
-def _told(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tuple[str, str], ...]:
-    """Values that have to be equal on all ranks, each as a text that is equal for equal values only."""
-    told = []
+def _compared_values(where: str, values: Mapping[str, Any], callers: RankGroup) -> tuple[tuple[str, str], ...]:
+    """Values that have to be equal on all ranks, each as a string that is equal only for equal values."""
+    keys = []
     for key, value in values.items() if len(callers.ranks) > 1 else ():
         try:
-            told.append((str(key), key_of(value)))
+            keys.append((str(key), key_of(value)))
         except Incomparable as error:
             raise StateError(
-                f"{where}: {key}: {error}, and nobody can say whether all ranks have the same: keep it out of state_dict()"
+                f"{where}: {key}: {error}, so ranks cannot check that all have the same value: keep it out of state_dict()"
             ) from None
-    return tuple(told)
+    return tuple(keys)
 
 
 def _live_param(
@@ -327,7 +325,7 @@ def _live_param(
     placements = tuple([original.placement for original in handle.originals])
     needed = with_state and handle.collected and len(callers.ranks) > 1
     if needed and handle.synchronized and (handle.is_cut or not every_replica):
-        # A wrapper keeps the shards of its own group right, but knows nothing of another group with the same names.
+        # A wrapper keeps the shards of its own group consistent, but not those of another group with the same names.
         needed = not placements or not everyone.is_all_holders_of(placements[0])
     return LiveParam(
         fqns=param.named.fqns,

@@ -1,4 +1,4 @@
-"""The ends of a move that are memory: a live optimizer or model, whole tensors, a full or sharded dict, and room for a shard."""
+"""The ends of a move in memory: a live optimizer or model, whole tensors, a full or sharded dict, and memory for a shard."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class LiveEnd(End):
-    """The state of a live optimizer, or the weights of a model, as they lie in memory.
+    """The state of a live optimizer, or the weights of a live model, in memory.
 
-    `layout`: where the values are, by FQN, where the values that move are described by another model's placements.
+    `layout`: the placements of the values, by FQN, if the moved values have the placements of another model.
     """
 
     local: Local
@@ -33,11 +33,13 @@ class LiveEnd(End):
 
     def memory(self, value: StateValue) -> torch.Tensor:
         param = self.local.by_fqn[value.fqn]
-        key = (param.local_id, value.name)  # once per live parameter, not once per original
+        key = (param.local_id, value.name)  # read once per live parameter, not once per original
         held = self._held.get(key)
         if held is None:
             if param.state is None:
-                raise RankError(f"{value.fqn}: its state went away while it was read")
+                raise RankError(
+                    f"{value.fqn}: its state was removed while it was read: do not change the optimizer during the call"
+                )
             live = param.state[value.name]
             held = param.handle.held(live)
             held = self._held[key] = held if held is not None else param.handle.placed_local(live)
@@ -46,7 +48,7 @@ class LiveEnd(End):
 
 @dataclass(frozen=True)
 class WholeEnd(End):
-    """Every value whole, in new memory on the CPU of some ranks. `made`: this rank's tensors, by FQN and name."""
+    """Whole values in new CPU memory of some ranks. `made`: this rank's tensors, by FQN and name."""
 
     group: RankGroup
     ranks_of: Callable[[StateValue], Ranks]
@@ -70,7 +72,7 @@ class WholeEnd(End):
 
 @dataclass(frozen=True)
 class DictEnd(End):
-    """The values of a dict, of which this rank has all or a part. `elements(fqn, name)`: None where it has none."""
+    """The values of a dict, of which this rank has all or a part. `elements(fqn, name)`: these elements, or None."""
 
     placement_of: Callable[[StateValue], Placement]
     elements: Callable[[str, str], torch.Tensor | None]
@@ -84,7 +86,7 @@ class DictEnd(End):
 
 @dataclass(frozen=True)
 class ShardEnd(End):
-    """Memory that was allocated for this rank's shard: 1-D tensors by local id and name."""
+    """Memory for this rank's shard: 1-D tensors by local id and name."""
 
     local: Local
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""Gather: from the live wrapper to every parameter whole, on one rank or on all."""
+"""Gather: from a live optimizer to whole values of every parameter, on one rank or on all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 
 @dataclass(frozen=True)
 class Gathering:
-    """A gather that all ranks have agreed on, not yet begun."""
+    """A gather that all ranks have agreed on, before any value moves."""
 
     callers: RankGroup
     local: Local
@@ -40,24 +40,24 @@ class Gathering:
         return self.callers.rank in self.recipients
 
     def recipients_of(self, placement: Placement, param: Param) -> tuple[int, ...]:
-        """The recipients of what is placed so of a parameter: where ranks hold variants, each gets its own."""
+        """The recipients of a parameter's values in this placement. If ranks hold variants, each gets its own variant."""
         return tuple(rank for rank in self.recipients if not param.variants or rank in placement.ranks)
 
 
 def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: GatherOptions) -> Gathering:
-    """Meet the other ranks and find out what there is to gather."""
+    """Agree with the other ranks on the values to gather."""
     recipient_rank = options.recipient_rank
     alone = not reader.is_wrapped and len(callers.ranks) == 1
 
     def read() -> Local:
         local = read_local(
             reader, optim, options.call, callers.ranks
-        )  # says more where the model is part of a wrapped one
+        )  # its error says more if the model is a part of a wrapped one
         if recipient_rank is not None and recipient_rank not in callers.ranks:
             if alone and 0 <= recipient_rank < callers.world.size:
                 raise RankError(
-                    f"recipient_rank is {recipient_rank}, and nothing in this model tells that rank {recipient_rank} shares "
-                    f"it, so the state of rank {callers.rank} would be dropped: give process_group=, the ranks that share the "
+                    f"recipient_rank is {recipient_rank}, and nothing in this model shows that rank {recipient_rank} shares "
+                    f"it, so the state of rank {callers.rank} would be lost: give process_group=, the ranks that share the "
                     "model, or recipient_rank=None, which gives each rank its own state"
                 )
             raise RankError(
@@ -75,7 +75,7 @@ def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: G
 
 
 def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
-    """Refuse ids where no order can be right; the same on all ranks."""
+    """Raise StateError, on all ranks, if no order of ids can be right."""
     each = recipients if any(param.variants for param in picture.params.values()) else recipients[:1]
     for rank in each:
         reason = picture.as_seen_by(rank).unknown_order
@@ -99,16 +99,16 @@ def gather(model: nn.Module, optim: Optimizers, options: GatherOptions) -> FullD
 
 
 def move_state(gathering: Gathering, params: Sequence[Param], failure: Failure) -> dict[tuple[str, str], Any]:
-    """Move the state of some parameters to the recipients: there the values, by (FQN, name), elsewhere nothing.
+    """Move the state of some parameters to the recipients. Returns the values by (FQN, name) there, and nothing elsewhere.
 
-    All but scalars, which everyone knows already.
+    Scalars are left out, because all ranks know them already.
     """
     values: list[StateValue] = []
     opaque: list[OpaqueValues] = []
     for param in params:
-        for one in _variants(param, gathering.recipients):
-            values += _values_of(one)
-            opaque += _opaque_of(one, gathering.recipients_of(one.placement, param))
+        for variant in _variants(param, gathering.recipients):
+            values += _values_of(variant)
+            opaque += _opaque_of(variant, gathering.recipients_of(variant.placement, param))
     varied = {param.fqn for param in params if param.variants}
 
     def ranks_of(value: StateValue) -> Ranks:
@@ -120,18 +120,18 @@ def move_state(gathering: Gathering, params: Sequence[Param], failure: Failure) 
 
 
 Needs = Callable[[str], tuple[tuple[int, ...], Mapping[int, tuple[int, ...]]]]
-"""FQN -> the ranks that need its values, and by shard those that need the opaque values of that shard, where not all do."""
+"""A function of an FQN: the ranks that need its values and, if not all need every shard, by shard the ranks that need it."""
 
 
-def move_odd(gathering: Gathering, needs: Needs, failure: Failure) -> dict[tuple[str, str], Any]:
-    """As `move_state`, of all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
+def move_unsharded(gathering: Gathering, needs: Needs, failure: Failure) -> dict[tuple[str, str], Any]:
+    """As `move_state` for all parameters, but only values that are not cut like their parameter, to the ranks that need them."""
     values: list[StateValue] = []
     opaque: list[OpaqueValues] = []
     for param in gathering.picture.params.values():
         targets, by_shard = needs(param.fqn)
-        for one in _variants(param, gathering.recipients) if targets else ():
-            values += _placed_of(one)
-            opaque += [replace(values, needs=by_shard) for values in _opaque_of(one, targets)]
+        for variant in _variants(param, gathering.recipients) if targets else ():
+            values += _placed_of(variant)
+            opaque += [replace(values, needs=by_shard) for values in _opaque_of(variant, targets)]
     return _move(gathering, values, opaque, lambda value: needs(value.fqn)[0], failure)
 
 
@@ -148,9 +148,9 @@ def _move(
 
 
 def _variants(param: Param, recipients: tuple[int, ...]) -> list[Param]:
-    """What there is of a parameter for the recipients: one, or one for each of its groups of ranks that have recipients."""
-    found = (param.as_seen_by(rank) for rank in recipients) if param.variants else (param,)
-    return list({one.placement: one for one in found if one is not None}.values())
+    """The variants of a parameter that recipients get: the parameter itself, or one for each group of ranks with recipients."""
+    variants = (param.as_seen_by(rank) for rank in recipients) if param.variants else (param,)
+    return list({variant.placement: variant for variant in variants if variant is not None}.values())
 
 
 def _values_of(param: Param) -> list[StateValue]:

@@ -1,4 +1,4 @@
-"""Iterate: gather one parameter after the other, so that no rank ever holds the whole state."""
+"""Iterate: gathers one parameter after the other, so that no rank ever holds the whole state."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ FullParam = tuple[str, dict[str, Any] | None]
 
 
 def iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
-    """(FQN, state) of one parameter after the other: the state on recipients, None elsewhere."""
+    """Yield (FQN, state) for one parameter after the other: the state on recipients, None elsewhere."""
     if world_here().size == 1:
-        options.validate()  # at once: nobody else has to hear of it when the iterator is begun
+        options.validate()  # at once, because no other rank has to raise the error too
     return _each_ordinary(_iterate(model, optim, options))
 
 
 def _each_ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullParam]:
-    """Each item is made of ordinary tensors; what is done with it in between is the caller's own."""
+    """Yield the items, which are made in the mode of ordinary tensors; between items the caller's mode applies."""
     with closing(items):
         while True:
             with ordinary_tensors():
@@ -55,27 +55,30 @@ def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Gen
             with failure:
                 unchanged.check()
             values = move_state(gathering, batch, failure)
-            found = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
+            ready = [(param.fqn, _state_of(param, values, gathering)) for param in batch if failure.error is None]
             agree(callers, "moved", failure.error, fatal=failure.fatal)
-            while found:
-                unchanged.check(found[0][0])
-                at_end = number == len(batches) and len(found) == 1
+            while ready:
+                unchanged.check(ready[0][0])
+                at_end = number == len(batches) and len(ready) == 1
                 with _tells_when_stopped(callers, at_end=at_end), callers.turn.suspended():
-                    yield found.pop(0)
-        agree(callers, "end")  # a rank that stopped early is heard here, not in the next call
+                    yield ready.pop(0)
+        agree(callers, "end")  # raises the error of a rank that stopped early, before the next call
 
 
 @contextmanager
 def _tells_when_stopped(callers: RankGroup, *, at_end: bool) -> Iterator[None]:
-    """A rank that leaves the loop early would let the others wait: tell them. Nothing happens if all leave here."""
+    """Inform the other ranks if this rank leaves the loop early, because they would wait for it.
+
+    No error is raised if all ranks leave the loop after the last item.
+    """
     try:
         yield
     except GeneratorExit:
         stopped = RankError(f"rank {callers.rank} stopped iterating early; every rank has to exhaust the iterator")
-        with suppress(Exception):  # heard by the others; here the caller wanted it so
+        with suppress(Exception):  # the other ranks raise it; on this rank the caller chose to stop
             if callers.turn.ended_by is not None:
-                pass  # they have heard that it is over
-            elif at_end:  # has seen everything, and only did not ask whether there is more
+                pass  # the other ranks know that the call is over
+            elif at_end:  # the caller got all items, and only did not ask for more
                 agree(callers, "end")
             else:
                 agree(callers, "stopped", stopped, fatal=True)
@@ -90,13 +93,13 @@ def _state_of(param: Param, tensors: dict[tuple[str, str], Any], gathering: Gath
 
 
 def _batches(picture: Picture, nbytes: int) -> Iterator[tuple[Param, ...]]:
-    """Parameters in the order of ids, as many at a time as fit into `nbytes`, at least one."""
+    """Batches of parameters in the order of ids, each of at most `nbytes` bytes or of one parameter."""
     params = (picture.params[fqn] for fqn in picture.ids())
     return map(tuple, in_batches(params, _nbytes_of, nbytes))
 
 
 def _nbytes_of(param: Param) -> int:
-    """What a recipient holds of it, as far as ranks have told each other: how large an object is they have not."""
+    """The bytes of a parameter's state on a recipient, without objects, whose sizes the reports of ranks do not contain."""
     summary, num_shards = param.summary, max(param.placement.num_shards, 1)
     if summary is None:
         return 0
@@ -107,29 +110,29 @@ def _nbytes_of(param: Param) -> int:
 
 
 class _Unchanged:
-    """The optimizer's state as it was when the iteration began: a step in between would mix old and new values."""
+    """A check that the state has not changed since the iteration began, because a step would mix old and new values."""
 
     def __init__(self, local: Local) -> None:
         self._local = local
         self._seen = {param.local_id: _versions(param) for param in local.optim.params}
 
     def check(self, fqn: str | None = None) -> None:
-        """Raise StateError where a value is another one now, of one parameter or of any."""
-        one = self._local.by_fqn.get(fqn) if fqn is not None else None
-        for param in self._local.optim.params if fqn is None else (one,) if one is not None else ():
+        """Raise StateError if a value of one parameter, or of any, has changed."""
+        only = self._local.by_fqn.get(fqn) if fqn is not None else None
+        for param in self._local.optim.params if fqn is None else (only,) if only is not None else ():
             seen, now = self._seen[param.local_id], _versions(param)
             names = [name for name in {**seen, **now} if not _is_same(seen.get(name), now.get(name))]
             if names:
                 raise StateError(
                     f"{param.named.fqns[0]}: {names[0]} on rank {self._local.view.rank} was changed while "
-                    "iter_full_optim_state was under way, so that what comes would not fit what came: exhaust the iterator "
-                    "before the next optimizer step, or load"
+                    "iter_full_optim_state was under way, so the remaining items would not fit the earlier ones: exhaust the "
+                    "iterator before the next optimizer step or load"
                 )
 
 
 @dataclass(frozen=True)
 class _Version:
-    """A value, and how often it has been written to (None: nobody counts)."""
+    """A value, and its counter of in-place writes (None if it has none)."""
 
     value: Any
     version: Any
@@ -141,7 +144,7 @@ def _versions(param: LocalParam) -> Mapping[str, _Version]:
 
 
 def _version_of(value: Any) -> Any:
-    """Of a tensor of a class of its own, and of its parts: some operations count in the one, some in the others."""
+    """The counters of a tensor and, for a subclass, of its parts: some operations count in the tensor, some in the parts."""
     if not isinstance(value, torch.Tensor):
         return None
     shards = tensors_in(value)

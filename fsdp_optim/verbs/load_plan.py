@@ -1,4 +1,4 @@
-"""What this rank's optimizer gets, decided before anything is moved; and its dict, made of what was moved."""
+"""The load plan: the state that this rank's optimizer gets, decided before anything moves, and the dict made from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """By local id: what each live parameter gets (None: nothing), and its opaque values."""
+    """The load plan of this rank. `summaries`, `opaque`: by local id, the state that each live parameter gets (None: none)."""
 
     local: Local
     fit: Fit
@@ -34,9 +34,9 @@ class LoadPlan:
 
     @property
     def receiving(self) -> list[tuple[LocalParam, Summary]]:
-        """The live parameters that get something, with what it is."""
-        found = ((param, self.summaries.get(param.local_id)) for param in self.local.optim.params)
-        return [(param, summary) for param, summary in found if summary is not None]
+        """The live parameters that get state, each with the summary of that state."""
+        pairs = ((param, self.summaries.get(param.local_id)) for param in self.local.optim.params)
+        return [(param, summary) for param, summary in pairs if summary is not None]
 
     def dict_of(
         self,
@@ -44,7 +44,7 @@ class LoadPlan:
         groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
         other_keys: Mapping[str, Any],
     ) -> Shard | list[Shard]:
-        """The optimizer's own dict; `tensors`: filled local tensors by local id and value name."""
+        """The optimizer's own dict. `tensors`: the filled local tensors, by local id and value name."""
         state: dict[LocalId, Mapping[str, Any]] = {
             param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id])
             for param, summary in self.receiving
@@ -53,14 +53,14 @@ class LoadPlan:
             if param.state is not None and self.missing.issuperset(param.named.fqns):
                 state[param.local_id] = dict(param.state)
         self._keep_values(state)
-        given = (param for param in self.local.optim.params if not param.handle.skipped)
-        told = {fqn: self.summaries.get(param.local_id) for param in given for fqn in param.named.fqns}
-        log_summary("cut", told, {(i, name): flat for i, its in tensors.items() for name, flat in its.items()})
+        loaded = (param for param in self.local.optim.params if not param.handle.skipped)
+        by_fqn = {fqn: self.summaries.get(param.local_id) for param in loaded for fqn in param.named.fqns}
+        log_summary("cut", by_fqn, {(i, name): flat for i, flats in tensors.items() for name, flat in flats.items()})
         in_order = {p.local_id: state[p.local_id] for p in self.local.optim.params if p.local_id in state}
         return shard_dicts(self.local.optim, groups, other_keys, in_order, self.fit)
 
     def _keep_values(self, state: dict[LocalId, Mapping[str, Any]]) -> None:
-        """Beside values of another class, the live optimizer's own stay; a parameter that has none of them begins anew."""
+        """Keep the live values that a state of another class lacks; drop the loaded state of parameters without live values."""
         for param in self.local.optim.params:
             names = self.fit.kept.get(param.named.fqns[0])
             if names and param.state is not None:
@@ -73,24 +73,24 @@ class LoadPlan:
 def plan_load(
     local: Local, summaries: Summaries, fit: Fit, saved: Callable[[str, str], Any], *, is_own: bool = False
 ) -> LoadPlan:
-    """Check everything that can be refused.
+    """Plan a load on this rank. Raises StateError for state that cannot be loaded.
 
-    `saved(fqn, name)` gives an opaque value of the full state; `is_own`: one that this rank may keep.
+    `saved(fqn, name)`: an opaque value of the full state. `is_own`: whether this rank may keep that object without a copy.
     """
     missing = frozenset(fit.missing)
-    wanted: dict[LocalId, Summary | None] = {}
+    planned: dict[LocalId, Summary | None] = {}
     opaque: dict[LocalId, Mapping[str, Any]] = {}
     for param in local.optim.params:
         if missing.issuperset(param.named.fqns) or param.handle.skipped:
-            continue  # keeps its live state as it is; or is one that optimizers leave out on this rank
+            continue  # keeps its live state, or has no elements that the optimizer sees on this rank
         summary = summary_for(param, summaries, missing, local.optim.evidence)
-        wanted[param.local_id] = summary
+        planned[param.local_id] = summary
         opaque[param.local_id] = opaque_values(param, summary, saved, local.view.rank, is_own=is_own)
-    return LoadPlan(local, fit, wanted, opaque)
+    return LoadPlan(local, fit, planned, opaque)
 
 
 def warn_of_uncollected(local: Local, uncollected: frozenset[str]) -> None:
-    """fairscale's no_broadcast_optim_state saves one rank's state, and gives it to every rank: say so."""
+    """Warn of state that fairscale's no_broadcast_optim_state saved on one rank only, and that now goes to every rank."""
     for param in local.optim.params:
         named = [fqn for fqn in param.named.fqns if fqn in uncollected]
         if named and len(param.handle.originals[0].placement.ranks) < len(local.view.ranks):

@@ -1,4 +1,4 @@
-"""Load a shard into the live optimizer, every value in the dtype that it was saved in."""
+"""Load a shard into a live optimizer. Every value keeps its saved dtype."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ log = logging.getLogger("fsdp_optim")
 
 
 class LoadableOptimizer(OptimizerLike, Protocol):
-    """An optimizer that can be loaded into."""
+    """An optimizer with `load_state_dict()`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 class Incompatible(NamedTuple):
-    """What `strict=False` found out.
+    """The differences that `strict=False` has passed over.
 
     Attributes:
-        missing: FQNs that kept the state they had.
-        unexpected: FQNs of the full dict that the optimizer does not have, so that they were not loaded.
-        unmatched_hyperparameters, unmatched_values: where the optimizers' classes differ, the names that only one of them has:
-            the saved ones were left out, the live ones stay as they are.
+        missing: FQNs that the full dict does not have, and that keep their live state.
+        unexpected: FQNs that the optimizer does not have, and that were not loaded.
+        unmatched_hyperparameters, unmatched_values: names that only one of two optimizers of different classes has. The saved
+            ones were left out, the live ones stay.
     """
 
     missing: tuple[str, ...] = ()
@@ -47,32 +47,32 @@ class Incompatible(NamedTuple):
 
 
 class Before:
-    """What optimizers have before something is loaded into them. No tensor is copied.
+    """The state of optimizers before a load, so that a failed load can be undone. No tensor is copied.
 
-    torch's own optimizers get back all that they had: they put new tensors in the place of old ones. Another kind is given its
-    old dict again, which brings back what its `load_state_dict` can; one that writes into the tensors that it has cannot be
-    brought back.
+    torch's own optimizers get back their whole state, because their `load_state_dict` makes new tensors. Other optimizers load
+    their previous dict again; one whose `load_state_dict` writes into its own tensors cannot be restored.
     """
 
     def __init__(self, optims: Sequence[LoadableOptimizer]) -> None:
         self._optims = [
-            (one, _Kept(one) if isinstance(one, torch.optim.Optimizer) else one.state_dict()) for one in optims
+            (optim, _Kept(optim) if isinstance(optim, torch.optim.Optimizer) else optim.state_dict())
+            for optim in optims
         ]
 
     def put_back(self, number: int | None = None) -> None:
-        """Undo what was loaded, into the first `number` of them. Raises nothing: something has gone wrong already."""
-        for one, had in self._optims[:number]:
+        """Restore the first `number` optimizers, or all. Raises nothing, because an error is on its way."""
+        for optim, previous in self._optims[:number]:
             try:
-                if isinstance(had, _Kept):
-                    had.put_back()
+                if isinstance(previous, _Kept):
+                    previous.put_back()
                 else:
-                    _Load.of(one, had).run()
+                    _Load.of(optim, previous).run()
             except Exception:
-                log.exception("an optimizer (%s) could not be given back what it had", type(one).__name__)
+                log.exception("the previous state of an optimizer (%s) could not be restored", type(optim).__name__)
 
 
 class _Kept:
-    """The attributes of a torch optimizer, and what is in its state and its groups."""
+    """The attributes of a torch optimizer, and the content of its state and its groups."""
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self._optim, self._attributes = optim, dict(vars(optim))
@@ -82,62 +82,63 @@ class _Kept:
     def put_back(self) -> None:
         vars(self._optim).clear()
         vars(self._optim).update(self._attributes)
-        for group, had in self._groups:
+        for group, previous in self._groups:
             group.clear()
-            group.update(had)
+            group.update(previous)
         self._optim.param_groups[:] = [group for group, _ in self._groups]
         self._optim.state.clear()
-        for param, values, had in self._state:
+        for param, values, previous in self._state:
             if isinstance(values, dict):
                 values.clear()
-                values.update(had)
+                values.update(previous)
             self._optim.state[param] = values
 
 
 def _copied(values: Any) -> Any:
-    """The values of a parameter, in a dict of its own; something else, under a key that is no parameter, as it is."""
+    """A copy of the dict of a parameter's values. An entry of another type, under a key that is no parameter, is not copied."""
     return dict(values) if isinstance(values, dict) else values
 
 
-def load(
+def load_shard(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     keep: Sequence[str] = (),
     *,
     logs: bool = True,
 ) -> Incompatible:
-    """As `optim.load_state_dict(shard)`, but nothing is cast; several optimizers take a list of shards.
+    """As `optim.load_state_dict(shard)`, but without casts. Several optimizers take a list of shards.
 
-    Where one of them fails, those that were loaded get back what they had. `logs`: say which hyperparameters change.
+    If one optimizer fails, all that were loaded get back their previous state. `logs`: log the hyperparameters that change.
     """
     if shard is None:
         raise StateError(
-            "there is no shard to load, but None: give what get_shard_from_optim_state_dict or scatter returned"
+            "shard is None: give what get_shard_from_optim_state_dict or scatter_full_optim_state_dict returned"
         )
     check_optimizers(optim, loadable=True)
-    for one_shard in shard if isinstance(shard, (list, tuple)) else [shard]:
-        check_shard(one_shard)
+    for listed in shard if isinstance(shard, (list, tuple)) else [shard]:
+        check_shard(listed)
     if isinstance(keep, str):
         raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {keep!r}")
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]
     shards = [shard] if isinstance(shard, Mapping) else list(shard)
     if len(optims) != len(shards):
         raise StateError(f"{counted_noun(len(optims), 'optimizer')} cannot load {counted_noun(len(shards), 'shard')}")
-    found = shards[0].get(INCOMPATIBLE, {}) if shards else {}
-    shards = [_ordinary({key: value for key, value in its.items() if key != INCOMPATIBLE}) for its in shards]
-    for its_optim, its in zip(optims, shards, strict=True):
-        _refuse_full(its_optim, its)
-    kept = [_keeping(one, its, keep) for one, its in zip(optims, shards, strict=True)]
+    incompatible = shards[0].get(INCOMPATIBLE, {}) if shards else {}
+    shards = [_ordinary({key: value for key, value in listed.items() if key != INCOMPATIBLE}) for listed in shards]
+    for live, own in zip(optims, shards, strict=True):
+        _refuse_full(live, own)
+    all_groups = [_keeping(live, own, keep) for live, own in zip(optims, shards, strict=True)]
     loads = [
-        _Load.of(one, {**its, "param_groups": groups}) for one, its, groups in zip(optims, shards, kept, strict=True)
+        _Load.of(live, {**own, "param_groups": groups})
+        for live, own, groups in zip(optims, shards, all_groups, strict=True)
     ]
-    changes = _changes(optims, kept) if logs else ""
+    changes = _changes(optims, all_groups) if logs else ""
     before = Before(optims)
     begun = 0
     try:
-        for one in loads:
+        for load in loads:
             begun += 1
-            one.run()
+            load.run()
     except BaseException as error:
         before.put_back(begun)
         refused = _refused(error, type(optims[begun - 1]).__name__) if isinstance(error, Exception) else error
@@ -146,46 +147,52 @@ def load(
         raise
     if changes:
         log.info("hyperparameters that this load changed (old -> new): %s", changes)
-    return Incompatible(**{name: tuple(names) for name, names in found.items()})
+    return Incompatible(**{name: tuple(names) for name, names in incompatible.items()})
 
 
-_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what state that does not fit causes
+_REFUSALS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)  # the errors that unfitting state causes
 
 
 def _refused(error: Exception, name: str) -> Exception:
-    """What an optimizer's own load_state_dict raises for state that it cannot take, as an error of this library."""
+    """The error of an optimizer's own load_state_dict as an error of this library, if state does not fit."""
     if isinstance(error, FsdpOptimError) or not isinstance(error, _REFUSALS):
         return error
     return StateError(
-        f"{name}'s own load_state_dict() refused what was saved, with {type(error).__name__}: {error}; nothing was loaded"
+        f"{name}'s own load_state_dict() refused the saved state, with {type(error).__name__}: {error}; nothing was loaded"
     )
 
 
 def _ordinary(value: Any) -> Any:
-    """A shard that somebody made in inference mode, with copies of its tensors, which the next step can change."""
+    """A shard with copies of tensors that were made in inference mode, because a step could not change these in place."""
     if isinstance(value, torch.Tensor):
         return value.clone() if any(part.is_inference() for part in tensors_in(value)) else value
     return within(value, _ordinary)
 
 
 def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """The hyperparameters that are about to change, of each group; those of many optimizers that are alike, once."""
+    """The hyperparameters that a load changes, in words. Changes that several groups share are listed once."""
     where: dict[str, list[str]] = {}
     for number, (optim, groups) in enumerate(zip(optims, loaded, strict=True)):
         for index, (old, new) in enumerate(zip(optim.param_groups, groups, strict=True)):
             names = [key for key in {**old, **new} if key not in ("params", "param_names")]
-            told = ", ".join(
+            change = ", ".join(
                 f"{key} {old.get(key, 'absent')!s} -> {new.get(key, 'absent')!s}"
                 for key in names
                 if key not in old or key not in new or not same(old[key], new[key])
             )
-            if told:
-                where.setdefault(told, []).append(
+            if change:
+                where.setdefault(change, []).append(
                     f"group {index}" + (f" of optimizer {number}" if len(optims) > 1 else "")
                 )
     return "; ".join(
-        f"{', '.join(places[:4])}{f' and {len(places) - 4} more' if len(places) > 4 else ''}: {told}"
-        for told, places in where.items()
+        f"{', '.join(places[:4])}{f' and {len(places) - 4} more' if len(places) > 4 else ''}: {change}"
+        for change, places in where.items()
     )
 
 
@@ -193,19 +200,17 @@ _FULL_KEYS = RESERVED_KEYS - {"state", "param_groups"}
 
 
 def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
-    """A full dict has keys that no shard has. Where the parts of a parameter are in its optimizer, it would go in unnoticed."""
+    """Raise StateError for a full dict, which has keys that no shard has. Some optimizers would load it without an error."""
     keys = sorted(_FULL_KEYS & set(shard))
     names = _names_in(shard)
-    if keys or (
-        names and not _names_in(optim.state_dict())
-    ):  # some optimizers call their parameters by names themselves
+    if keys or (names and not _names_in(optim.state_dict())):  # some optimizers themselves use names
         why = f"it has {keys[0]!r}" if keys else f"its groups list names such as {names[0]!r}"
-        there, here = (
-            sum(len(group["params"]) for group in one) for one in (shard["param_groups"], optim.param_groups)
+        num_full, num_live = (
+            sum(len(group["params"]) for group in groups) for groups in (shard["param_groups"], optim.param_groups)
         )
         raise StateError(
-            f"this is a full dict of {counted_noun(there, 'parameter')} ({why}), not this rank's part of "
-            f"one for an optimizer with {here}: "
+            f"this is a full dict of {counted_noun(num_full, 'parameter')} ({why}), not this rank's part of "
+            f"one for an optimizer with {num_live}: "
             f"{_WAYS_OUT}"
         )
 
@@ -224,9 +229,9 @@ _IF_FULL = f"If this is a full dict: {_WAYS_OUT}"
 
 
 def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
-    """Somebody else's full dict: whole values for parameters of which this rank has a part.
+    """Raise StateError for whole values of parameters that are cut, as full dicts of other libraries have them.
 
-    Other optimizers than torch's may keep values of another shape under the same names.
+    Optimizers of other packages may keep values of another shape under the same names.
     """
     of_torch = is_of_torch(optim)
     for local_id, values in shard["state"].items():
@@ -246,7 +251,7 @@ def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mappin
 
 
 def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
-    """The shard's groups with the live optimizer's values of some hyperparameters."""
+    """The groups of the shard, with the live values of the hyperparameters `keep`."""
     if len(shard["param_groups"]) != len(optim.param_groups):
         raise StateError(
             f"this shard has {counted_noun(len(shard['param_groups']), 'group')}, the optimizer {len(optim.param_groups)}"
@@ -264,7 +269,7 @@ def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[
 
 @dataclass(frozen=True)
 class _Load:
-    """An optimizer and a dict for it, of which torch never sees the values that it would change: they are put in afterwards."""
+    """A load of a dict into an optimizer. Values that torch would change are put in after torch's own load."""
 
     optim: LoadableOptimizer
     shard: Mapping[str, Any]
@@ -273,7 +278,7 @@ class _Load:
 
     @classmethod
     def of(cls, optim: LoadableOptimizer, shard: Mapping[str, Any]) -> _Load:
-        """Raises StateError where it cannot be loaded. Nothing is changed yet."""
+        """Prepare a load. Raises StateError if the dict cannot be loaded. Changes nothing."""
         params = _params_by_id(optim, shard)
         _refuse_whole_values(optim, shard, params)
         cast = {
@@ -287,22 +292,22 @@ class _Load:
             (local_id, name), value = next(iter(cast.items()))
             raise StateError(
                 f"{name} of local parameter {local_id} is a {getattr(value, 'dtype', type(value).__name__)}, its parameter "
-                f"{params[local_id].dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` to put "
-                "it into as it is"
+                f"{params[local_id].dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` "
+                "into which it could be put unchanged"
             )
         return cls(optim, shard, params, cast)
 
     def run(self) -> None:
-        """Load it, in the saved order of values.
+        """Load the dict, and keep the saved order of values.
 
-        An optimizer that has a load_state_dict of its own may want to see all of them: it gets them, and torch casts copies.
+        An optimizer with its own load_state_dict gets all values, of which torch casts copies.
         """
         own = type(innermost(self.optim)).load_state_dict is not torch.optim.Optimizer.load_state_dict
-        withheld = {} if own else {key for key in self.cast if key[1] != "step"}  # which torch's __setstate__ looks for
+        withheld = {} if own else {key for key in self.cast if key[1] != "step"}  # torch's __setstate__ needs "step"
         uncast = {
             local_id: {name: value for name, value in values.items() if (local_id, name) not in withheld}
             if local_id in self.params
-            else values  # of no parameter
+            else values  # not of a parameter
             for local_id, values in self.shard["state"].items()
         }
         self.optim.load_state_dict({**self.shard, "state": uncast})
@@ -329,7 +334,7 @@ def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[An
     unknown = [name for name in _names_in(shard) if name not in by_name]
     if unknown:
         raise StateError(
-            f"{type(optim).__name__} does not tell which parameter it calls {unknown[0]!r}, so that its dtype cannot be kept: "
+            f"{type(optim).__name__} does not tell the parameter that it calls {unknown[0]!r}, so its dtype cannot be kept: "
             "load the shard with the optimizer's own load_state_dict"
         )
     return {
@@ -340,14 +345,14 @@ def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[An
 
 
 def _would_change(param: torch.Tensor, name: object, value: object) -> bool:
-    """torch casts tensors to a floating parameter's dtype, `step` excepted, and rebuilds what can be iterated over, a str too."""
+    """Whether torch's load would change a value: it casts floating tensors except `step`, and rebuilds iterables, even a str."""
     if isinstance(value, torch.Tensor):
         return name != "step" and param.is_floating_point() and value.dtype != param.dtype
     return isinstance(value, Iterable)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The value on a device, tensors inside containers too, in their own dtypes."""
+    """The value with its tensors, also those in containers, on a device. Dtypes stay."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if type(value) is dict:

@@ -1,4 +1,4 @@
-"""Opaque values on their way to the recipients, as bytes: only their owner knows what they are."""
+"""The transport of opaque values to their recipients, as pickled bytes, because only the owner knows their type."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fsdp_optim.view import has_local_part
 
 @dataclass(frozen=True)
 class OpaqueValues:
-    """The opaque values of one parameter on their way to the ranks `targets`.
+    """The opaque values of one parameter, and the ranks `targets` that get them.
 
-    `needs`: by shard, those of the targets that need the values of that shard, where not all do.
+    `needs`: by shard, the targets that need the values of that shard; a missing shard is needed by all targets.
     """
 
     fqn: str
@@ -33,47 +33,56 @@ class OpaqueValues:
 
 
 def gather_opaque(
-    callers: RankGroup, local: Local, moved: Sequence[OpaqueValues], failure: Failure
+    callers: RankGroup, local: Local, requests: Sequence[OpaqueValues], failure: Failure
 ) -> dict[tuple[str, str], Any]:
     """The opaque values of some parameters, by (FQN, name), on the ranks that need them. Called by all ranks.
 
-    A parameter that is whole has one value, that of the first rank that holds it. That of a sharded one comes as
-    `OpaqueShards`, unless one rank holds all of the parameter, or the value does not depend on how it is cut.
+    A whole parameter has one value, that of the first rank that holds it. A sharded parameter has an `OpaqueShards`, unless one
+    rank holds the whole parameter, or the value does not depend on the cut.
     """
-    if not moved:
+    if not requests:
         return {}
-    keys = [(one, name, shard) for one in moved for name in one.names for shard in range(one.placement.num_shards)]
-    parcels = [Parcel(one.placement.holders(shard)[0], one.needs.get(shard, one.targets)) for one, _, shard in keys]
+    keys = [
+        (request, name, shard)
+        for request in requests
+        for name in request.names
+        for shard in range(request.placement.num_shards)
+    ]
+    parcels = [
+        Parcel(request.placement.holders(shard)[0], request.needs.get(shard, request.targets))
+        for request, _, shard in keys
+    ]
 
     def value_of(index: int) -> Any:
-        one, name, _ = keys[index]
-        return _held(one.fqn, name, local)
+        request, name, _ = keys[index]
+        return _held(request.fqn, name, local)
 
     arrived = send(callers, parcels, value_of, failure)
-    found: dict[tuple[str, str], dict[int, Any]] = {}
+    by_shard: dict[tuple[str, str], dict[int, Any]] = {}
     with failure:
-        for index, (one, name, shard) in enumerate(keys):
+        for index, (request, name, shard) in enumerate(keys):
             value = arrived.get(index, NOTHING)
             if (
                 callers.rank == parcels[index].source
                 and callers.rank in parcels[index].targets
                 and failure.error is None
             ):
-                value = _held(one.fqn, name, local)
+                value = _held(request.fqn, name, local)
                 if isinstance(value, _OfShard):
                     value = replace(value, value=own(value.value))
                 elif value is not NOTHING:
                     value = own(value)
             if value is not NOTHING:
-                found.setdefault((one.fqn, name), {})[shard] = value
-    return {key: _joined(said) for key, said in found.items()}
+                by_shard.setdefault((request.fqn, name), {})[shard] = value
+    return {key: _joined(values) for key, values in by_shard.items()}
 
 
 @dataclass(frozen=True)
 class _OfShard:
-    """The value of one shard of a parameter that is cut.
+    """The value of one shard of a cut parameter.
 
-    `is_free`: it could stand for itself; `alone`: it does, as this shard is all of the parameter, in its own shape.
+    `is_free`: whether the value may stand for the parameter without its shard. `alone`: whether this shard is the whole
+    parameter.
     """
 
     cuts: tuple[Placement, ...]
@@ -83,7 +92,7 @@ class _OfShard:
 
 
 def _held(fqn: str, name: str, local: Local) -> Any:
-    """This rank's opaque value of a parameter, as it is in memory; those of flat parameters are the first original's."""
+    """This rank's live opaque value of a parameter. The values of a flat parameter belong to its first original."""
     param = local.by_fqn.get(fqn)
     if param is None or param.state is None or param.named.fqns[0] != fqn:
         return NOTHING
@@ -92,17 +101,18 @@ def _held(fqn: str, name: str, local: Local) -> Any:
         return NOTHING
     value = param.handle.unwrap(param.state[name])
     if len(placements) != 1 or not isinstance(placements[0], Whole):
-        # A tensor beside DTensors would come back as one of them.
+        # A plain tensor of a DTensor parameter would come back as a DTensor.
         is_free = not (param.handle.marks and (isinstance(value, torch.Tensor) or has_local_part(value)))
         return _OfShard(cuts_of(placements), value, is_free, is_free and holds_all(param.handle))
     return value
 
 
-def _joined(said: dict[int, Any]) -> Any:
-    first = next(iter(said.values()))
+def _joined(by_shard: dict[int, Any]) -> Any:
+    """One value for a parameter, made of the values by shard."""
+    first = next(iter(by_shard.values()))
     if not isinstance(first, _OfShard):
         return first
-    joined = OpaqueShards(first.cuts, {shard: value.value for shard, value in sorted(said.items())})
-    if (first.alone and len(said) == 1) or (first.is_free and joined.is_one_for_all):
+    joined = OpaqueShards(first.cuts, {shard: value.value for shard, value in sorted(by_shard.items())})
+    if (first.alone and len(by_shard) == 1) or (first.is_free and joined.is_one_for_all):
         return first.value
     return joined

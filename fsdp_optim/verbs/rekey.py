@@ -1,4 +1,4 @@
-"""Other keys, and other readers, for the same full dict. No communication, no copies of tensors."""
+"""Rekey: changes the keys of a full dict, or its form for another reader. No communication, no copies of tensors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from fsdp_optim.verbs.sharded_dict import is_sharded
 from fsdp_optim.view import ModelView
 
 _KEPT = frozenset({"num_padded", "uncollected_local_ids", "optimizer_class"})
-"""Keys of a full dict that have no parameter's id or name, nor their order."""
+"""The keys of a full dict whose values `rekey` keeps, under new ids or names of parameters."""
 
 
 def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
-    """The same state under the other keys. `optim`: tells groups and the order of ids, where the dict or the model does not."""
+    """The state under other keys. `optim`: shows the groups and the order of ids, if the dict and the model do not."""
     check_model(model)
     check_full(full)
     check_one_of("key_by", key_by, ("id", "name"))
@@ -43,8 +43,8 @@ def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optim
     unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in view.place_of]
     if unknown:
         raise StateError(
-            f"{unknown[0]}: the full dict has it, the model does not ({counted_noun(len(unknown), 'such parameter')}): give the "
-            "model that it was gathered from"
+            f"{unknown[0]}: the full dict has it, but the model does not ({counted_noun(len(unknown), 'such parameter')}): "
+            "give the model that it was gathered from"
         )
     shapes = {fqn: placement.shape for named in view.handles for fqn, placement in named.placements.items()}
     check_fits(state, local.names if local is not None else _as_saved(state), shapes)
@@ -65,7 +65,7 @@ def _as_saved(state: FullState) -> Names:
 
 
 def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...], ...], str]:
-    """Each group of a full dict in the order of ids, and why that cannot be told, if so."""
+    """Each group of a full dict in the order of ids, and the reason if this order is unknown."""
     saved = tuple(fqns for _, fqns in state.groups)
     if state.listing == "ids":
         return saved, state.unknown_order
@@ -81,7 +81,7 @@ def _in_order(state: FullState, view: ModelView) -> tuple[tuple[tuple[str, ...],
         reason = (
             f"the full dict lists the {counted_noun(len(fqns), 'parameter')} of group "
             f"{counted.index(None)} neither as the unwrapped model does "
-            "nor as this one, so that the order in which its optimizer counted them is not known"
+            "nor as this one, so the order in which its optimizer counted them is unknown"
         )
     return tuple(tuple(a) if a is not None else b for a, b in zip(counted, saved, strict=True)), reason
 
@@ -101,30 +101,30 @@ def _keyed(
         unknown_order=unknown_order,
         kinds=kinds_of(summarize(state, shapes)),
     )
-    # another library's dict stays without what it does not record
+    # a dict of another library gets no kinds and keys that it did not record
     made = write(ordered, key_by, as_ours=bool(state.local_ids), with_kinds=records_kinds(full) or is_whole_of_ours)
     saved = [fqn for fqns in groups for fqn in fqns]
     key = {fqn: fqn if key_by == "name" else index for index, fqn in enumerate(saved)}
-    return {**{name: its for name, its in made.items() if name not in _KEPT}, **_kept(full, state, key)}
+    return {**{name: value for name, value in made.items() if name not in _KEPT}, **_kept(full, state, key)}
 
 
 def _kept(full: Mapping[str, Any], state: FullState, key: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays as it is, under new keys where all that it has are keys of parameters."""
-    found = {}
+    """The entries that stay. Dicts whose keys are all ids or names of parameters get the new keys."""
+    kept = {}
     for name in full:
         if name in _KEPT:
             value = full[name]
-            if isinstance(value, Mapping) and value and all(one in state.fqn_of for one in value):
-                value = {key[state.fqn_of[one]]: its for one, its in value.items()}
-            found[name] = value
-    return found
+            if isinstance(value, Mapping) and value and all(param in state.fqn_of for param in value):
+                value = {key[state.fqn_of[param]]: item for param, item in value.items()}
+            kept[name] = value
+    return kept
 
 
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:
     """A full dict as fairscale 0.4.13's own `get_shard_from_optim_state_dict` reads it.
 
-    That reader cuts every tensor into shards, those without dimensions too, unless they come in a list; so `step` and
-    its like are given as lists of one. It changes the dict that it reads: this one shares only tensors with `full`.
+    That reader cuts every tensor into shards, even a 0-dim one, unless it is in a list. So `step` and other 0-dim tensors become
+    lists of one. The reader changes its argument, so the result shares only tensors with `full`.
     """
     check_full(full)
     if any(isinstance(key, str) for group in full["param_groups"] for key in group["params"]):

@@ -1,7 +1,7 @@
-"""Replicas of shards, as HSDP has them: compared before a save, which writes part of each.
+"""The comparison of replicas of shards, as HSDP has them, before a save, which writes a part of each replica.
 
-What ranks say of their shards differs from shard to shard, so it does not travel with their reports: the lowest rank that holds
-a shard tells a digest of each of its parameters, and the others that hold it read that only.
+Fingerprints differ from shard to shard, so the reports of ranks do not contain them. Instead the lowest rank that holds a shard
+sends a digest of each of its parameters, and the other ranks that hold the shard read only that digest.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.verbs.call import Local, warn_of_mismatch
 
-_NBYTES = 16  # of a digest
-_NONE = bytes(_NBYTES)  # of a rank that has nothing of it
+_NBYTES = 16  # in a digest
+_NONE = bytes(_NBYTES)  # the digest of a rank that holds nothing
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """What several ranks hold alike: a live parameter, or one value of its state that is placed by itself.
+    """A thing of which several ranks hold replicas: a live parameter, or one placed value of its state.
 
-    `fqns`: the original parameters in it.
+    `fqns`: its original parameters. `value`: the name of the placed value; None for the parameter.
     """
 
     fqns: tuple[str, ...]
@@ -37,12 +37,12 @@ class _Shared:
     placement: Placement
 
     def leader(self, rank: int) -> int | None:
-        """The lowest of the ranks that hold what this one holds; None where it holds nothing."""
+        """The lowest rank that holds the same shard as `rank`; None if `rank` holds none."""
         shard = self.placement.shard_of(rank)
         return min(self.placement.holders(shard)) if shard is not None else None
 
     def digest(self, local: Local, rank: int) -> bytes:
-        """Stands for what this rank holds of it."""
+        """The digest of the elements that this rank holds."""
         param = local.by_fqn.get(self.fqns[0])
         if param is None or self.placement.shard_of(rank) is None:
             return _NONE
@@ -58,7 +58,7 @@ def compare_shards(
 ) -> Picture:
     """Compare the replicas that the reports of ranks have not compared. Called by all ranks, which get the same picture.
 
-    Raises StateError on all of them where replicas differ, or takes those of the lowest ranks.
+    Raises StateError on all ranks if replicas differ; with "lowest_rank", returns the picture with the lowest ranks' replicas.
     """
     shared = _shared_in(picture)
     if not shared:
@@ -85,7 +85,7 @@ def compare_shards(
 
 
 def _shared_in(picture: Picture) -> list[_Shared]:
-    """What is held by several ranks and has no fingerprint in the reports, in the model's order."""
+    """The replicated parameters and values without a fingerprint in the reports, in the order of the model."""
     unprinted = {live.fqns[0]: live.fqns for live in picture.live if live.fqns and not live.fingerprint}
     shared = []
     for fqn, param in picture.params.items():
@@ -100,7 +100,7 @@ def _shared_in(picture: Picture) -> list[_Shared]:
 
 
 def _differing(told: MeetingResult, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
-    """Of what is shared, by number, that which differs on this rank from what its leader has."""
+    """The numbers of the shared things that differ on this rank from those of its leader."""
     theirs = {
         leader: told.content_of(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})
     }
@@ -112,7 +112,7 @@ def _differing(told: MeetingResult, digests: Sequence[bytes], leaders: Sequence[
 
 
 def _error(picture: Picture, found: Sequence[_Shared], ranks: Sequence[int], what: str) -> StateError:
-    """About the first of those that differ: the ranks that hold the same shard of it as the first of `ranks`."""
+    """The error about the first difference. It names the ranks that hold the same shard as the first of `ranks`."""
     first = found[0]
     leader = first.leader(ranks[0])
     others = tuple(rank for rank in ranks if first.leader(rank) == leader)
@@ -122,7 +122,7 @@ def _error(picture: Picture, found: Sequence[_Shared], ranks: Sequence[int], wha
 
 
 def _with_lowest(picture: Picture, found: Sequence[_Shared]) -> Picture:
-    """The picture in which only the lowest ranks hold what differs."""
+    """The picture in which only the lowest ranks hold the things that differ."""
     params: dict[str, Param] = dict(picture.params)
     for one in found:
         for fqn in one.fqns:

@@ -1,4 +1,4 @@
-"""Scatter: from whole, on one rank, to the live wrapper on all ranks."""
+"""Scatter: from a full dict on one rank to the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fsdp_optim.verbs.load_plan import LoadPlan, plan_load, warn_of_uncollected
 
 @dataclass(frozen=True)
 class FullContents:
-    """What is told of a state to be delivered: everything but the elements of sharded values."""
+    """A full state without the elements of sharded values, known to all ranks before these elements move."""
 
     summaries: Mapping[str, Summary]
     groups: tuple[tuple[Mapping[str, Any], tuple[str, ...]], ...]
@@ -43,7 +43,7 @@ class FullContents:
     opaque: Mapping[tuple[str, str], Any]
     fit: Fit
     uncollected: frozenset[str] = frozenset()
-    is_own: bool = False  # the opaque values are this rank's own already, so that they need not be copied
+    is_own: bool = False  # whether the opaque values belong to this rank, so that they need no copies
 
 
 def scatter(
@@ -60,14 +60,18 @@ def scatter(
         def read() -> Local:
             if source_rank not in callers.ranks:
                 raise RankError(
-                    f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model"
+                    f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model: "
+                    "give one of them"
                 )
             if callers.rank == source_rank and full is None:
-                raise StateError(f"rank {source_rank} is the source rank and has no full dict to give: full is None")
+                raise StateError(
+                    f"rank {source_rank} is the source rank, but its full is None: give the full dict there, or another "
+                    "source_rank"
+                )
             return read_local(reader, optim, options.call, callers.ranks)
 
         local, picture = meet(callers, read, options, with_state=False)
-        state, contents = _tell_contents(callers, local, picture, full, source_rank, options.call)
+        state, contents = _send_contents(callers, local, picture, full, source_rank, options.call)
 
         def whole(fqn: str, name: str) -> torch.Tensor | None:
             return state.state[fqn][name] if state is not None else None
@@ -83,7 +87,7 @@ def deliver(
     contents: FullContents,
     source: End,
 ) -> Shard | list[Shard]:
-    """Move a state from where it is to where the model and optimizer of `picture` need it.
+    """Move a state from `source` to the ranks of the model and optimizer of `picture`; return this rank's own dict.
 
     Called by all ranks, inside `all_hear`.
     """
@@ -97,15 +101,15 @@ def deliver(
     with failure:
         target = allocate_shard(load_plan, values, callers.rank)
     move(values, source, target, callers, callers.budget, failure)
-    made: Shard | list[Shard] = []
+    shard: Shard | list[Shard] = []
     with failure:
-        made = load_plan.dict_of(target.flats, contents.groups, contents.other_keys) if failure.error is None else []
+        shard = load_plan.dict_of(target.flats, contents.groups, contents.other_keys) if failure.error is None else []
     warn_of_uncollected(local, contents.uncollected)
     agree(callers, "delivered", failure.error, fatal=failure.fatal)
-    return made
+    return shard
 
 
-def _tell_contents(
+def _send_contents(
     callers: RankGroup,
     local: Local,
     picture: Picture,
@@ -113,7 +117,7 @@ def _tell_contents(
     source_rank: int,
     options: Options,
 ) -> tuple[FullState | None, FullContents]:
-    """The source checks its dict against everyone's model and tells what is in it; the same contents on all ranks."""
+    """Check the full dict on the source rank against the model of all ranks, and send its contents to all ranks."""
     state, content = None, b""
     if callers.rank == source_rank and full is not None:
         live = local.live_optimizer(picture)
@@ -127,14 +131,14 @@ def _tell_contents(
 
 
 def _without(value: Any) -> OpaqueShards | None:
-    """What all ranks have to know of an opaque value: which shards there are."""
+    """An opaque value without its content: all ranks need its list of shards."""
     return OpaqueShards(value.cuts, dict.fromkeys(value.by_shard)) if isinstance(value, OpaqueShards) else None
 
 
 def _scatter_opaque(
     callers: RankGroup, picture: Picture, state: FullState | None, contents: FullContents, source_rank: int
 ) -> dict[tuple[str, str], Any]:
-    """The opaque values that this rank needs: of a sharded parameter that of its shard, of a whole one all of it."""
+    """The opaque values that this rank needs: the value of its shard, or the whole value of a whole parameter."""
     keys: list[tuple[str, str, int | None]] = []
     parcels = []
     for (fqn, name), head in contents.opaque.items():
@@ -157,14 +161,14 @@ def _scatter_opaque(
         return {}
     arrived = send(callers, parcels, value_of, failure)
     agree(callers, "opaque values", failure.error, fatal=failure.fatal)
-    found = dict(contents.opaque)
+    values = dict(contents.opaque)
     for index, value in arrived.items():
         fqn, name, shard = keys[index]
-        head = found[fqn, name]
-        found[fqn, name] = value if shard is None else replace(head, by_shard={**head.by_shard, shard: value})
+        head = values[fqn, name]
+        values[fqn, name] = value if shard is None else replace(head, by_shard={**head.by_shard, shard: value})
     if state is not None:
-        found.update({(fqn, name): state.state[fqn][name] for fqn, name in found})
-    return found
+        values.update({(fqn, name): state.state[fqn][name] for fqn, name in values})
+    return values
 
 
 def _check_whole(state: FullState, order: Sequence[str], source_rank: int) -> None:
@@ -189,7 +193,7 @@ def _contents(state: FullState, summaries: Mapping[str, Summary], fit: Fit) -> F
 
 
 def _values(picture: Picture, summaries: Mapping[str, Summary]) -> list[StateValue]:
-    """The values that move. Where groups of ranks hold variants of a parameter, each gets what there is of it."""
+    """The values that move. If groups of ranks hold variants of a parameter, each group gets its own."""
     return [
         StateValue(fqn, name, dtype, placement)
         for fqn, param in picture.params.items()
@@ -200,9 +204,9 @@ def _values(picture: Picture, summaries: Mapping[str, Summary]) -> list[StateVal
 
 
 def allocate_shard(load_plan: LoadPlan, values: Sequence[StateValue], rank: int) -> ShardEnd:
-    """Memory for what this rank's optimizer gets, of which some values will fill everything.
+    """Uninitialised memory for the state that this rank's optimizer gets, which `values` will fill.
 
-    Raises StateError where they would not: memory comes uninitialised.
+    Raises StateError if they would leave a part of the memory uninitialised.
     """
     slabs = Slabs()
     flats = {
@@ -215,7 +219,7 @@ def allocate_shard(load_plan: LoadPlan, values: Sequence[StateValue], rank: int)
             for name in summary.dtypes if fqn not in load_plan.missing else ():
                 if (fqn, name) not in coming and placement.numel_on(rank):
                     raise StateError(
-                        f"{fqn}: rank {rank} needs {counted_noun(placement.numel_on(rank), 'element')} of {name}, and none "
-                        "would come"
+                        f"{fqn}: rank {rank} needs {counted_noun(placement.numel_on(rank), 'element')} of {name}, and the "
+                        "full state has none for it"
                     )
     return ShardEnd(load_plan.local, flats)

@@ -1,4 +1,4 @@
-"""Get this rank's shard of a full dict: from whole, here, to my part of the live wrapper. No communication."""
+"""Shard: cuts this rank's part out of a full dict. No communication."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from fsdp_optim.verbs.call import Local, names_of_model, read_local
 from fsdp_optim.verbs.ends import DictEnd
 from fsdp_optim.verbs.load_plan import plan_load, warn_of_uncollected
 from fsdp_optim.verbs.scatter import allocate_shard
-from fsdp_optim.verbs.sharded_dict import is_sharded, reshard
+from fsdp_optim.verbs.sharded_dict import is_sharded, redistribute
 from fsdp_optim.view import ModelView, check_materialized
 
 
 def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
-    """The optimizer's own dict for this rank; without `optim`, for one built from the model's parameters()."""
+    """The optimizer's own dict for this rank; without `optim`, that of an optimizer built from the model's parameters()."""
     check_model(model)
     if optim is not None:
         check_optimizers(optim)
     if optim is not None and is_sharded(full):
-        return reshard(model, optim, full, options)
+        return redistribute(model, optim, full, options)
     options.validate()
     if optim is None:
         local, state = _without_optimizer(model, full, options)
@@ -74,10 +74,10 @@ def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Optio
 
 
 def _of_other_ranks(view: ModelView, full: FullState, options: Options) -> frozenset[str]:
-    """The parameters of the full state that are not in this rank's model and can be those of other ranks.
+    """The parameters of the full state that this rank's model lacks, if they may belong to other ranks; else none.
 
-    So with `name_of`, which is for just that. And where ranks name their experts apart themselves: then what is missing
-    here differs only in its numbers from something that this rank does not share with all the others.
+    They may with `name_of`, which exists for such models. They also may if ranks give their experts different names: then each
+    missing name differs only in its numbers from a parameter that this rank does not share with all others.
     """
     known = set(view.order)
     missing = frozenset(fqn for _, fqns in full.groups for fqn in fqns if fqn not in known)

@@ -1,4 +1,4 @@
-"""A sharded optimizer dict, of which every rank has its part, to where a live model needs it."""
+"""Redistribute: moves a sharded dict, of which every rank has its part, to the shards of a live optimizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _State = Mapping[str, Mapping[str, ValuePart]]
 
 
 def is_sharded(full: Any) -> bool:
-    """Whether the values of a dict's state are spread over ranks (DTensor, ShardedTensor): then all ranks have to meet."""
+    """Whether a dict has values that are spread over ranks (DTensor, ShardedTensor), so that all ranks have to meet."""
 
     def any_sharded(value: Any) -> bool:
         return any(map(any_sharded, value.values())) if isinstance(value, Mapping) else is_sharded_value(value)
@@ -45,14 +45,16 @@ def is_sharded(full: Any) -> bool:
     return isinstance(full, Mapping) and any_sharded(full.get("state", full))
 
 
-def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
+def redistribute(
+    model: nn.Module, optim: Optimizers, sharded: Mapping[str, Any], options: Options
+) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
     with calling("get_shard_from_optim_state_dict", [model], options, options) as ((reader,), callers):
         local, picture = meet(
             callers, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
         )
         live = local.live_optimizer(picture)
-        mine, here = normalize(given, replace(live.names, given=local.view.given_names)), _Here()
+        mine, here = normalize(sharded, replace(live.names, given=local.view.given_names)), _Here()
         state, members = join(_tell(callers, _part(mine, callers, here)))
         described = replace(
             mine,
@@ -62,23 +64,23 @@ def reshard(model: nn.Module, optim: Optimizers, given: Mapping[str, Any], optio
         described, fit = live.fit(described, strict=options.strict, groups=options.groups)
         summaries = summarize(described, live.shapes)
         source = DictEnd(lambda value: _placement_of(state, value), lambda fqn, name: here[fqn, name])
-        odd = _odd_values(callers, state, summaries, source)
-        contents = FullContents(summaries, described.groups, described.other_keys, odd, fit)
+        opaque = _opaque_values(callers, state, summaries, source)
+        contents = FullContents(summaries, described.groups, described.other_keys, opaque, fit)
         return deliver(callers, local, picture, contents, source)
 
 
 def _tell(callers: RankGroup, part: DictPart) -> PartsByRanks:
-    """The parts of all ranks; only where they differ do they travel."""
+    """The parts of all ranks. They are sent only if they differ."""
     if compare(callers, "sharded dict", repr(part).encode()):
         return [(part, callers.ranks)]
-    told: dict[bytes, list[int]] = {}
-    for rank, one in zip(callers.ranks, exchange_reports(callers, pickle.dumps(part)), strict=True):
-        told.setdefault(one, []).append(rank)
-    return [(pickle.loads(one), tuple(ranks)) for one, ranks in told.items()]
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, pickled in zip(callers.ranks, exchange_reports(callers, pickle.dumps(part)), strict=True):
+        ranks_of.setdefault(pickled, []).append(rank)
+    return [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_of.items()]
 
 
 def _part(mine: FullState, callers: RankGroup, here: _Here) -> DictPart:
-    """What this rank tells; fills in its elements."""
+    """The description of this rank's part for the other ranks. Adds the rank's elements to `here`."""
     return DictPart(
         state=tuple(
             (fqn, tuple((name, _value_part(fqn, name, value, callers, here)) for name, value in values.items()))
@@ -93,7 +95,7 @@ def _keys(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     try:
         return tuple((str(key), key_of(value)) for key, value in values.items())
     except Incomparable as error:
-        raise StateError(f"{error}, and nobody can say whether all ranks have the same") from None
+        raise StateError(f"{error}, so ranks cannot check that all have the same value") from None
 
 
 def _value_part(fqn: str, name: str, value: Any, callers: RankGroup, here: _Here) -> ValuePart:
@@ -116,18 +118,18 @@ def _value_part(fqn: str, name: str, value: Any, callers: RankGroup, here: _Here
     try:
         return ValuePart(fingerprint=key_of(value), value=value)
     except Incomparable as error:
-        raise StateError(f"{where}: {error}, and nobody can say whether all ranks have the same") from None
+        raise StateError(f"{where}: {error}, so ranks cannot check that all have the same value") from None
 
 
 def _stand_in(part: ValuePart) -> Any:
-    """A value as it is, or a tensor without memory."""
+    """The value of a part, or a meta tensor for a part with elements."""
     if part.placement is None:
         return part.value
     return torch.empty(part.placement.shape, dtype=dtype_named(part.dtype), device="meta")
 
 
 def _placement_of(state: _State, value: StateValue) -> Placement:
-    """Where the ranks have a value."""
+    """The placement of a value in the sharded dict."""
     placement = state[value.fqn][value.name].placement
     if placement is None:
         raise StateError(
@@ -136,16 +138,18 @@ def _placement_of(state: _State, value: StateValue) -> Placement:
     return placement
 
 
-def _odd_values(callers: RankGroup, state: _State, summaries: Summaries, source: DictEnd) -> dict[tuple[str, str], Any]:
-    """The values that are not shaped like their parameter, whole on every rank, which cuts them as it needs."""
-    odd = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
+def _opaque_values(
+    callers: RankGroup, state: _State, summaries: Summaries, source: DictEnd
+) -> dict[tuple[str, str], Any]:
+    """The values of another shape than their parameter, whole on every rank, which cuts them as needed."""
+    opaque = [(fqn, name, state[fqn][name]) for fqn, summary in summaries.items() for name, _ in summary.opaque]
     values = [
         StateValue(fqn, name, dtype_named(part.dtype), part.placement)
-        for fqn, name, part in odd
+        for fqn, name, part in opaque
         if part.placement is not None
     ]
     whole, failure = WholeEnd(callers, lambda value: callers.ranks), Failure()
     if values:
         move(values, source, whole, callers, callers.budget, failure)
         agree(callers, "odd values", failure.error, fatal=failure.fatal)
-    return {**{(fqn, name): part.value for fqn, name, part in odd if part.placement is None}, **whole.made}
+    return {**{(fqn, name): part.value for fqn, name, part in opaque if part.placement is None}, **whole.made}

@@ -1,4 +1,4 @@
-"""Transfer: from one live wrapper to another, in one job, without a full copy anywhere."""
+"""Transfer: from one live optimizer to another in the same job, whatever wraps their models, without a full copy anywhere."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
-from fsdp_optim.verbs.gather import Gathering, move_odd
-from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer, load
+from fsdp_optim.verbs.gather import Gathering, move_unsharded
+from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer, load_shard
 from fsdp_optim.verbs.scatter import FullContents, deliver
 
 
@@ -71,23 +71,23 @@ def _transfer(
     contents = _contents(callers, local, picture, dst_picture, full, fit)
     source = LiveEnd(local, {fqn: param.placement for fqn, param in picture.params.items()})
     shard = deliver(callers, dst_local, dst_picture, contents, source)
-    found = load(dst_optim, shard)
+    incompatible = load_shard(dst_optim, shard)
     agree(callers, "loaded")
-    return found
+    return incompatible
 
 
 def _described(local: Local, picture: Picture) -> FullState:
-    """The source's state without its values: their names, the groups and the classes of their optimizers."""
+    """The state of the source without its values: the names of values, the groups, and the classes of optimizers."""
     return FullState(
         state={fqn: dict.fromkeys(p.summary.names) for fqn, p in picture.params.items() if p.summary is not None},
         groups=tuple((group, picture.group_fqns(index)) for index, group in enumerate(local.optim.groups)),
         other_keys=local.optim.other_keys,
-        classes=tuple(one.name for one in local.optim.classes),
+        classes=tuple(known.name for known in local.optim.classes),
     )
 
 
 def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> None:
-    """Both models have the same parameters, of the same shapes, in the same groups; the same error on all ranks."""
+    """Raise StateError, the same on all ranks, unless both models have the same parameters, shapes and groups."""
     if src.num_groups != dst.num_groups and not regroup:
         raise StateError(
             f"the source optimizer has {counted_noun(src.num_groups, 'param group')}, the target {dst.num_groups}: {LIVE_GROUPS}"
@@ -99,10 +99,10 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
                 continue
             has, lacks = ("source", "target") if b is None else ("target", "source")
             raise StateError(
-                f"{fqn}: the {has} model's optimizer has it, the {lacks} model's does not "
+                f"{fqn}: the {has} model's optimizer has this parameter, the {lacks} model's does not "
                 f"({counted_noun(len(src.params), 'parameter')} in "
                 f"the source, {len(dst.params)} in the target): build both for the same parameters, or give strict=False, which "
-                "transfers what both have"
+                "transfers the parameters that both have"
             )
         if a.placement.shape != b.placement.shape:
             raise StateError(
@@ -117,26 +117,26 @@ def _check_same(src: Picture, dst: Picture, *, strict: bool, regroup: bool) -> N
 def _contents(
     callers: RankGroup, local: Local, picture: Picture, dst: Picture, full: FullState, fit: Fit
 ) -> FullContents:
-    """What every rank knows of the source already; values that are not cut like their parameter come to those that need them."""
+    """The contents of the source, known to all ranks. Unsharded values are moved to the ranks that need them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
-    odd = move_odd(everywhere, lambda fqn: _needs(fqn, picture, dst), failure)
+    unsharded = move_unsharded(everywhere, lambda fqn: _needs(fqn, picture, dst), failure)
     agree(callers, "odd values", failure.error, fatal=failure.fatal)
     return FullContents(
         summaries={
-            fqn: _as_arrived(fqn, _only(picture.params[fqn].summary or Summary(), values), odd)
+            fqn: _as_arrived(fqn, _only(picture.params[fqn].summary or Summary(), values), unsharded)
             for fqn, values in full.state.items()
         },
         groups=full.groups,
         other_keys=full.other_keys,
-        opaque=odd,
+        opaque=unsharded,
         fit=fit,
         is_own=True,
     )
 
 
 def _needs(fqn: str, src: Picture, dst: Picture) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """The ranks that need odd values of a parameter; where both models cut it alike, by shard, each that of its own shard."""
+    """The ranks that need a parameter's unsharded values and, if both models cut it alike, by shard the ranks of that shard."""
     sources, targets = ([live for live in picture.live if live.fqns[:1] == (fqn,)] for picture in (src, dst))
     param = dst.params.get(fqn)
     places = [param.placement, *(place for place, _ in param.variants)] if param is not None else []
@@ -151,21 +151,22 @@ def _needs(fqn: str, src: Picture, dst: Picture) -> tuple[tuple[int, ...], dict[
 
 
 def _only(summary: Summary, names: Collection[str]) -> Summary:
-    """The same of some values."""
+    """The summary of some of the values."""
     kept = {
-        field: tuple(one for one in getattr(summary, field) if one[0] in names)
+        field: tuple(entry for entry in getattr(summary, field) if entry[0] in names)
         for field in ("sharded", "scalars", "placed", "opaque")
     }
     return replace(summary, **kept, names=tuple(name for name in summary.names if name in names))
 
 
-def _as_arrived(fqn: str, summary: Summary, odd: Mapping[tuple[str, str], Any]) -> Summary:
-    """What there is of values that are not cut like their parameter, when they have come.
+def _as_arrived(fqn: str, summary: Summary, unsharded: Mapping[tuple[str, str], Any]) -> Summary:
+    """The summary of a parameter after its unsharded values have arrived.
 
-    Those with a cut of their own come whole, and the target decides how to cut them. Those of a flat parameter are with its
-    first original only.
+    Placed values arrive whole, and the target cuts them. The opaque values of a flat parameter belong to its first original.
     """
-    opaque = tuple((name, OpaqueType.of(odd[fqn, name])) for name, _ in summary.opaque if (fqn, name) in odd)
+    opaque = tuple(
+        (name, OpaqueType.of(unsharded[fqn, name])) for name, _ in summary.opaque if (fqn, name) in unsharded
+    )
     arrived = tuple(
         (name, OpaqueType("Tensor", dtype, placement.shape, cut_of(placement)))
         for name, (dtype, placement) in summary.placed

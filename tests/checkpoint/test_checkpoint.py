@@ -84,7 +84,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import fsdp_optim
 from fsdp_optim.storage.posix import writer
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-from fsdp_optim.verbs.load_state import load as load_shard
+from fsdp_optim.verbs.load_state import load_shard
 
 SIZES = (1, 3, 4)  # of the matrix; most other tests have 2 ranks
 FURTHER = STEPS + 2

@@ -212,7 +212,7 @@ REFUSED = re.compile(
 
 
 # SaRA's own load_state_dict wants a mask for parameters of which a rank of FSDP1 has no element, and so no state.
-OWN_TROUBLE = "shard: refused: SaRA's own load_state_dict() refused what was saved, with KeyError: 'mask'"
+OWN_TROUBLE = "shard: refused: SaRA's own load_state_dict() refused the saved state, with KeyError: 'mask'"
 
 
 def problems(found: Mapping[str, str]) -> list[str]:
