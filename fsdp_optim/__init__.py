@@ -1,6 +1,6 @@
-"""Optimizer state that outlives its sharding: gather it from any FSDP, resume it on any number of ranks.
+"""Gather, shard, save and load the optimizer state of FSDP models, on any number of ranks and in any wrapper.
 
-See `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict`, and docs/concepts.md for the one idea.
+Begin with `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict`; docs/concepts.md explains the design.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`FullyShardedDataParallel` imports fairscale, so it is only loaded by those who ask for it."""
+    """Import `FullyShardedDataParallel` on first access, because it imports fairscale."""
     if name == "FullyShardedDataParallel":
         from fsdp_optim.drop_in import FullyShardedDataParallel
 

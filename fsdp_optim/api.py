@@ -1,4 +1,4 @@
-"""The public functions. Each reads like its contract; what they do is in `verbs` and `checkpoint`."""
+"""The public functions. Each docstring is the contract of its function; the code is in `verbs` and `checkpoint`."""
 
 from __future__ import annotations
 
@@ -57,46 +57,47 @@ def gather_full_optim_state_dict(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> FullDict | None:
-    """The optimizer state per original parameter, as if the wrapper were not there. Called by all ranks of the model.
+    """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
-    Nothing is changed: no step, gradient, parameter, group or state. Memory beyond the training's own: on a recipient
-    the full state and `bucket_nbytes`, elsewhere `bucket_nbytes`.
+    Changes no step, gradient, parameter, group or state. Memory beyond the training's own: on a recipient the full state and
+    `bucket_nbytes`, on other ranks `bucket_nbytes`.
 
     Args:
-        model: the root that `optim` was built from: fairscale FSDP, DistributedDataParallel, a plain module, or a mix.
-        optim: anything with `state_dict()` and `param_groups`.
-        recipient_rank: the global rank that gets the dict; None: every rank does.
-        key_by: "id" counts as the optimizer does: group after group, inside a group in the optimizer's own order, with the
-            originals of a flat parameter in place. An optimizer that lists a group as the wrapped model's parameters() does is
-            counted as the unwrapped model's parameters(). "name" uses clean FQNs; groups list them in the same order.
-        collect: "wrapper" leaves units with fairscale's `no_broadcast_optim_state` as fairscale does: the recipient's own
-            state of them is in the dict, the others' is not, and `uncollected_local_ids` lists them. "all" gathers them.
-        name_of: `(fqn, rank) -> name`, for units whose ranks call different parameters by one name (every rank's own
-            expert is `experts.0`): gives each a name of its own. `rank` is the lowest global rank that holds the parameter.
-        process_group: the ranks that make this call, where the model does not tell (None: all ranks of its wrappers).
-        timeout: seconds to wait for ranks that do not come (None: 600).
-        bucket_nbytes: see above.
-        on_replica_mismatch: what to do where ranks that hold the same part of a parameter have different state, because
-            nobody keeps them equal (norms beside tensor parallel layers): "error", or "lowest_rank", which takes that
-            of the lowest rank and says so in the log.
+        model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a
+            mix.
+        optim: an optimizer, or a list of optimizers: any object with `state_dict()` and `param_groups`.
+        recipient_rank: the global rank that gets the dict; None: every rank gets the dict.
+        key_by: "id" counts parameters as the optimizer does: group after group, and inside a group in the optimizer's own order,
+            with the originals of a flat parameter in its place. A group in the order of the wrapped model's parameters() is
+            counted in the order of the unwrapped model's parameters(). "name" uses clean FQNs, in the same order.
+        collect: "wrapper" treats units with fairscale's `no_broadcast_optim_state` as fairscale does: the dict has the
+            recipient's own state of these units, and `uncollected_local_ids` lists them. "all" gathers these units too.
+        name_of: a function `(fqn, rank) -> name`, for models in which ranks call different parameters by the same name (the own
+            expert of every rank is `experts.0`). The function gives each parameter its own name; `rank` is the lowest global
+            rank that holds the parameter.
+        process_group: the ranks that make this call, if the model does not show them (None: all ranks of its wrappers).
+        timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
+        bucket_nbytes: the memory for elements that move between ranks, in bytes.
+        on_replica_mismatch: the reaction to different state on ranks that hold the same part of a parameter, such as norms next
+            to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
+            lowest rank and logs a warning.
 
     Returns:
-        On recipients a dict whose tensors are on the CPU, each with its own storage, in the dtype of the state; elsewhere
-        None. `plain_optim.load_state_dict(full)` accepts it. Besides `state` and `param_groups` (with `param_names`) it
-        has `optimizer_class` (the name of its class, without what wraps it), `param_id_map` (id -> this rank's local id, None
-        without state), `num_padded` (per flat parameter, the padding of each group rank), `kinds` (what each value is to its
-        parameter, which readers believe),
-        `uncollected_local_ids`, and the
-        other keys of the optimizer's own dict. By name it also has `unknown_order`, the reason, where ids could not count the
-        parameters.
+        On recipients the full dict, on other ranks None. Its tensors are on the CPU, each with its own storage, in the shape of
+        the original parameter (or 0-dim, for `step`) and in the dtype of the state. A plain optimizer on the unwrapped model
+        loads the dict by `load_state_dict(full)`. Besides `state` and `param_groups` (with `param_names`), the dict has
+        `optimizer_class` (the name of the innermost optimizer's class), `param_id_map` (id -> this rank's local id, or None
+        without state), `num_padded` (for each flat parameter, the padding of each group rank, in elements), `kinds` (how each
+        value relates to its parameter), `uncollected_local_ids`, and the other keys of the optimizer's own dict. With
+        `key_by="name"`, a dict whose parameters ids cannot count has `unknown_order`, the reason.
 
     Raises (the same on all ranks):
-        WrapperError: the model or the optimizer cannot be read, or do not belong together.
-        StateError: ranks do not see one model and one state; or no order of ids can be right (a module that torch FSDP took in
-            part, with `ignored_states`; stages that no rank has together), and `key_by` is "id".
-        RankError: a rank failed, with its reason, or made another call; or nothing in the model tells that the recipient
-            shares it (pipeline stages without a wrapper), and `process_group` is not given.
-        RankTimeoutError: a rank did not come; it is named.
+        WrapperError: the model or the optimizer cannot be read, or they do not belong together.
+        StateError: the ranks have different models or states; or `key_by` is "id", and no order of ids can be right (with a
+            module that torch FSDP wrapped in part, by `ignored_states`, or with stages that no rank has together).
+        RankError: a rank failed (the message has its reason) or made another call; or nothing in the model shows that the
+            recipient shares it (pipeline stages without a wrapper), and `process_group` is not given.
+        RankTimeoutError: a rank, which the message names, did not come in time.
     """
     options = Options(
         collect,
@@ -121,12 +122,13 @@ def iter_full_optim_state(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """As `gather_full_optim_state_dict`, one parameter at a time, so that no rank ever holds the whole state.
+    """As `gather_full_optim_state_dict`, but one parameter at a time, so that no rank ever holds the whole state.
 
-    Yields (FQN, state) on every rank: the state on recipients ({} for a parameter without state), None elsewhere. The order
-    is that of gather's ids: with one group the unwrapped model's, unless the optimizer lists its parameters in another; where
-    no order of ids is known, one that is the same on all ranks. Every rank of the model has to exhaust the iterator. A
-    recipient holds at most `bucket_nbytes` of parameters (or one that is larger), and as much again while they move.
+    Yields (FQN, state) on every rank. The state is a dict of CPU tensors and other values on recipients ({} for a parameter
+    without state), and None on other ranks. The order is that of the ids of gather: with one group that of the unwrapped model,
+    unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all ranks.
+    Every rank of the model has to exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
+    parameter), and as much again while the elements move.
     """
     options = Options(
         collect,
@@ -182,26 +184,26 @@ def get_shard_from_optim_state_dict(
     """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
 
     Args:
-        model, optim: as for gather; the world size may be any.
-        full: needed on this rank, left unchanged, shares no memory with the result. Accepted: what
-            `gather_full_optim_state_dict` returns, by id or name; fairscale's own; a plain optimizer's on the unwrapped
-            model.
-        strict: refuse parameters that one side lacks, and state of another optimizer's class. False: take the parameters, the
-            hyperparameters and the state values that both have; the rest is listed.
-        groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": its groups and
-            hyperparameters stay, and every parameter's state is found by name.
-        name_of: as it was given to gather.
-        process_group, timeout: as for gather, for a sharded dict (DTensor, ShardedTensor), of which every rank has its part:
-            then, and only then, all ranks have to call, and data moves between them.
+        model, optim: as for gather, at any world size.
+        full: the full dict, needed on this rank. It stays unchanged and shares no memory with the result. Accepted are the
+            result of `gather_full_optim_state_dict`, by id or by name; a full dict of fairscale or torch; and the state_dict()
+            of a plain optimizer on the unwrapped model.
+        strict: True: refuse parameters that only one side has, and state of another optimizer class. False: use the parameters,
+            hyperparameters and state values that both sides have; the result lists the rest.
+        groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
+            hyperparameters of the optimizer stay, and the state of every parameter is found by name.
+        name_of: the function that was given to gather.
+        process_group, timeout: as for gather; only for a sharded dict (DTensor, ShardedTensor), of which every rank has its part.
+            For such a dict, and only for such a dict, all ranks have to make the call, and elements move between them.
 
     Returns:
-        The optimizer's own dict, an ordinary one: local ids, the saved hyperparameters, state tensors on the parameters'
-        devices in the dtype they were saved in. Where `strict=False` left something out, it says what under "incompatible",
-        which `load_optim_state_dict` takes out and returns.
+        The optimizer's own dict: local ids, the saved hyperparameters, and state tensors in the local shapes, on the devices of
+        the parameters, in the saved dtypes. With several optimizers, a list of dicts. If `strict=False` has left out anything,
+        the entry "incompatible" lists it; `load_optim_state_dict` removes and returns that entry.
 
     Raises:
-        StateError: the dict is not one of this model and optimizer: names the parameter and both numbers, or the two classes
-            and what only one of them has. Nothing was changed.
+        StateError: the dict does not belong to this model and optimizer. The message names the parameter and both numbers, or the
+            two optimizer classes and the names that only one of them has. Nothing was changed.
     """
     options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, groups=groups)
     return shard.shard(model, optim, full, options)
@@ -209,9 +211,9 @@ def get_shard_from_optim_state_dict(
 
 @ordinary_tensors()
 def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:
-    """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; behind fairscale's method."""
-    made = shard.shard(model, None, full, Options(name_of=name_of))
-    return made if isinstance(made, dict) else made[0]
+    """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; the drop-in method without `optim`."""
+    own = shard.shard(model, None, full, Options(name_of=name_of))
+    return own if isinstance(own, dict) else own[0]
 
 
 @ordinary_tensors()
@@ -228,9 +230,9 @@ def scatter_full_optim_state_dict(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
 ) -> Shard | list[Shard]:
-    """As `get_shard_from_optim_state_dict`, with `full` needed on global rank `source_rank` only.
+    """As `get_shard_from_optim_state_dict`, but only global rank `source_rank` needs `full`; other ranks may give None.
 
-    Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`.
+    Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`, in bytes.
 
     Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
     """
@@ -252,18 +254,19 @@ def load_optim_state_dict(
     *,
     keep: Sequence[str] = (),
 ) -> Incompatible:
-    """As `optim.load_state_dict(shard)`, but every value keeps the dtype that it was saved in. No communication.
+    """As `optim.load_state_dict(shard)`, but every value keeps its saved dtype. No communication.
 
-    As with torch, the optimizer may keep the shard's tensors themselves. torch's own method casts floating state to the
-    parameter's dtype, which loses fp32 moments of a bf16 parameter. Hyperparameters that change are logged (INFO).
+    As with torch, the optimizer may keep the tensors of the shard without copies. torch's own method casts floating state to the
+    dtype of the parameter, which loses the precision of fp32 moments of a bf16 parameter. Changes of hyperparameters are logged
+    (INFO).
 
     Args:
-        optim, shard: an optimizer and what `get_shard_from_optim_state_dict` made for it, or a list of each.
-        keep: hyperparameters whose current values stay (`keep=("lr",)`).
+        optim, shard: an optimizer and the result of `get_shard_from_optim_state_dict` for it, or a list of each.
+        keep: the hyperparameters whose current values stay, such as `keep=("lr",)`.
 
     Returns:
-        `missing` and `extra` (parameters), `hyperparameters` and `values` (names that only one of two optimizers' classes has),
-        as `strict=False` found them; all empty otherwise.
+        The differences that `strict=False` has passed over, all empty without any: `missing` and `unexpected` (FQNs of
+        parameters), `unmatched_hyperparameters` and `unmatched_values` (names that only one of two optimizer classes has).
 
     Raises:
         StateError: the shard is a full dict, or does not fit this optimizer. Nothing was changed.
@@ -286,11 +289,12 @@ def transfer_optim_state(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
 ) -> Incompatible:
-    """Load one live optimizer's state into another, in one job, whatever wraps their models.
+    """Load the state of one live optimizer into another in the same job, whatever wraps their models.
 
-    Called by all ranks of both models. Each byte moves once, straight to the rank that needs it: no rank holds more than
-    its own shards and `bucket_nbytes`. The source is left unchanged. `strict`, `groups`: as for
-    `get_shard_from_optim_state_dict`. Returns what `load_optim_state_dict` does, and raises as gather and scatter do.
+    Called by all ranks of both models. Each byte moves once, directly to the rank that needs it, so a rank holds no more than
+    its own shards and `bucket_nbytes`. The source stays unchanged. `strict`, `groups`: as for
+    `get_shard_from_optim_state_dict`. Returns the same as `load_optim_state_dict`, and raises the same errors as gather and
+    scatter.
     """
     options = Options(
         name_of=name_of,
@@ -308,27 +312,27 @@ def transfer_optim_state(
 def rekey_optim_state_dict(
     full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, *, optim: Optimizers | None = None
 ) -> FullDict:
-    """The same full dict, keyed by "id" or by "name". Shares its tensors with `full`, which is left unchanged.
+    """The same full dict, keyed by "id" or by "name". It shares its tensors with `full`, which stays unchanged. No communication.
 
     Args:
-        model: wrapped or not; for fairscale's own dict, wrapped as it was when saved.
-        optim: an optimizer of `model` with the same parameters in the same groups. It is needed where the dict has ids
-            without names and several groups, or lists its parameters in an order of its own; ids then count as it does.
-            Without it, the ids of a dict without names count the model's parameters.
+        model: the model, wrapped or not; for a dict of fairscale itself, wrapped as at the save.
+        optim: an optimizer of `model` with the same parameters in the same groups. It is needed if the dict has ids without names
+            and several groups, or an order of parameters of its own; ids then count as this optimizer does. Without `optim`,
+            the ids of a dict without names count the parameters of the model.
 
     Raises:
-        StateError: the dict is not one of this model; or ids are asked for, or given, and neither the dict nor the model
-            tells their order.
+        StateError: the dict does not belong to this model; or ids are read or requested, and neither the dict nor the model shows
+            their order.
     """
     return rekey.rekey(full, model, key_by, optim)
 
 
 @ordinary_tensors()
 def for_fairscale(full: Mapping[str, Any]) -> FullDict:
-    """A gathered dict (by id) as fairscale's own `get_shard_from_optim_state_dict` reads it.
+    """A gathered dict (by id) in the form that fairscale's own `get_shard_from_optim_state_dict` reads.
 
-    An explicit conversion, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
-    read. Shares its tensors with `full`, which is left unchanged by this and by fairscale's reader.
+    The conversion is explicit, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
+    read. The result shares its tensors with `full`, which neither this function nor fairscale's reader changes.
     """
     return rekey.for_fairscale(full)
 
@@ -357,44 +361,44 @@ def save(
     on_replica_mismatch: OnReplicaMismatch = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
-    """Write one full checkpoint: a folder of safetensors files, which all ranks write at once, each its own bytes.
+    """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
 
-    Called by all ranks of the model. Nothing is gathered and nothing is changed; memory beyond the training's own:
-    `bucket_nbytes`. What modules keep besides parameters and buffers (`get_extra_state`) is saved too; state-dict hooks are not
-    run. The folder gets its name when all of it is written: a save that is killed leaves what was there before.
+    Called by all ranks of the model. Gathers nothing and changes nothing. Memory beyond the training's own: `bucket_nbytes`.
+    Values of modules besides parameters and buffers (`get_extra_state`) are saved too; state-dict hooks are not run. The folder
+    gets its name only when it is complete, so a save that is killed leaves the earlier checkpoint.
 
     Args:
         path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
             the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
             (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
         model, optim: as for gather; several optimizers as a list, which may not be empty; None: weights and buffers only.
-        step: the trainer's step; recorded, and `restored.summary.step` has it.
-        extra: values of the trainer (the lowest rank's count): JSON values, tuples, tensors, numpy arrays.
-        per_rank_extra: the same, of each rank.
-        overwrite: replace the checkpoint that is at `path` when the save begins. Files that somebody has put there are
-            carried over.
-        strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank gets whole tensors first and
-            writes files of its own, for file systems without sparse files. "auto" tries which it is.
-        max_file_size: bytes; a larger half is split into files of at most that, with an index, as Hugging Face does.
-        checksums: write a table of checksums beside each file, so that readers verify what they read.
-        durable: return when the bytes are on the disk, not only on their way. A save that replaces or removes another one is
-            brought to the disk first in any case.
-        keep_last: remove older complete checkpoints in the same folder, until there are so many. Only those count that have
-            the same content (names of parameters, with or without an optimizer) and are of the same series: names that differ
-            in their digits only, or both saved with `step` and `keep_last`. Each removal is logged.
-        allow_pickle: pickle what is neither JSON nor tensor in the extras, in the state and in what modules keep besides
-            parameters and buffers; else it is refused by name.
-        progress: a bar on the lowest rank: True, False, or None: on a terminal, for long saves, and
-            lines in the log elsewhere.
-        on_replica_mismatch: as for gather; also for weights and buffers, each of which has to be equal on the ranks that hold
-            the same part of it, BatchNorm statistics too.
-        storage_options: of a URL: `endpoint_url`, `region_name`, credentials and whatever boto3's client, or the fsspec file
-            system, takes; `part_nbytes`: the size of uploaded parts; `dead_after`: seconds without a sign of life after which
-            a save is dead and its leftovers are removed (300). May differ between ranks.
+        step: the step of the trainer. It is recorded, and `restored.summary.step` returns it.
+        extra: values of the trainer: JSON values, tuples, tensors, numpy arrays. The values of the lowest rank are saved.
+        per_rank_extra: as `extra`, but every rank saves its own values.
+        overwrite: replace the checkpoint that is at `path` when the save begins. Files that a user has put there are carried
+            over.
+        strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank first gets whole tensors and then
+            writes its own files, for file systems without sparse files. "auto" finds out which one the file system needs.
+        max_file_size: the most bytes of one file. A larger half is split into several files with an index, as Hugging Face does.
+        checksums: write a table of checksums next to each file, so that readers can verify the bytes that they read.
+        durable: return only when the bytes are on the disk. A save that replaces or removes another checkpoint is flushed to the
+            disk before that in any case.
+        keep_last: remove older complete checkpoints in the same folder until this number is left. Only checkpoints of one series
+            with the same content count: names that differ only in their digits, or both saved with `step` and `keep_last`; the
+            same names of parameters, and both with or both without an optimizer. Each removal is logged.
+        allow_pickle: pickle values that are neither JSON nor tensors, in the extras, in the state, and in values of modules.
+            False: such a value is an error that names it.
+        progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
+        on_replica_mismatch: as for gather, and also for weights and buffers, BatchNorm statistics included, which have to be
+            equal on all ranks that hold the same part.
+        storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all that boto3's client or the fsspec
+            file system takes; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without a sign of life
+            after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
 
     Raises (the same on all ranks):
-        CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it; names the file.
-        As `gather_full_optim_state_dict`.
+        CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it. The message names the
+            file.
+        The errors of `gather_full_optim_state_dict`.
     """
     with checkpoint_errors(path):
         options = SaveOptions(
@@ -445,11 +449,11 @@ def async_save(
     on_replica_mismatch: OnReplicaMismatch = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
-    """As `save`, but returns when the state is copied to host memory: training may go on and change it.
+    """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
 
-    Called by all ranks. One thread per rank writes, without any collective call. The next save or async_save of this process
-    waits for it and raises what went wrong in it; so does `handle.wait()`, and the end of the process waits too. Memory: what
-    this rank writes (its shard, or its share of what several ranks hold), once, until it is written.
+    Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
+    next save or async_save of this process wait for this save and raise its error; the exit of the process waits too. Memory:
+    one copy of the part that this rank writes (its shard, or its share of replicated values), until that part is written.
     """
     with checkpoint_errors(path):
         options = SaveOptions(
@@ -498,36 +502,37 @@ def load(
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer, at any world size, in any wrapper or none.
 
-    Called by all ranks of the model. Each rank reads the bytes that it needs, and verifies them; what several ranks need is
-    read once and sent. Nothing is changed before all ranks have all of it. Memory beyond the training's own: this rank's
-    shard, once, and `bucket_nbytes`.
+    Called by all ranks of the model. Each rank reads and verifies the bytes that it needs; elements that several ranks need are
+    read once and sent. Nothing is changed before all ranks have read all elements. Memory beyond the training's own: one copy
+    of this rank's shard, and `bucket_nbytes`.
 
     Args:
-        path: as for save. Where another save replaces it meanwhile, all that is loaded is of one checkpoint.
+        path: as for save. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
         model, optim: as for save; `optim` None: weights and buffers only; both None: the extras only, on this process alone
-            (`process_group` then says which rank's `per_rank_extra`: that of this process's place in it).
-        strict: refuse parameters that one side lacks, and state of another optimizer's class. False: they stay as they are, and
-            are listed in the result.
+            (the index of this process in `process_group` then selects the `per_rank_extra`).
+        strict: True: refuse parameters that only one side has, and state of another optimizer class. False: these stay as they
+            are, and the result lists them.
         groups: as for `get_shard_from_optim_state_dict`.
-        keep: hyperparameters whose current values stay (`keep=("lr",)`).
-        cast: weights and buffers may be of another floating dtype in the model than in the checkpoint. State keeps its dtype,
-            unless the live optimizer has another for it, or is one of torch.optim, which needs the weights' dtype, and the
-            state had it.
-        verify: compare checksums.
-        check: "bitwise": at the end read all once more and compare it with what the model and the optimizer hold.
-        allow_pickle: load pickled values, which can run any code: only from someone you trust. Without it a model loads all the
-            same; a pickled value of the extras raises CheckpointError when it is asked for, and the others are there. One that a
-            module of the model keeps (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
+        keep: the hyperparameters whose current values stay, such as `keep=("lr",)`.
+        cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
+            dtype, unless the live optimizer has another dtype for it, or is one of torch.optim and the state had the saved
+            dtype of the weights: then the state follows the weights.
+        verify: compare the checksums of all bytes that are read.
+        check: "bitwise": at the end, read the checkpoint again and compare it with the live model and optimizer.
+        allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. Without it, the
+            model loads, and only the access to a pickled value of the extras raises CheckpointError. A pickled value of a
+            module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
         progress, name_of, process_group, timeout, bucket_nbytes, storage_options: as for save and gather.
 
     Returns:
-        The saved `extra` as a dict (under "extra" where it was none), with `per_rank` (this rank's `per_rank_extra`, or rank 0's,
-        with a warning, where this rank had none), `all_ranks` (that of every rank that saved), `missing`, `unexpected`,
-        `unmatched_hyperparameters`, `unmatched_values`, `summary`.
+        The saved `extra` as a dict (another value is under the key "extra"), with the attributes `per_rank` (this rank's
+        `per_rank_extra`; if this rank had none, that of rank 0, with a warning), `all_ranks` (the `per_rank_extra` of every rank
+        that saved), `missing`, `unexpected`, `unmatched_hyperparameters`, `unmatched_values` and `summary`.
 
     Raises (the same on all ranks, before anything is changed):
-        CheckpointError: the checkpoint is not whole, or not what was saved; names the file and the tensor.
-        StateError: the model or the optimizer differs; lists the differences. Or its own `load_state_dict` refuses it.
+        CheckpointError: the checkpoint is incomplete or damaged. The message names the file and the tensor.
+        StateError: the model or the optimizer differs, and the message lists the differences; or the optimizer's own
+            `load_state_dict` refuses the state.
     """
     call = Options(
         name_of=name_of,
@@ -554,9 +559,9 @@ def load(
 def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
     """The newest complete checkpoint in a folder of checkpoints, or under a URL; None where there is none. No communication.
 
-    The newest one is the one that was saved last, whatever the clocks said: each save records a sequence number that is higher
-    than all in the folder. Where two are equal (folders were merged), the higher `step` is newer, then the later time.
-    Checkpoints of a version that did not record it are older than all others.
+    The newest checkpoint is the one that was saved last, whatever the clocks showed, because each save records a sequence
+    number above all others in the folder. If two numbers are equal, as in merged folders, the higher `step` is newer, then the
+    later time. Checkpoints of versions that recorded no number are older than all others.
 
     Args:
         root: a path, or a URL as for save.
@@ -566,7 +571,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
         A Path in a folder, a URL (str) under a URL; None where there is no complete checkpoint.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or has checkpoints, but none that can be read just now.
+        CheckpointError: the folder cannot be listed, or none of its checkpoints can be read just now.
     """
     with checkpoint_errors(root):
         found = catalog.latest(shelf_at(root, storage_options))

@@ -17,7 +17,7 @@ from fsdp_optim.state.local import OptimizerLike
 class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types
     """Drop-in for `fairscale.nn.data_parallel.FullyShardedDataParallel`: same arguments, usable as `wrapper_cls`.
 
-    Only the two methods below differ from fairscale's. Call them on the root, which the optimizer was built from.
+    Only the two methods below differ from those of fairscale. Call them on the root, from which the optimizer was built.
     """
 
     def gather_full_optim_state_dict(
@@ -30,9 +30,9 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
         name_of: NameOf | None = None,
         timeout: float | timedelta | None = None,
     ) -> FullDict | None:
-        """The optimizer state per original parameter, as if FSDP were not there. Called by all ranks of the model.
+        """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
-        The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`, where everything is explained.
+        The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`, whose docstring explains the arguments.
         """
         return api.gather_full_optim_state_dict(
             self, optim, recipient_rank, key_by, collect=collect, name_of=name_of, timeout=timeout
@@ -48,15 +48,13 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
         """This rank's part of a full dict, at any world size, ready for the optimizer. No communication.
 
         Args:
-            full_optim_state_dict: needed on this rank; left unchanged (fairscale's own method changes it).
-            optim: the optimizer that it is for. Without it, the optimizer is taken to be built like the saved one:
-                group after group, and inside a group as when it was saved where the units are the same, else in the order
-                of this model's `parameters()`.
-            name_of: as it was given to gather.
+            full_optim_state_dict: the full dict, needed on this rank. It stays unchanged (fairscale's own method changes it).
+            optim: the optimizer that will load the result. None: an optimizer built like the saved one, group after group;
+                inside a group in the saved order if the units are the same, else in the order of this model's `parameters()`.
+            name_of: the function that was given to gather.
 
         Raises:
-            StateError: as `fsdp_optim.get_shard_from_optim_state_dict`; also for a flat parameter whose originals sit in
-                two groups.
+            StateError: as `fsdp_optim.get_shard_from_optim_state_dict`, and for a flat parameter with originals of two groups.
         """
         if optim is None:
             return api.get_shard_without_optimizer(self, full_optim_state_dict, name_of=name_of)
