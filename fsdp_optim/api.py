@@ -391,9 +391,9 @@ def save(
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
         on_replica_mismatch: as for gather, and also for weights and buffers, BatchNorm statistics included, which have to be
             equal on all ranks that hold the same part.
-        storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all that boto3's client or the fsspec
-            file system takes; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without a sign of life
-            after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
+        storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
+            the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without a sign of
+            life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
 
     Raises (the same on all ranks):
         CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it. The message names the

@@ -526,17 +526,19 @@ class KeepTest(InFolder):
         self.assertEqual(found, self.root / "step-10")
         self.assertTrue((found / "fsdp_optim.json").exists())
 
-    @parameterized.expand(("no marker", "a broken marker", "a file is missing", "a file is cut", "still being saved"))
+    @parameterized.expand(
+        ("no manifest", "a broken manifest", "a file is missing", "a file is cut", "still being saved")
+    )
     def test_latest_is_complete(self, case: str) -> None:
         for name in ("step-9", "step-10", "step-11"):
             self.save(name)
         self.assertEqual(fsdp_optim.latest(str(self.root)), self.root / "step-11")
         newest = self.root / "step-11"
-        if case == "no marker":
+        if case == "no manifest":
             (newest / "fsdp_optim.json").unlink()
-        elif case == "a broken marker":
-            marker = newest / "fsdp_optim.json"
-            marker.write_text(marker.read_text()[:-9])
+        elif case == "a broken manifest":
+            manifest = newest / "fsdp_optim.json"
+            manifest.write_text(manifest.read_text()[:-9])
         elif case == "a file is missing":
             (newest / "model.safetensors").unlink()
         elif case == "a file is cut":

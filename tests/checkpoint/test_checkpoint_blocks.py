@@ -1,4 +1,4 @@
-"""Opaque values are bytes in tensor files, and not in the marker; quantised blocks need no pickle."""
+"""Opaque values are bytes in tensor files, and not in the manifest; quantised blocks need no pickle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import fsdp_optim
 from fsdp_optim.state.same import same
 from fsdp_optim.testing import run_on_ranks
 
-_MOST = 20_000  # bytes of a marker of these models
+_MOST = 20_000  # bytes of a manifest of these models
 
 
 class Blob:
@@ -68,7 +68,7 @@ def eight_bits_come_back(folder: str) -> None:
     if dist.get_rank() == 0:
         if b"$pickle" in everything_in(path) or b"OptimState8bit" not in everything_in(path):
             raise Differs("pickled, or not written by its parts")
-        check_same("a small marker", (path / "fsdp_optim.json").stat().st_size < _MOST, True)
+        check_same("a small manifest", (path / "fsdp_optim.json").stat().st_size < _MOST, True)
 
 
 class BlocksTest(unittest.TestCase):
@@ -107,10 +107,10 @@ class BlocksTest(unittest.TestCase):
             restored = fsdp_optim.load(path, model, fresh, check="bitwise", **options)
             for got in (fresh.state[model.weight]["blocks"], restored["value"]):
                 self.assertEqual((type(got), got), (type(value), value))
-            marker = (path / "fsdp_optim.json").read_bytes()
-            self.assertLess(len(marker), _MOST)
+            manifest = (path / "fsdp_optim.json").read_bytes()
+            self.assertLess(len(manifest), _MOST)
             if num > 5000:
-                self.assertIsNone(json.loads(marker)["checkpoint"]["optim"])
+                self.assertIsNone(json.loads(manifest)["checkpoint"]["optim"])
                 self.assertLess(len(everything_in(path)), 2.1 * len(data) + 3 * _MOST + 20_000)
 
     def test_bytes_that_are_none(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from kit.checkpoint_format import MARKER, all_bytes, read_safetensors
+from kit.checkpoint_format import MANIFEST, all_bytes, read_safetensors
 from kit.wrapping import Trained, adam, check_refused, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 from soak.mutators import repair
@@ -139,7 +139,7 @@ class BoolsTest(unittest.TestCase):
             mutate(self.folder, name, at, 1 - good[name][at])
             fsdp_optim.load(self.folder, one.model, one.optim, check="bitwise")
             (self.folder / name).write_bytes(good[name])
-            (self.folder / MARKER).write_bytes(good[MARKER])
+            (self.folder / MANIFEST).write_bytes(good[MANIFEST])
 
     def test_in_the_shard_of_any_rank(self) -> None:
         found = run_on_ranks(load_mutated, 2, self.folder)
@@ -152,11 +152,11 @@ class BoolsTest(unittest.TestCase):
         one = masked()
         fsdp_optim.save(self.folder, one.model, one.optim, **QUIET)
         files: dict[str, Any] = all_bytes(self.folder)
-        text = files[MARKER].decode()
+        text = files[MANIFEST].decode()
         shown = {2: "2", "true": '"true"', None: "null", 1: "1"}[value]
-        files[MARKER] = text.replace('"has_state":true', f'"has_state":{shown}', 1).encode()
+        files[MANIFEST] = text.replace('"has_state":true', f'"has_state":{shown}', 1).encode()
         repair(files)
-        (self.folder / MARKER).write_bytes(files[MARKER])
+        (self.folder / MANIFEST).write_bytes(files[MANIFEST])
         kind, text = error_text(lambda: fsdp_optim.load(self.folder, one.model, one.optim))
         self.assertEqual(kind, "CheckpointError", text)
         self.assertIn("has_state", text)

@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 from kit.catalogs import CatalogTest, clock, load, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal
-from kit.checkpoint_format import MARKER, check_folder, read_marker
+from kit.checkpoint_format import MANIFEST, check_folder, read_manifest
 from kit.checkpoints import save as save_trained
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
@@ -65,7 +65,7 @@ class AsideTest(CatalogTest):
         self.assertTrue(self.aside.exists())
 
     def test_a_newer_version_stays(self) -> None:
-        seal(self.aside, read_marker(self.aside) | {"version": 99})
+        seal(self.aside, read_manifest(self.aside) | {"version": 99})
         save(self.root / "step-2")
         self.check_only("step-2", self.aside.name)
         self.assertIn("99", error_text(lambda: load(self.path))[1])
@@ -129,7 +129,7 @@ class AsideTest(CatalogTest):
         self.check_only("step-1")
 
     def test_half_of_it_was_removed(self) -> None:
-        (self.aside / MARKER).unlink()
+        (self.aside / MANIFEST).unlink()
         save(self.root / "step-2")
         self.check_only("step-2")
 

@@ -310,7 +310,7 @@ class ReplacedTest(unittest.TestCase):
             self.assertIn("was replaced by another checkpoint again and again", one[2][1])
 
     def test_written_again_in_the_same_folder(self) -> None:
-        """A tool that copies into the folder, file by file: its marker is another one when all is read."""
+        """A tool that copies into the folder, file by file: its manifest is another one when all is read."""
         save_two(self.root, {"checksums": False})
         place, target = Place(self.root), Trained("plain", steps=1)
         place.reset()

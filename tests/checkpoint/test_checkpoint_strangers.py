@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from kit.catalogs import LOG, load, save
-from kit.checkpoint_format import MARKER, all_bytes, check_folder
+from kit.checkpoint_format import MANIFEST, all_bytes, check_folder
 from kit.checkpoints import InFolder
 from kit.checkpoints import save as save_trained
 from kit.wrapping import Trained, check_same, cpu, error_text
@@ -89,11 +89,11 @@ class CarriedOverTest(InFolder):
         check_same("files", [name for name in all_bytes(self.path) if "-of-" in name or "index" in name], [])
 
     @parameterized.expand(((b"{}",), (b"",), (b'{"checksum":"0123456789abcdef","checkpoint":{"brief":{}}}',)))
-    def test_where_the_marker_cannot_be_read(self, marker: bytes) -> None:
+    def test_where_the_manifest_cannot_be_read(self, manifest: bytes) -> None:
         """Then names tell."""
         save(self.path, extra={"number": 1})
         files = put(self.path)
-        (self.path / MARKER).write_bytes(marker)
+        (self.path / MANIFEST).write_bytes(manifest)
         save(self.path, overwrite=True)
         self.check_all_there(files)
         check_same("extra", (self.path / "extra" / "common.safetensors").exists(), False)

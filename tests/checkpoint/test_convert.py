@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_marker, tensors_of
+from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_manifest, tensors_of
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
@@ -77,11 +77,11 @@ class ConvertTest(unittest.TestCase):
                         check_same(half, tensors_of(target, half), tensors_of(source, half))
                     files = list(target.glob("model*.safetensors"))
                     self.assertEqual(len(files), 1 if size == 10**9 else max(len(files), 2))
-                    told = [{**read_marker(folder)} for folder in (source, target)]
+                    told = [{**read_manifest(folder)} for folder in (source, target)]
                     for one in told:
                         for key in ("created_ns", "token", "files", "brief"):
                             del one[key]
-                    check_same("the marker", told[1], told[0])
+                    check_same("the manifest", told[1], told[0])
 
     def test_it_is_loaded_as_the_first_one_is(self) -> None:
         for size in (100, 10**9):

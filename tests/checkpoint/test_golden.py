@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.checkpoint_format import all_bytes, check_folder, extra, in_order, read_marker
+from kit.checkpoint_format import all_bytes, check_folder, extra, in_order, read_manifest
 from kit.wrapping import OfModel, Trained, check_same, local_of
 from parameterized import parameterized
 from torch import nn
@@ -32,7 +32,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden-2"
 GOLDEN_SHA256 = "89fae9b8c99f97c6a37698bfd2b9a968053a13cf5c8d08e8b36a42309c1aab28"
 
 STEP, KEEP_LAST = 1000, 3
-CHANGES = ("created_ns", "token", "checksum", "xxh3_64")  # in the marker, whenever something is saved
+CHANGES = ("created_ns", "token", "checksum", "xxh3_64")  # in the manifest, whenever something is saved
 
 
 class Counting(nn.Module):
@@ -173,7 +173,7 @@ def structure(folder: Path) -> dict[str, Any]:
 
     The borders of segments are free, so that tables of checksums may differ; `check_folder` has compared them with the data.
     """
-    found: dict[str, Any] = {"marker": _without((*CHANGES, "sums_xxh3_64"), read_marker(folder))}
+    found: dict[str, Any] = {"manifest": _without((*CHANGES, "sums_xxh3_64"), read_manifest(folder))}
     for name, data in all_bytes(folder).items():
         if name.endswith(".safetensors"):
             (length,) = struct.unpack("<Q", data[:8])
@@ -200,7 +200,7 @@ def digest(folder: Path) -> str:
 class GoldenTest(unittest.TestCase):
     def test_it_is_still_what_it_was(self) -> None:
         self.assertEqual(digest(GOLDEN), GOLDEN_SHA256)
-        self.assertEqual(read_marker(GOLDEN)["version"], 2)
+        self.assertEqual(read_manifest(GOLDEN)["version"], 2)
         check_folder(GOLDEN)
 
     def test_a_plain_process_loads_it(self) -> None:

@@ -106,10 +106,10 @@ class TestLoadable(Folder):
         blocks = TwoTensor(torch.randn(100_000), torch.randn(100_000))
         optim.state[model.weight]["blocks"] = blocks
         self.check_comes_back(model, optim, sgd(model.parameters()))
-        marker = (self.path / "fsdp_optim.json").read_bytes()
-        self.assertLess(len(marker), 10_000)
+        manifest = (self.path / "fsdp_optim.json").read_bytes()
+        self.assertLess(len(manifest), 10_000)
         self.assertNotIn(b"$pickle", b"".join(path.read_bytes() for path in self.path.rglob("*") if path.is_file()))
-        self.assertIsNone(json.loads(marker)["checkpoint"]["optim"])
+        self.assertIsNone(json.loads(manifest)["checkpoint"]["optim"])
 
 
 def nested(levels: int) -> Any:

@@ -29,7 +29,7 @@ from kit.checkpoint_format import (
     check_sums,
     extra,
     in_order,
-    read_marker,
+    read_manifest,
     read_safetensors,
     tensors_of,
 )
@@ -90,7 +90,7 @@ class FormatTest(unittest.TestCase):
         check_same("files", [n for n in names if "/" not in n], ["model.safetensors", "optim.safetensors"])
         check_content(folder, "Buffered")
         check_same("format", read_safetensors(folder / "model.safetensors").metadata["format"], "pt")
-        check_same("the world", read_marker(folder)["world_size"], world_size)
+        check_same("the world", read_manifest(folder)["world_size"], world_size)
         check_same("what lies beside it", [p.name for p in self.root.iterdir()], ["saved"])
 
     @parameterized.expand([("FSDP2",), ("plain",)])

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoint_format import MARKER
+from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
 from parameterized import parameterized
@@ -101,7 +101,7 @@ class InOneProcessTest(unittest.TestCase):
 
     @parameterized.expand([(size,) for size in (4_000_000_000, 300)])
     def test_the_files_are_those_of_a_folder(self, max_file_size: int) -> None:
-        """Only the marker has another token and another time."""
+        """Only the manifest has another token and another time."""
         store = self.store()
         save_to(store, self.trained, max_file_size=max_file_size, extra={"a": 1})
         found = self.files(store)
@@ -116,7 +116,7 @@ class InOneProcessTest(unittest.TestCase):
             )
             path = Path(folder, "step-1")
             expected = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-        del expected[MARKER], found[MARKER]
+        del expected[MANIFEST], found[MANIFEST]
         self.assertGreater(len(expected), 4)
         self.assertEqual(found, expected)
 

@@ -9,7 +9,7 @@ import unittest
 from pathlib import Path
 
 from kit.checkpoint_damage import seal
-from kit.checkpoint_format import read_marker
+from kit.checkpoint_format import read_manifest
 from kit.wrapping import Trained, adam, error_text
 from parameterized import parameterized
 from soak.failing import Calls, Fault
@@ -51,7 +51,7 @@ class FileErrorsTest(unittest.TestCase):
         self.load()
 
     def test_a_state_that_the_optimizer_cannot_take(self) -> None:
-        checkpoint = read_marker(self.path)
+        checkpoint = read_manifest(self.path)
         for param in checkpoint["optim"]["params"].values():
             param["values"] = [value for value in param["values"] if value[0] != "step"]
         seal(self.path, checkpoint)

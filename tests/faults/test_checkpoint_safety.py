@@ -31,7 +31,7 @@ from kit.checkpoint_damage import (
     HEADERS,
     LIES,
     MAKING,
-    MARKERS,
+    MANIFESTS,
     MOVING,
     OF_ANOTHER_MODEL,
     READING,
@@ -47,14 +47,14 @@ from kit.checkpoint_damage import (
     sys_digits,
 )
 from kit.checkpoint_format import (
-    MARKER,
+    MANIFEST,
     Buffered,
     Large,
     all_bytes,
     check_folder,
     extra,
     in_order,
-    read_marker,
+    read_manifest,
     read_safetensors,
     read_sums,
     sums_of,
@@ -278,13 +278,13 @@ class FlippedBitTest(DamageTest):
                 cases[folder.name] = (folder, [name])
         self.check_all_refused(cases, verifies=[True])
 
-    def test_the_marker(self) -> None:
-        size = (good("whole") / MARKER).stat().st_size
+    def test_the_manifest(self) -> None:
+        size = (good("whole") / MANIFEST).stat().st_size
         cases = {}
         for position in (0, size // 3, size // 2, size - 1):
             folder = self.copy(name=f"at_{position}")
-            flip(folder / MARKER, position)
-            cases[folder.name] = (folder, [MARKER])
+            flip(folder / MANIFEST, position)
+            cases[folder.name] = (folder, [MANIFEST])
         self.check_all_refused(cases, verifies=[True])
 
     @parameterized.expand([("whole",), ("split",)])
@@ -398,13 +398,13 @@ SIZES = (
     a_folder,
     zeros,
 )
-EVERY_FILE = [*SAVED_FILES, "model.safetensors.sums", "optim.safetensors.sums", MARKER]
+EVERY_FILE = [*SAVED_FILES, "model.safetensors.sums", "optim.safetensors.sums", MANIFEST]
 
 
 class WrongSizeTest(DamageTest):
     @parameterized.expand([(name,) for name in EVERY_FILE])
     def test_a_file(self, name: str) -> None:
-        damages = [one for one in SIZES if one is not much_more or name in ("model.safetensors", MARKER)]
+        damages = [one for one in SIZES if one is not much_more or name in ("model.safetensors", MANIFEST)]
         # without checksums, nobody needs the tables
         by_checksum = [one for one in damages if name.endswith(".sums") or one is zeros]
         for some, verifies in (
@@ -419,7 +419,7 @@ class WrongSizeTest(DamageTest):
             if cases:
                 self.check_all_refused(cases, verifies=verifies)
 
-    @parameterized.expand([("model.safetensors",), ("extra/common.safetensors",), (MARKER,)])
+    @parameterized.expand([("model.safetensors",), ("extra/common.safetensors",), (MANIFEST,)])
     def test_a_pipe(self, name: str) -> None:
         """Opening one waits for a writer, that never comes."""
         folder = self.copy()
@@ -457,7 +457,7 @@ class LyingHeaderTest(DamageTest):
         for name in SAVED_FILES:
             rewrite(folder / name, packed(entries_of(folder / name)))
         check_folder(folder)
-        if (folder / MARKER).read_bytes() == (good("whole") / MARKER).read_bytes():
+        if (folder / MANIFEST).read_bytes() == (good("whole") / MANIFEST).read_bytes():
             raise Differs("nothing was written anew")
         run_on_ranks(load_both_ways, WORLD, [], folder, "whole", [True])
 
@@ -526,7 +526,7 @@ class WrongHeaderTest(DamageTest):
         with open(folder / name, "r+b") as file:
             file.write(struct.pack("<Q", size - 16))
             file.truncate(size)
-        checkpoint = read_marker(folder)
+        checkpoint = read_manifest(folder)
         checkpoint["files"][name]["size"] = size
         seal(folder, checkpoint)
         self.check_refused(folder, name)
@@ -547,14 +547,14 @@ class WrongHeaderTest(DamageTest):
             path, data = sums_of(folder / name), read_safetensors(folder / name).data
             pairs = edit([(len(data), xxhash.xxh3_64_intdigest(data))], len(data))
             path.write_bytes(b"FSOSUMS1" + b"".join(struct.pack("<QQ", *pair) for pair in pairs))
-            checkpoint = read_marker(folder)
+            checkpoint = read_manifest(folder)
             checkpoint["files"][name]["sums_xxh3_64"] = xxhash.xxh3_64_hexdigest(path.read_bytes())
             seal(folder, checkpoint)
             cases[what] = (folder, [name])
         self.check_all_refused(cases, verifies=[True])
 
 
-# ------------------------------------------------------------------------------------------- links, names, markers
+# ------------------------------------------------------------------------------------------- links, names, manifests
 
 
 class OutsideTest(DamageTest):
@@ -583,7 +583,7 @@ class OutsideTest(DamageTest):
             (folder / "model.safetensors").symlink_to(target)
             self.check_refused(folder, "model.safetensors")
 
-    def test_a_name_in_the_marker(self) -> None:
+    def test_a_name_in_the_manifest(self) -> None:
         was, cases = "optim.safetensors", {}
         names = {
             "above": f"../other/{was}",
@@ -598,8 +598,8 @@ class OutsideTest(DamageTest):
         self.copy(name="other")  # what is named is there, and good
         for what, name in names.items():
             folder = self.copy(name=what)
-            seal(folder, renamed(read_marker(folder), was, name))
-            cases[what] = (folder, [f"{MARKER}|the manifest"])
+            seal(folder, renamed(read_manifest(folder), was, name))
+            cases[what] = (folder, [f"{MANIFEST}|the manifest"])
         self.check_all_refused(cases)
 
     def test_an_index(self) -> None:
@@ -622,34 +622,34 @@ class OutsideTest(DamageTest):
         self.check_all_refused(cases, "split")
 
 
-class MarkerTest(DamageTest):
+class ManifestTest(DamageTest):
     def test_sealing_alone_does_no_harm(self) -> None:
         folder = self.copy()
-        seal(folder, read_marker(folder))
+        seal(folder, read_manifest(folder))
         run_on_ranks(load_both_ways, WORLD, [], folder, "whole", [True])
 
     def test_a_newer_version_is_refused_by_name(self) -> None:
         cases = {}
         for version in (3, 7, 2**63, 10**30):
             folder = self.copy(name=f"{version}")
-            seal(folder, read_marker(folder) | {"version": version, "files": {}})
-            cases[str(version)] = (folder, [MARKER, "version", str(version), "fsdp_optim"])
+            seal(folder, read_manifest(folder) | {"version": version, "files": {}})
+            cases[str(version)] = (folder, [MANIFEST, "version", str(version), "fsdp_optim"])
         self.check_all_refused(cases)
 
     def test_a_newer_version_whose_checksum_this_one_does_not_know(self) -> None:
         folder = self.copy()
-        (folder / MARKER).write_text(
+        (folder / MANIFEST).write_text(
             json.dumps({"checksum": "other", "checkpoint": {"format": "fsdp_optim", "version": 3}})
         )
-        self.check_refused(folder, MARKER, verifies=[True])
+        self.check_refused(folder, MANIFEST, verifies=[True])
 
-    def test_a_sealed_marker(self) -> None:
+    def test_a_sealed_manifest(self) -> None:
         cases: dict[bool, Any] = {True: {}, False: {}}
-        for number, (what, edit) in enumerate(MARKERS.items()):
+        for number, (what, edit) in enumerate(MANIFESTS.items()):
             folder = self.copy(name=f"{number}")
             limit = sys_digits(0)
             try:
-                seal(folder, edit(read_marker(folder)))
+                seal(folder, edit(read_manifest(folder)))
             finally:
                 sys_digits(limit)
             cases["hash" in what][what] = (folder, [str(folder)])
@@ -672,21 +672,21 @@ class MarkerTest(DamageTest):
         cases = {}
         for what, text in texts.items():
             folder = self.copy(name=what)
-            (folder / MARKER).write_bytes(text)
-            cases[what] = (folder, [MARKER])
+            (folder / MANIFEST).write_bytes(text)
+            cases[what] = (folder, [MANIFEST])
         self.check_all_refused(cases)
 
-    def test_a_marker_of_half_a_gigabyte(self) -> None:
+    def test_a_manifest_of_half_a_gigabyte(self) -> None:
         folder = self.copy()
-        os.truncate(folder / MARKER, 1 << 29)
-        self.check_refused(folder, MARKER)
+        os.truncate(folder / MANIFEST, 1 << 29)
+        self.check_refused(folder, MANIFEST)
 
     def test_a_key_twice(self) -> None:
         """Readers that take the first one and readers that take the last one would see two checkpoints."""
         folder = self.copy()
-        text = (folder / MARKER).read_text()
-        (folder / MARKER).write_text(text.replace("{", '{"checkpoint": {"format": "fsdp_optim", "version": 1}, ', 1))
-        self.check_refused(folder, MARKER)
+        text = (folder / MANIFEST).read_text()
+        (folder / MANIFEST).write_text(text.replace("{", '{"checkpoint": {"format": "fsdp_optim", "version": 1}, ', 1))
+        self.check_refused(folder, MANIFEST)
 
 
 # ------------------------------------------------------------------------------------------- reading that fails

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from kit.checkpoint_damage import brief_of, packed, sealed_brief
-from kit.checkpoint_format import MARKER, canonical
+from kit.checkpoint_format import MANIFEST, canonical
 from kit.training import Peculiar
 from kit.wrapping import Differs, Trained, check_same
 from parameterized import parameterized
@@ -28,7 +28,7 @@ import fsdp_optim
 OF_EACH_TYPE: tuple[Any, ...] = (None, True, -1, 1.5, "word", [], ["word", "word"], {}, {"word": ["word"]})
 
 CHECKPOINTS = {
-    "in the marker": Kind(Peculiar, extra=False),
+    "in the manifest": Kind(Peculiar, extra=False),
     "in a file": KINDS["tensors in groups"],
     "split": KINDS["split"],
 }
@@ -71,11 +71,11 @@ def _made_of(value: Any) -> Any:
 
 def documents(name: str, good: Files) -> Iterator[Document]:
     """Each value once: what the second tensor, file or parameter says is read as what the first one says."""
-    marker = json.loads(_bytes(good, MARKER))["checkpoint"]
-    brief = marker["brief"]
-    rest = {key: value for key, value in marker.items() if key != "brief"}
-    if name == "in the marker":
-        yield Document("marker", rest, lambda files, value: _put_marker(files, value, brief))
+    manifest = json.loads(_bytes(good, MANIFEST))["checkpoint"]
+    brief = manifest["brief"]
+    rest = {key: value for key, value in manifest.items() if key != "brief"}
+    if name == "in the manifest":
+        yield Document("manifest", rest, lambda files, value: _put_manifest(files, value, brief))
         yield Document("brief", brief, lambda files, value: _put_brief(files, {**rest, "brief": value}))
     for file in sorted(good):
         if file.endswith(".index.json") and name == "split":
@@ -95,15 +95,15 @@ def _bytes(files: Files, name: str) -> bytes:
     return data
 
 
-def _put_marker(files: Files, value: Any, brief: Any) -> None:
+def _put_manifest(files: Files, value: Any, brief: Any) -> None:
     if isinstance(value, dict):
         value = {**value, "brief": brief_of(value, brief)}
-    files[MARKER] = sealed(value)
+    files[MANIFEST] = sealed(value)
 
 
 def _put_brief(files: Files, value: Any) -> None:
     brief = value["brief"]
-    files[MARKER] = sealed({**value, "brief": sealed_brief(brief) if isinstance(brief, dict) else brief})
+    files[MANIFEST] = sealed({**value, "brief": sealed_brief(brief) if isinstance(brief, dict) else brief})
 
 
 def _putter(file: str, written: Callable[[Any], bytes], data: bytes = b"") -> Callable[[Files, Any], None]:

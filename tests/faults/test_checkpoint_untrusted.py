@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import xxhash
-from kit.checkpoint_format import canonical, read_marker
+from kit.checkpoint_format import canonical, read_manifest
 from kit.wrapping import check_same, error_text
 from parameterized import parameterized
 from torch import nn
@@ -47,8 +47,8 @@ class InFolder(unittest.TestCase):
         self.path = Path(folder.name) / "step"
 
     def rewrite(self, edit: Callable[[Any], Any]) -> None:
-        """Another marker, with the right checksum."""
-        text = canonical(edit(read_marker(self.path)))
+        """Another manifest, with the right checksum."""
+        text = canonical(edit(read_manifest(self.path)))
         checksum = xxhash.xxh3_64_hexdigest(text).encode()
         (self.path / "fsdp_optim.json").write_bytes(b'{"checksum":"' + checksum + b'","checkpoint":' + text + b"}\n")
 
@@ -270,14 +270,14 @@ class GrowthTest(InFolder):
             ("lists in lists", "[" + ",".join(["[" * 50 + "]" * 50] * 9_000) + "]"),
         )
     )
-    def test_memory_of_a_marker(self, _: str, text: str) -> None:
+    def test_memory_of_a_manifest(self, _: str, text: str) -> None:
         model, optim = stepped()
         fsdp_optim.save(self.path, model, optim, **QUIET)
-        marker = self.path / "fsdp_optim.json"
-        rest = json.dumps(read_marker(self.path), sort_keys=True)[1:]
+        manifest = self.path / "fsdp_optim.json"
+        rest = json.dumps(read_manifest(self.path), sort_keys=True)[1:]
         for body in (f'{{"filling":{text},{rest}', f'{{"model":{text}}}'):
             checksum = xxhash.xxh3_64_hexdigest(body.encode())
-            marker.write_text(f'{{"checksum":"{checksum}","checkpoint":{body}}}\n')
+            manifest.write_text(f'{{"checksum":"{checksum}","checkpoint":{body}}}\n')
             gc.collect()
             tracemalloc.start()
             try:
@@ -286,7 +286,7 @@ class GrowthTest(InFolder):
             finally:
                 tracemalloc.stop()
             self.assertEqual(kind, "CheckpointError", found)
-            self.assertIn(str(marker), found)
+            self.assertIn(str(manifest), found)
             self.assertLess(peak, 5 * len(text) + (1 << 20))
 
     def test_what_would_not_be_read_is_not_written(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fsdp_optim
-from kit.checkpoint_format import read_marker
+from kit.checkpoint_format import read_manifest
 from kit.checkpoints import InFolder
 from kit.wrapping import check_same
 
@@ -43,7 +43,7 @@ def clock(hours: float) -> Iterator[None]:
 
 
 def sequence_of(folder: Path) -> int:
-    return int(read_marker(folder)["brief"]["sequence"])
+    return int(read_manifest(folder)["brief"]["sequence"])
 
 
 class CatalogTest(InFolder):

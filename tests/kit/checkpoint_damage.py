@@ -16,7 +16,7 @@ from unittest import mock
 
 import xxhash
 
-from kit.checkpoint_format import MARKER, canonical, make_sums, read_marker, read_safetensors, sums_of
+from kit.checkpoint_format import MANIFEST, canonical, make_sums, read_manifest, read_safetensors, sums_of
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
@@ -41,11 +41,11 @@ def entries_of(path: Path) -> dict[str, Any]:
 
 
 def rewrite(path: Path, header: bytes, data: bytes | None = None) -> None:
-    """Replace the header, and possibly the data, of a file, with matching checksums in the table and the marker."""
+    """Replace the header, and possibly the data, of a file, with matching checksums in the table and the manifest."""
     data = read_safetensors(path).data if data is None else data
     path.write_bytes(header + data)
-    folder = next(parent for parent in path.parents if (parent / MARKER).exists())
-    checkpoint = read_marker(folder)
+    folder = next(parent for parent in path.parents if (parent / MANIFEST).exists())
+    checkpoint = read_manifest(folder)
     entry = checkpoint["files"][str(path.relative_to(folder))]
     entry |= {"size": path.stat().st_size, "header_xxh3_64": xxhash.xxh3_64_hexdigest(header)}
     if entry["sums_xxh3_64"] is not None:
@@ -55,14 +55,14 @@ def rewrite(path: Path, header: bytes, data: bytes | None = None) -> None:
 
 
 def seal(folder: Path, checkpoint: Any) -> None:
-    """Write a marker that has the right checksum, and a brief that agrees with the rest."""
+    """Write a manifest that has the right checksum, and a brief that agrees with the rest."""
     if isinstance(checkpoint, dict) and "brief" in checkpoint:
         checkpoint = checkpoint | {"brief": brief_of(checkpoint, checkpoint["brief"])}
     seal_as_it_is(folder, checkpoint)
 
 
 def brief_of(checkpoint: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
-    """The brief of a marker; entries that the marker no longer has stay as they were."""
+    """The brief of a manifest; entries that the manifest no longer has stay as they were."""
     brief = {key: value for key, value in was.items() if key != "xxh3_64"}
     brief |= {key: checkpoint[key] for key in ("created_ns", "token", "version", "world_size") if key in checkpoint}
     with contextlib.suppress(AttributeError, KeyError, TypeError):
@@ -80,10 +80,10 @@ def sealed_brief(brief: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seal_as_it_is(folder: Path, checkpoint: Any) -> None:
-    """Write a marker with the right checksum, and an unchanged brief."""
+    """Write a manifest with the right checksum, and an unchanged brief."""
     text = canonical(checkpoint)
     checksum = xxhash.xxh3_64_hexdigest(text).encode()
-    (folder / MARKER).write_bytes(b'{"checksum":"' + checksum + b'","checkpoint":' + text + b"}")
+    (folder / MANIFEST).write_bytes(b'{"checksum":"' + checksum + b'","checkpoint":' + text + b"}")
 
 
 Entries = dict[str, Any]
@@ -221,7 +221,7 @@ def renamed(value: Any, was: str, name: str) -> Any:
     return name if value == was else value
 
 
-MARKERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda checkpoint: [],
     "null": lambda checkpoint: None,
     "nothing in it": lambda checkpoint: {},
@@ -282,7 +282,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-MARKERS |= {
+MANIFESTS |= {
     "groups are a number": lambda checkpoint: checkpoint | {"optim": checkpoint["optim"] | {"groups": 7}},
     "params of a group are numbers": with_group(params=[0, 1]),
     "params of a group are unknown": with_group(params=["nobody"]),
@@ -311,12 +311,12 @@ MARKERS |= {
 OF_ANOTHER_MODEL = ("files are empty", "params of a group are numbers", "params of a group are unknown")
 OF_ANOTHER_MODEL += ("params of a group are lists", "state of no kind")
 """The damages that a load may refuse as the checkpoint of another model."""
-MARKERS |= {
+MANIFESTS |= {
     f"size {size!r}": with_file(size=size) for size in (-1, 0, 1, 2**63, 2**64, 1e300, float("inf"), "100", None, [])
 }
-MARKERS["size of 5000 digits"] = with_file(size=10**5000)
-MARKERS |= {f"header hash {value!r}": with_file(header_xxh3_64=value) for value in ("", 7, None, "0" * 16)}
-MARKERS |= {f"sums hash {value!r}": with_file(sums_xxh3_64=value) for value in ("", 7, "0" * 16)}
+MANIFESTS["size of 5000 digits"] = with_file(size=10**5000)
+MANIFESTS |= {f"header hash {value!r}": with_file(header_xxh3_64=value) for value in ("", 7, None, "0" * 16)}
+MANIFESTS |= {f"sums hash {value!r}": with_file(sums_xxh3_64=value) for value in ("", 7, "0" * 16)}
 
 
 def sys_digits(limit: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kit.wrapping import check_same
 
-MARKER = "fsdp_optim.json"
+MANIFEST = "fsdp_optim.json"
 SUMS_MAGIC = b"FSOSUMS1"
 MAX_SEGMENT = 4 << 20
 
@@ -121,25 +121,25 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def read_marker(folder: Path) -> dict[str, Any]:
-    """The "checkpoint" of a marker; raises where its checksum is wrong."""
-    whole = json.loads((folder / MARKER).read_bytes(), object_pairs_hook=functools.partial(_once, folder / MARKER))
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The "checkpoint" of a manifest; raises where its checksum is wrong."""
+    whole = json.loads((folder / MANIFEST).read_bytes(), object_pairs_hook=functools.partial(_once, folder / MANIFEST))
     if set(whole) != {"checksum", "checkpoint"}:
-        raise NotValid(f"{folder / MARKER}: {list(whole)}")
+        raise NotValid(f"{folder / MANIFEST}: {list(whole)}")
     wanted = xxhash.xxh3_64_hexdigest(canonical(whole["checkpoint"]))
     if whole["checksum"] != wanted:
-        raise NotValid(f"{folder / MARKER}: checksum {whole['checksum']!r}, not {wanted!r}")
+        raise NotValid(f"{folder / MANIFEST}: checksum {whole['checksum']!r}, not {wanted!r}")
     return whole["checkpoint"]
 
 
 def check_folder(folder: Path) -> list[str]:
-    """Raise unless everything in a checkpoint is valid and agrees with its marker. The names of its safetensors files."""
-    checkpoint = read_marker(folder)
+    """Raise unless everything in a checkpoint is valid and agrees with its manifest. The names of its safetensors files."""
+    checkpoint = read_manifest(folder)
     if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2):
         raise NotValid(f"{folder}: format {checkpoint['format']!r}, version {checkpoint['version']!r}")
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
     indexes = [path.name for path in folder.glob("*.index.json")]
-    check_same("files of the marker", sorted(checkpoint["files"]), sorted([*names, *indexes]))
+    check_same("files of the manifest", sorted(checkpoint["files"]), sorted([*names, *indexes]))
     for name in names:
         file, entry, table = read_safetensors(folder / name), checkpoint["files"][name], sums_of(folder / name)
         if "/" in name:  # has no table

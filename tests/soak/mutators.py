@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
-from kit.checkpoint_damage import HEADERS, LIES, MARKERS, brief_of, packed, sys_digits
-from kit.checkpoint_format import MARKER, SUMS_MAGIC, make_sums
+from kit.checkpoint_damage import HEADERS, LIES, MANIFESTS, brief_of, packed, sys_digits
+from kit.checkpoint_format import MANIFEST, SUMS_MAGIC, make_sums
 
 Files = dict[str, bytes | str | None]
 """The files of a checkpoint by name: bytes; None: is missing; "folder", "link", "pipe": is that."""
@@ -236,12 +236,12 @@ def in_data(rng: random.Random, files: Files) -> Done:
 
 
 def in_json(rng: random.Random, files: Files) -> Done:
-    """The marker, or an index."""
-    name = rng.choice([MARKER, *(name for name in files if name.endswith(".json"))])
+    """The manifest, or an index."""
+    name = rng.choice([MANIFEST, *(name for name in files if name.endswith(".json"))])
     value = _parsed(files[name])
     if value is None:
         return in_bytes(rng, files)
-    inner = name == MARKER and isinstance(value, dict) and rng.random() < 0.9
+    inner = name == MANIFEST and isinstance(value, dict) and rng.random() < 0.9
     before = value["checkpoint"] if inner and "checkpoint" in value else value
     after = mutate_json(rng, before)
     lies = before is not value and rng.random() < 0.7
@@ -277,7 +277,7 @@ def in_header(rng: random.Random, files: Files) -> Done:
 def by_a_known_lie(rng: random.Random, files: Files) -> Done:
     """One of those that tests of damage have in a table."""
     kind = rng.randrange(3)
-    name = rng.choice([MARKER] if kind == 2 else _safetensors(files))
+    name = rng.choice([MANIFEST] if kind == 2 else _safetensors(files))
     parts = split_header(files[name]) if kind != 2 else None  # type: ignore[arg-type]
     try:
         if kind == 0 and parts is not None:
@@ -290,10 +290,10 @@ def by_a_known_lie(rng: random.Random, files: Files) -> Done:
             what, change = rng.choice(list(HEADERS.items()))
             files[name] = change(struct.pack("<Q", len(parts[0])) + parts[0]) + parts[1]
         else:
-            what, edit_marker = rng.choice(list(MARKERS.items()))
-            edited = edit_marker(json.loads(files[MARKER])["checkpoint"])  # type: ignore[arg-type]
+            what, edit_manifest = rng.choice(list(MANIFESTS.items()))
+            edited = edit_manifest(json.loads(files[MANIFEST])["checkpoint"])  # type: ignore[arg-type]
             _repair_brief(edited)
-            files[MARKER] = sealed(edited)
+            files[MANIFEST] = sealed(edited)
     except (
         ValueError,
         LookupError,
@@ -302,7 +302,7 @@ def by_a_known_lie(rng: random.Random, files: Files) -> Done:
         RecursionError,
     ):  # it is not there, or was changed before
         return in_bytes(rng, files)
-    return f"{what} in {name}", name == MARKER
+    return f"{what} in {name}", name == MANIFEST
 
 
 def by_another_file(rng: random.Random, files: Files, donor: Mapping[str, bytes]) -> Done:
@@ -354,7 +354,7 @@ def _parsed(data: Any) -> Any:
 
 
 def sealed(checkpoint: Any) -> bytes:
-    """A marker with the right checksum."""
+    """A manifest with the right checksum."""
     limit = sys_digits(0)
     try:
         body = json.dumps(checkpoint, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -365,8 +365,8 @@ def sealed(checkpoint: Any) -> bytes:
 
 
 def repair(files: Files, *, tables: bool = True) -> None:
-    """All checksums are those of what is there now: of extras, of data, of headers, and the marker's own."""
-    outer = _parsed(files.get(MARKER))
+    """All checksums are those of what is there now: of extras, of data, of headers, and the manifest's own."""
+    outer = _parsed(files.get(MANIFEST))
     checkpoint = outer.get("checkpoint") if isinstance(outer, dict) else None
     if not isinstance(checkpoint, dict):
         return
@@ -389,11 +389,11 @@ def repair(files: Files, *, tables: bool = True) -> None:
                 table = files[f"{name}.sums"] = make_sums(parts[1])
             info["sums_xxh3_64"] = xxhash.xxh3_64_hexdigest(table)
     _repair_brief(checkpoint)
-    files[MARKER] = sealed(checkpoint)
+    files[MANIFEST] = sealed(checkpoint)
 
 
 def _repair_brief(checkpoint: Any) -> None:
-    """What is said at the beginning of the marker agrees with the rest."""
+    """What is said at the beginning of the manifest agrees with the rest."""
     if isinstance(checkpoint, dict) and isinstance(checkpoint.get("brief"), dict):
         limit = sys_digits(0)
         try:

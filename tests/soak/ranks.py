@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.checkpoint_format import MARKER, check_folder
+from kit.checkpoint_format import MANIFEST, check_folder
 from kit.wrapping import Differs, Trained, adam, check_same, local_of
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -358,9 +358,9 @@ def check_root(root: Path, at_least: int, at_most: int) -> int:
 
 
 def leftovers(root: Path) -> set[str]:
-    """What is no checkpoint: by its name, or because it has no marker."""
+    """What is no checkpoint: by its name, or because it has no manifest."""
     names = {path.name for path in root.iterdir() if any(word in path.name for word in LEFTOVER)}
-    return names | {path.name for path in root.iterdir() if not (path / MARKER).exists()}
+    return names | {path.name for path in root.iterdir() if not (path / MANIFEST).exists()}
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from kit.catalogs import LOG, CatalogTest, clock, save, sequence_of, unreadable
 from kit.checkpoint_damage import seal, seal_as_it_is, sealed_brief
-from kit.checkpoint_format import GOLDEN, MARKER, check_folder, read_marker
+from kit.checkpoint_format import GOLDEN, MANIFEST, check_folder, read_manifest
 from kit.wrapping import Differs, check_same, error_text
 from parameterized import parameterized
 from torch import nn
@@ -27,8 +27,8 @@ from fsdp_optim.storage.posix.opened import OpenFolder
 
 
 def as_before_sequences(folder: Path) -> None:
-    """The marker of a version that recorded no sequence number."""
-    seal(folder, {key: value for key, value in read_marker(folder).items() if key != "brief"})
+    """The manifest of a version that recorded no sequence number."""
+    seal(folder, {key: value for key, value in read_manifest(folder).items() if key != "brief"})
 
 
 class OrderTest(CatalogTest):
@@ -66,10 +66,10 @@ class OrderTest(CatalogTest):
         (self.root / "other" / "model.safetensors").unlink()
         save(self.root / "b")
         check_same("after an incomplete one", sequence_of(self.root / "b"), 3)
-        marker = self.root / "b" / MARKER
-        marker.write_bytes(marker.read_bytes()[:-9])
+        manifest = self.root / "b" / MANIFEST
+        manifest.write_bytes(manifest.read_bytes()[:-9])
         save(self.root / "c")
-        check_same("after one whose marker is cut", sequence_of(self.root / "c"), 4)
+        check_same("after one whose manifest is cut", sequence_of(self.root / "c"), 4)
         (self.root / "c").rename(self.root / "c.old-0123456789abcdef")
         save(self.root / "d")
         check_same("after one that is aside", sequence_of(self.root / "d"), 5)
@@ -78,25 +78,25 @@ class OrderTest(CatalogTest):
         self.check_latest("a")
 
     def test_a_brief_that_is_damaged(self) -> None:
-        """Then the rest of the marker says nothing that counts; and the other way round."""
+        """Then the rest of the manifest says nothing that counts; and the other way round."""
         save(self.root / "step-1")
         save(self.root / "step-2")
-        marker = self.root / "step-2" / MARKER
-        marker.write_bytes(marker.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
+        manifest = self.root / "step-2" / MANIFEST
+        manifest.write_bytes(manifest.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
         with self.assertLogs(LOG, logging.WARNING) as logs:
             self.check_latest("step-1")
         self.assertIn("step-2", logs.output[0])
 
     def test_a_brief_that_disagrees_with_the_rest(self) -> None:
         save(self.root / "step-1")
-        checkpoint = read_marker(self.root / "step-1")
+        checkpoint = read_manifest(self.root / "step-1")
         files = checkpoint["brief"]["files"]
         checkpoint["brief"]["files"] = {name: size + 1 for name, size in files.items()}
         checkpoint["brief"] = sealed_brief(checkpoint["brief"])
         seal_as_it_is(self.root / "step-1", checkpoint)
         kind, text = error_text(lambda: fsdp_optim.load(self.root / "step-1", nn.Linear(3, 2)))
         check_same("kind", kind, "CheckpointError")
-        self.assertIn(str(self.root / "step-1" / MARKER), text)
+        self.assertIn(str(self.root / "step-1" / MANIFEST), text)
         self.assertIn("brief", text)
 
     @parameterized.expand(
@@ -117,7 +117,7 @@ class OrderTest(CatalogTest):
     def test_a_brief_of_wrong_types(self, key: str, value: Any) -> None:
         save(self.root / "step-1")
         save(self.root / "step-2")
-        checkpoint = read_marker(self.root / "step-2")
+        checkpoint = read_manifest(self.root / "step-2")
         checkpoint["brief"] = sealed_brief(checkpoint["brief"] | {key: value})
         seal_as_it_is(self.root / "step-2", checkpoint)
         self.check_latest("step-1")
@@ -168,13 +168,13 @@ class OrderTest(CatalogTest):
         self.check_only()
 
     def test_the_brief_is_all_that_is_read_of_most(self) -> None:
-        """The rest of the marker is read of the newest one alone."""
+        """The rest of the manifest is read of the newest one alone."""
         model = nn.ModuleList(nn.Linear(1, 1) for _ in range(200))
         for step in range(5):
             save(self.root / f"step-{step}", model)
-        size = (self.root / "step-0" / MARKER).stat().st_size
+        size = (self.root / "step-0" / MANIFEST).stat().st_size
         if size < 3 * 4096:
-            raise Differs(f"a marker of {size} bytes is too small to tell")
+            raise Differs(f"a manifest of {size} bytes is too small to tell")
         read = []
         real = json.loads
 
@@ -184,7 +184,7 @@ class OrderTest(CatalogTest):
 
         with mock.patch.object(json, "loads", loads):
             self.check_latest("step-4")
-        check_same("markers that were read whole", read, [size])
+        check_same("manifests that were read whole", read, [size])
 
     def test_a_brief_that_is_long(self) -> None:
         """As where thousands of ranks have extras of their own: it does not end in the first bytes that are read."""
@@ -276,11 +276,11 @@ class KeepLastTest(CatalogTest):
         self.check_latest("step-2")
 
     def test_one_that_is_damaged_is_not_counted(self) -> None:
-        """Also where the brief of its marker is whole."""
+        """Also where the brief of its manifest is whole."""
         for step in (1, 2, 3):
             save(self.root / f"step-{step}")
-        marker = self.root / "step-3" / MARKER
-        marker.write_bytes(marker.read_bytes()[:-9])
+        manifest = self.root / "step-3" / MANIFEST
+        manifest.write_bytes(manifest.read_bytes()[:-9])
         save(self.root / "step-4", keep_last=2)
         self.check_only("step-2", "step-3", "step-4")
 
@@ -323,7 +323,7 @@ class NeighboursTest(CatalogTest):
 
     def test_a_newer_version_is_not_nothing(self) -> None:
         save(self.root / "step-1")
-        seal(self.root / "step-1", read_marker(self.root / "step-1") | {"version": 99})
+        seal(self.root / "step-1", read_manifest(self.root / "step-1") | {"version": 99})
         self.assertIn("99", error_text(lambda: fsdp_optim.latest(self.root))[1])
 
     @parameterized.expand(((errno.EIO,), (errno.ESTALE,), (errno.EACCES,)))
@@ -339,7 +339,7 @@ class NeighboursTest(CatalogTest):
         os.mkfifo(self.root / "pipe")
         (self.root / "nowhere").symlink_to(self.root / "nothing")
         (self.root / "folder").mkdir()
-        os.mkfifo(self.root / "folder" / MARKER)
+        os.mkfifo(self.root / "folder" / MANIFEST)
         save(self.root / "step-1")
         (self.root / "link-9").symlink_to(self.root / "step-1")
         save(self.root / "step-2", keep_last=1)
