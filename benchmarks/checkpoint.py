@@ -81,7 +81,7 @@ class Subject:
 
 
 def fresh(folder: Path, name: str) -> Path:
-    """A path where nothing is; what is there goes first, outside the timed part of the next contestant."""
+    """An empty path. Earlier files are removed first, outside the timed part of the next contestant."""
     path = folder / name
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
@@ -216,7 +216,7 @@ def saves(folder: Path, rounds: int) -> dict[str, Series]:
 
 
 def tidy(folder: Path, handles: list[Any]) -> None:
-    """Before each call: no save under way, nothing where a peer does not overwrite."""
+    """Prepare a call: wait for saves under way, and remove files that a peer would not overwrite."""
     while handles:
         handles.pop().wait()
     if dist.get_rank() == 0:
@@ -225,7 +225,7 @@ def tidy(folder: Path, handles: list[Any]) -> None:
 
 
 def last_saves(folder: Path) -> None:
-    """One of each, for the loads."""
+    """Save one checkpoint with each contestant, for the loads."""
     with fairscale_on_cpu():
         fsdp2 = Subject(in_fsdp2)
         fsdp_optim.save(folder / "ours", fsdp2.model, fsdp2.optim, overwrite=True)
@@ -246,7 +246,7 @@ def loads(folder: Path, rounds: int) -> dict[str, Series]:
             return fsdp_optim.load(folder / "ours", new.model, new.optim, **options)
 
         def resumed(name: str) -> None:
-            """As after a restart: no optimizer has state, but the one that is to be overwritten."""
+            """Bring the optimizers into their state after a restart: only the one that is loaded has state."""
             for optim in optims:
                 optim.state.clear()
 

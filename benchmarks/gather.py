@@ -35,7 +35,7 @@ BUCKET = 64 << 20
 
 
 def blocks_of(kind: str) -> list[nn.Module]:
-    """One for each FSDP unit."""
+    """One module for each FSDP unit."""
     if kind == "big":
         return [nn.Sequential(nn.Linear(1443, 2886), nn.Linear(2886, 1443)) for _ in range(12)]
     return [nn.Sequential(nn.Linear(111, 111)) for _ in range(400)]

@@ -73,7 +73,7 @@ def _measure(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def _touch(nbytes: int) -> None:
-    """Use some memory and give it back.
+    """Use some memory and free it.
 
     The host of a virtual machine takes free memory away after a while; who gets it next would pay for that.
     """
@@ -84,7 +84,7 @@ def _touch(nbytes: int) -> None:
 
 
 def _reset_peak() -> int:
-    """Make the kernel forget this process's peak; returns what is resident now, in bytes."""
+    """Reset the kernel's record of this process's peak memory; return the resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -103,13 +103,13 @@ def load(placements: Sequence[Placement], rank: int) -> list[object]:
 
 
 def local_part(placement: Placement, rank: int) -> tuple[int, int]:
-    """Where in a rank's local tensor its elements begin, and how many they are."""
+    """The offset of a rank's elements in its local tensor, and their number."""
     start, stop = placement.local_range(rank)
     return start, stop - start
 
 
 def measured(plan: Callable[[], list[object]]) -> tuple[float, float]:
-    """Seconds, and the MiB by which the process has grown while what was planned is held."""
+    """The seconds of a plan, and the MiB by which the process grows while the plan is held."""
     gc.collect()
     before = resident_mib()
     began = time.perf_counter()
@@ -121,12 +121,12 @@ def measured(plan: Callable[[], list[object]]) -> tuple[float, float]:
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """The resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def num_copies(layout: str, num_params: int, world_size: int) -> int:
-    """About how many copies the recipient has."""
+    """The approximate number of copies on the recipient."""
     return num_params * (min(world_size, 1024) * (COLUMNS if layout == "grid" else 1)) // (4 if layout == "flat" else 1)
 
 

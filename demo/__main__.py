@@ -54,7 +54,7 @@ def names_of(world_size: int) -> str:
 
 
 def report_failures(comparisons: list[Comparison]) -> int:
-    """Say what failed; the exit status."""
+    """Print the failures; return the exit status."""
     failures = [f"{c.name}: {failure}" for c in comparisons for failure in c.failures()]
     for failure in failures:
         print(f"FAILED {failure}", file=sys.stderr)

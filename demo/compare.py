@@ -1,4 +1,4 @@
-"""Holds a resumed run against the run that was never stopped."""
+"""The comparison of a resumed run with the run that was never stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOSS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Comparison:
-    """`name` is what the run was resumed on; a difference is the largest absolute one of any state value."""
+    """The differences of one resumed run: the largest absolute ones of any value. `name`: the ranks of the run."""
 
     name: str
     steps: int
@@ -32,7 +32,7 @@ class Comparison:
     seconds: float
 
     def failures(self) -> list[str]:
-        """What is not as it must be, in words; empty when all is well."""
+        """The failures in words; empty if there are none."""
         allowed = 0.0 if self.must_be_bit_exact else LOSS_TOLERANCE
         failed = []
         if self.state_difference_after_load != 0:
@@ -77,7 +77,7 @@ def state_difference(one: dict[str, Any] | None, other: dict[str, Any]) -> float
 
 
 def shape_of(full: dict[str, Any]) -> object:
-    """All of a full optimizer state but the values of its tensors."""
+    """A full optimizer state without the values of its tensors."""
     tensors = {
         (index, name): (value.shape, value.dtype)
         for index, state in full["state"].items()
@@ -87,5 +87,5 @@ def shape_of(full: dict[str, Any]) -> object:
 
 
 def largest(numbers: Any) -> float:
-    """As max, but NaN counts as the largest of all."""
+    """The maximum, where NaN counts as the largest number."""
     return max(numbers, key=lambda number: math.inf if math.isnan(number) else number)

@@ -1,4 +1,4 @@
-"""What the demo shows: a table, and a picture of the loss curves."""
+"""The output of the demo: a table, and a picture of the loss curves."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def draw(path: Path, whole: Run, resumed: dict[str, Run], save_after: int) -> None:
-    """The curves on top of each other, and below, where they would differ."""
+    """Draw the curves on top of each other, and their differences below."""
     figure, (losses, differences) = pyplot.subplots(
         2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1), layout="constrained"
     )

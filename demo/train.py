@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """What came of one run, as rank 0 tells it."""
+    """The result of one run, from rank 0."""
 
     first_step: int
     losses: list[float]
@@ -46,7 +46,7 @@ class Run:
 
 
 def train_sharded(plan: Plan, resume: bool) -> Run | None:
-    """What each rank runs. Rank 0 returns the run, the others None."""
+    """The function that each rank runs. Rank 0 returns the run, the others None."""
     start = time.perf_counter()
     hush_fairscale()
     text = Text(CONTEXT, BATCH_SIZE)
@@ -100,7 +100,7 @@ def save_sharded(path: Path, model: FullyShardedDataParallel, optim: torch.optim
 
 
 def load_sharded(path: Path, model: FullyShardedDataParallel, optim: torch.optim.Optimizer) -> int:
-    """Each rank takes its shard out of the one file, whatever the world size. The step to go on from."""
+    """Load this rank's shard from the one file, at any world size; return the step at which the run continues."""
     checkpoint = torch.load(path, mmap=True, weights_only=True)
     model.load_state_dict(checkpoint["model"])
     fsdp_optim.load_optim_state_dict(optim, model.get_shard_from_optim_state_dict(checkpoint["optim"]))
@@ -127,6 +127,6 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, text: Text, steps: ran
 
 
 def hush_fairscale() -> None:
-    """fairscale 0.4.13 calls things by names that newer torch warns about; they all still work."""
+    """Silence warnings of newer torch about old names that fairscale 0.4.13 uses, and that still work."""
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     warnings.filterwarnings("ignore", message=".*_base` is a private function", category=FutureWarning)

@@ -1,4 +1,4 @@
-"""What every Adapter has to do, as one test class; `fsdp_optim.adapters.Adapter` has the protocol.
+"""A test class for every Adapter; `fsdp_optim.adapters.Adapter` has the protocol.
 
     def make():                                       # at module level, so that a worker can import it
         return MyAdapter()
@@ -32,14 +32,14 @@ from fsdp_optim.testing.ranks import run_on_ranks
 from fsdp_optim.view import ModelView, NamedHandle
 
 VALUE = "momentum_buffer"
-"""A name that is known to be that of a value which is cut like its parameter."""
+"""A name that the library knows as that of a value which is cut like its parameter."""
 
 Made = tuple[nn.Module, Any]
 """A wrapped model, and its optimizer."""
 
 
 class Awkward(nn.Module):
-    """Nested, with a parameter of one element, and hardly a dimension that ranks divide; its elements are their own numbers."""
+    """A nested model with awkward shapes, in which each element is its own number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Awkward(nn.Module):
 
 
 class AdapterConformance:
-    """A mix-in for a `unittest.TestCase`: what an Adapter promises, one promise a test.
+    """A mix-in for a `unittest.TestCase`: the promises of an Adapter, one per test.
 
     Attributes:
         make_adapter: makes the adapter; None for one that is known already (built in, or installed).
@@ -78,25 +78,25 @@ class AdapterConformance:
     num_padded_promised: bool = False
 
     def test_every_element_is_where_the_layout_says(self) -> None:
-        """On every rank that holds it, and nowhere else; together the ranks hold all of it."""
+        """Each element lies where the placement says, and on no other rank; the ranks together hold all elements."""
         for by_rank in self._on_ranks(check_elements):
             judge_elements(by_rank)
 
     def test_names_and_order_are_those_of_the_unwrapped_model(self) -> None:
-        """Every parameter once, under its own name."""
+        """Every parameter occurs once, under the name of the unwrapped model."""
         self._on_ranks(check_names)
 
     def test_local_and_from_local_are_inverse(self) -> None:
-        """For state values of the parameter's dtype and of another."""
+        """`local` and `from_local` are inverse, for the dtype of the parameter and for another one."""
         self._on_ranks(check_inverse)
 
     def test_what_the_ranks_say_is_alike(self) -> None:
-        """Shapes, and the ranks that have to make a call, are the same on all of them."""
+        """All ranks see the same shapes, and the same ranks of a call."""
         for by_rank in self._on_ranks(check_alike):
             judge_alike(by_rank)
 
-    def test_padding_is_said(self) -> None:
-        """A local tensor is as long as its elements and its padding."""
+    def test_padding_is_counted(self) -> None:
+        """The length of a local tensor is that of its elements and its padding."""
         found = self._on_ranks(check_padding)
         if self.num_padded_promised and not any(any(by_rank) for by_rank in found):
             raise AssertionError("no Handle has num_padded at any world size")
@@ -106,7 +106,7 @@ class AdapterConformance:
         self._on_ranks(check_unchanged)
 
     def test_a_gather_gives_the_plain_values(self) -> None:
-        """State that is the parameters themselves is, gathered, what the unwrapped model has; and comes back as it was."""
+        """State that equals the parameters gathers to the unwrapped parameters, and loads again unchanged."""
         self._on_ranks(check_gather)
 
     def _on_ranks(self, check: Callable[[Made, ModelReader], Any]) -> list[list[Any]]:
@@ -131,12 +131,12 @@ def run_check(check: Callable[[Made, ModelReader], Any], cls: type[AdapterConfor
 
 
 def _plain() -> dict[str, torch.Tensor]:
-    """Each parameter of the unwrapped model; a wrapper may keep fewer bits, which whole numbers do not need."""
+    """The parameters of the unwrapped model. Whole numbers survive a wrapper that keeps fewer bits."""
     return {fqn: param.detach() for fqn, param in Awkward().named_parameters()}
 
 
 def _views(made: Made, reader: ModelReader) -> Iterator[ModelView]:
-    """The model by itself, and as the optimizer has it."""
+    """The view of the model alone, and the view with its optimizer."""
     yield reader.read()
     yield reader.read(optim=made[1])
 
@@ -153,7 +153,7 @@ def _expect(holds: bool, what: str) -> None:
 
 
 def check_elements(made: Made, reader: ModelReader) -> list[dict[str, list[int]]]:
-    """The numbers that lie on this rank, which have to be those that the layout says, by FQN."""
+    """The numbers on this rank, by FQN. Raises unless they are those of the placement."""
     plain, me, found = _plain(), dist.get_rank(), []
     for view in _views(made, reader):
         held: dict[str, list[int]] = {}
@@ -178,7 +178,7 @@ def check_elements(made: Made, reader: ModelReader) -> list[dict[str, list[int]]
 
 
 def judge_elements(by_rank: Sequence[list[dict[str, list[int]]]]) -> None:
-    """All ranks together have every element, of the model's parameters and of what the optimizer has in their place."""
+    """Check that the ranks together hold every element of the parameters, and of the tensors in the optimizer."""
     for views in zip(*by_rank, strict=True):
         for fqn, whole in _plain().items():
             covered = {number for held in views for number in held.get(fqn, ())}
@@ -188,7 +188,7 @@ def judge_elements(by_rank: Sequence[list[dict[str, list[int]]]]) -> None:
 
 
 def check_names(made: Made, reader: ModelReader) -> None:
-    """As `named_parameters()` of the unwrapped model gives them."""
+    """Check that names and order are those of `named_parameters()` of the unwrapped model."""
     for view in _views(made, reader):
         _expect(list(view.order) == list(_plain()), f"the order is {list(view.order)}, not {list(_plain())}")
         fqns = [fqn for named in view.handles for fqn in named.fqns]
@@ -196,7 +196,7 @@ def check_names(made: Made, reader: ModelReader) -> None:
 
 
 def check_inverse(made: Made, reader: ModelReader) -> None:
-    """What `from_local` makes is cut like the parameter, and `local` gives the same elements of it, in the same dtype."""
+    """Check that `from_local` makes a value with the cut of the parameter, and that `local` returns the same elements."""
     for view in _views(made, reader):
         for named in view.handles:
             for dtype in (torch.float32, torch.float64):
@@ -212,7 +212,7 @@ def check_inverse(made: Made, reader: ModelReader) -> None:
 
 
 def check_alike(made: Made, reader: ModelReader) -> list[Any]:
-    """The ranks, the order, and of each parameter its shape."""
+    """The ranks, the order, and the shape of each parameter."""
     _expect(dist.get_rank() in reader.ranks, f"the ranks of the model are {reader.ranks}")
     return [
         (reader.ranks, view.order, {fqn: p.shape for named in view.handles for fqn, p in named.placements.items()})
@@ -221,10 +221,10 @@ def check_alike(made: Made, reader: ModelReader) -> list[Any]:
 
 
 def judge_alike(by_rank: Sequence[list[Any]]) -> None:
-    """All ranks say the same."""
-    for rank, said in enumerate(by_rank):
-        if said != by_rank[0]:
-            raise AssertionError(f"rank {rank} says {said}, and rank 0 says {by_rank[0]}")
+    """Check that all ranks see the same."""
+    for rank, seen in enumerate(by_rank):
+        if seen != by_rank[0]:
+            raise AssertionError(f"rank {rank} sees {seen}, and rank 0 sees {by_rank[0]}")
 
 
 def check_padding(made: Made, reader: ModelReader) -> bool:
@@ -244,7 +244,7 @@ def check_padding(made: Made, reader: ModelReader) -> bool:
 
 
 def check_unchanged(made: Made, reader: ModelReader) -> None:
-    """Everything that a training step depends on."""
+    """Copies of everything that a training step depends on."""
     model, optim = made
     before = _state_of(model, optim)
     for view in _views(made, reader):
@@ -270,7 +270,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def check_gather(made: Made, reader: ModelReader) -> None:
-    """The state value of every parameter is the parameter itself, doubled."""
+    """Check that the state value of every parameter is the parameter, doubled."""
     model, optim = made
     view = reader.read(optim=optim)
     for param in [param for group in optim.param_groups for param in group["params"]]:

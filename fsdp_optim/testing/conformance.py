@@ -1,4 +1,4 @@
-"""What every Store has to do, as one test class; `fsdp_optim.storage.base` has the protocol.
+"""A test class for every Store; `fsdp_optim.storage.base` has the protocol.
 
     class TestMyStore(StoreConformance, unittest.TestCase):
         def make_store(self, judge):
@@ -31,7 +31,7 @@ class _Brief:
 
 
 class AnyManifest(Judge[_Brief]):
-    """A format in which everything that has a manifest is complete. Its manifest is any line, and the token of its save."""
+    """The judge of a format in which a manifest makes a checkpoint complete. A manifest is any line and the token of the save."""
 
     manifest = MANIFEST
 
@@ -46,12 +46,12 @@ class AnyManifest(Judge[_Brief]):
         return None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        """Every file is the format's."""
+        """Every file counts as written by a save."""
         return lambda name: True
 
 
 class StoreConformance(MixIn):
-    """A mix-in for a `unittest.TestCase`: what a Store promises, one promise a test.
+    """A mix-in for a `unittest.TestCase`: the promises of a Store, one per test.
 
     `make_store` gives a store at a place where nothing is; it is called more than once in some tests. `another_handle` gives
     another object for the same place, as another process would make it.
@@ -110,7 +110,7 @@ class StoreConformance(MixIn):
 
     @contextlib.contextmanager
     def _refused(self, *words: str) -> Iterator[None]:
-        """A CheckpointError that has these words in it."""
+        """Expect a CheckpointError with these words."""
         with self._case.assertRaises(CheckpointError) as caught:
             yield
         for word in words:
@@ -126,7 +126,7 @@ class StoreConformance(MixIn):
             store.open()
 
     def test_what_was_saved_is_read(self) -> None:
-        """Files in ranges, an empty one, small ones and the manifest come back, through another handle too."""
+        """Files in ranges, an empty file, small files and the manifest are read as written, also through another handle."""
         store = self._new()
         staging = store.begin(overwrite=False, durable=True)
         writer = self.another_handle(store).join(staging.address, durable=True, who="rank 0")
@@ -142,7 +142,7 @@ class StoreConformance(MixIn):
         self._check(store, files | {"extra/common.safetensors": b"small", "model.safetensors.sums": b"sums"}, b"one")
 
     def test_ranges_in_any_order_and_shape(self) -> None:
-        """Ranges of all lengths, in pieces, in any order; across the borders of parts where a store has them."""
+        """Ranges of all lengths, in pieces, in any order, and across the borders of parts."""
         store, rng = self._new(), random.Random(1)
         staging = self._begin(store)
         part = staging.capabilities.part_nbytes
@@ -160,7 +160,7 @@ class StoreConformance(MixIn):
         self._check(store, {"model.safetensors": data}, b"one")
 
     def test_several_processes_write(self) -> None:
-        """Ranges, or whole parts, of one file where the store takes them; else each process writes a file of its own."""
+        """Several processes write ranges or whole parts of one file if the store can do that; else each writes its own file."""
         store = self._new()
         staging = self._begin(store)
         can = staging.capabilities
@@ -185,7 +185,7 @@ class StoreConformance(MixIn):
         self._check(store, files, b"one")
 
     def test_ranges_are_read_into_memory_that_is_there(self) -> None:
-        """Pieces that follow one another in the file fill memory that lies apart; nothing else of that memory is touched."""
+        """Adjacent pieces of a file fill separate memory, and no other memory is changed."""
         store, data = self._new(), self._data(_BIG)
         self._save(store, {"model.safetensors": data}, b"one")
         target, expected = bytearray(b"\xff" * 100), bytearray(b"\xff" * 100)
@@ -196,7 +196,7 @@ class StoreConformance(MixIn):
         self._case.assertEqual(target, expected)
 
     def test_sizes_and_names(self) -> None:
-        """The store says which files are there and which are missing."""
+        """`has` and `size_of` are right for present and missing files."""
         store = self._new()
         self._save(store, {"model.safetensors": b"12345"}, b"one")
         with store.open() as opened:
@@ -210,14 +210,14 @@ class StoreConformance(MixIn):
                 opened.size_of("optim.safetensors")
 
     def test_reading_beyond_the_end(self) -> None:
-        """It is an error, instead of memory that keeps what was in it."""
+        """A read beyond the end raises an error, instead of leaving memory unfilled."""
         store = self._new()
         self._save(store, {"model.safetensors": b"12345"}, b"one")
         with store.open() as opened, self._refused("model.safetensors"):
             opened.read("model.safetensors", 3, 3)
 
     def test_no_name_leads_out(self) -> None:
-        """Names come from files that somebody else has written."""
+        """Names that lead out of the checkpoint are refused, because they come from untrusted files."""
         store = self._new()
         self._save(store, {"model.safetensors": b"12345"}, b"one")
         with store.open() as opened:
@@ -226,7 +226,7 @@ class StoreConformance(MixIn):
                     opened.read(name, 0, 1)
 
     def test_nothing_is_seen_before_it_is_committed(self) -> None:
-        """Neither through another handle nor through this one."""
+        """Nothing is visible before the commit, through another handle or through this one."""
         store, files = self._new(), {"model.safetensors": b"12345678"}
         staging = self._begin(store)
         writer = self._write(store, staging, files)
@@ -240,7 +240,7 @@ class StoreConformance(MixIn):
         self._check(store, files, b"one")
 
     def test_an_abandoned_save_leaves_nothing(self) -> None:
-        """And the next one goes as the first."""
+        """After an abandoned save nothing is left, and the next save works."""
         store, files = self._new(), {"model.safetensors": b"12345678"}
         staging = self._begin(store)
         self._write(store, staging, files).discard()
@@ -251,7 +251,7 @@ class StoreConformance(MixIn):
         self._check(store, files, b"two")
 
     def test_a_save_that_stops_halfway_is_no_checkpoint(self) -> None:
-        """A process that is killed tells the store nothing; the next save goes as the first, and stays."""
+        """After the death of a process without a word to the store, the next save works and stays."""
         store, files = self._new(), {"model.safetensors": b"12345678"}
         staging = self._begin(store)
         self._write(store, staging, {"model.safetensors": b"other"})
@@ -261,7 +261,7 @@ class StoreConformance(MixIn):
         self._check(store, files, b"two")
 
     def test_a_part_that_nobody_wrote(self) -> None:
-        """A file that is taken in parts, and lacks some of its bytes, is never whole."""
+        """A file in parts with missing bytes never becomes whole."""
         store = self._new()
         staging = self._begin(store)
         part = staging.capabilities.part_nbytes
@@ -277,7 +277,7 @@ class StoreConformance(MixIn):
         staging.abandon()
 
     def test_what_is_there_is_not_overwritten_unasked(self) -> None:
-        """The checkpoint that is there stays whole."""
+        """Without overwrite=True the present checkpoint stays whole."""
         store, files = self._new(), {"model.safetensors": b"first"}
         self._save(store, files, b"one")
         with self._refused(store.where, "overwrite=True"):
@@ -285,7 +285,7 @@ class StoreConformance(MixIn):
         self._check(store, files, b"one")
 
     def test_overwriting(self) -> None:
-        """The old checkpoint is whole until the new one is; then nothing of the old one is left."""
+        """The old checkpoint is whole until the new one is; afterwards nothing of the old one is left."""
         store, first = self._new(), {"model.safetensors": b"first", "optim.safetensors": b"old"}
         self._save(store, first, b"one")
         staging = self._begin(store, overwrite=True)
@@ -298,7 +298,7 @@ class StoreConformance(MixIn):
             self._case.assertFalse(opened.has("optim.safetensors"))
 
     def test_an_abandoned_overwriting_changes_nothing(self) -> None:
-        """The checkpoint that was there stays."""
+        """After a failed overwrite the earlier checkpoint stays."""
         store, first = self._new(), {"model.safetensors": b"first"}
         self._save(store, first, b"one")
         staging = self._begin(store, overwrite=True)
@@ -307,7 +307,7 @@ class StoreConformance(MixIn):
         self._check(store, first, b"one")
 
     def test_a_reader_hears_of_a_replacement(self) -> None:
-        """What is read after it is of the old checkpoint, or an error, and `was_replaced` says so."""
+        """A read after a replacement gives bytes of the old checkpoint or an error, and `was_replaced` is True."""
         store = self._new()
         self._save(store, {"model.safetensors": b"first"}, b"one")
         with store.open() as opened:
@@ -319,7 +319,7 @@ class StoreConformance(MixIn):
         self._check(store, {"model.safetensors": b"other"}, b"two")
 
     def test_of_two_saves_one_wins(self) -> None:
-        """The other one raises, where something was there and where nothing was; the winner's checkpoint is whole."""
+        """Of two saves one raises an error, with and without an earlier checkpoint; the checkpoint of the other is whole."""
         for there in (False, True):
             with self._case.subTest(there=there):
                 store = self._new()
@@ -336,7 +336,7 @@ class StoreConformance(MixIn):
                 self._check(store, {"model.safetensors": b"1"}, b"won")
 
     def test_tokens_differ(self) -> None:
-        """Two saves to one place have tokens and addresses of their own."""
+        """Two saves to one place have different tokens and addresses."""
         store = self._new()
         saves = [self._begin(store) for _ in range(2)]
         self._case.assertNotEqual(saves[0].token, saves[1].token)
@@ -345,7 +345,7 @@ class StoreConformance(MixIn):
             staging.abandon()
 
     def test_a_file_that_nobody_created(self) -> None:
-        """Who writes to it gets an error that says who wanted to."""
+        """A write to a file that no process has created raises an error that names the writer."""
         store = self._new()
         staging = self._begin(store)
         writer = self._join(store, staging, "rank 7")
@@ -354,8 +354,8 @@ class StoreConformance(MixIn):
         writer.discard()
         staging.abandon()
 
-    def test_what_is_beside(self) -> None:
-        """A place is among those beside it, so that the next number is higher than its own."""
+    def test_siblings(self) -> None:
+        """The siblings of a place include the place, so that the next sequence number is above its own."""
         store = self._new()
         self._save(store, {"model.safetensors": b"first"}, b"mine")
         found = []

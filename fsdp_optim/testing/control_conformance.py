@@ -1,4 +1,4 @@
-"""What every Control has to do, as one test class; `fsdp_optim.transport.base` has the protocol.
+"""A test class for every Control; `fsdp_optim.transport.base` has the protocol.
 
     class TestMyControl(ControlConformance, unittest.TestCase):
         def run_on(self, fn, world_size, *args):       # a module-level function, on ranks of a world with the control
@@ -21,7 +21,7 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.world import world_here
 
 Error = tuple[str, str]
-"""(class, message) of what was raised; ("", "") where nothing was"""
+"""The (class, message) of an error; ("", "") if none was raised."""
 
 WORLD = 3
 _LONG = 60.0  # seconds; a rank that waits for it hangs
@@ -31,7 +31,7 @@ _LARGE = 5_000_000  # bytes of what a rank tells
 
 
 def error_of(call: Callable[[], object]) -> Error:
-    """What a call raises."""
+    """The error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -45,7 +45,7 @@ def _group(call: str = "a call", ranks: Sequence[int] | None = None, timeout: fl
 
 
 def _waits_for_all() -> list[bool]:
-    """Whether the slowest rank had come when this one went on; each rank in turn is the slowest."""
+    """Whether the slowest rank had arrived when this rank went on, with each rank in turn as the slowest."""
     world, found = world_here(), []
     for slowest in range(world.size):
         if world.rank == slowest:
@@ -60,7 +60,7 @@ def _waits_for_all() -> list[bool]:
 
 
 def _compares() -> list[bool]:
-    """All say the same; then each rank in turn says something else."""
+    """Compare equal contents; then contents that differ on each rank in turn."""
     world = world_here()
     said = [[b"same"] * world.size, [b""] * world.size]
     said += [[b"other" if rank == odd else b"same" for rank in range(world.size)] for odd in range(world.size)]
@@ -68,7 +68,7 @@ def _compares() -> list[bool]:
 
 
 def _tells() -> list[list[bytes]]:
-    """What this rank reads of every rank, for contents of several lengths."""
+    """The contents that this rank reads of every rank, for several lengths."""
     world, found = world_here(), []
     for nbytes in (0, 1, 1000, _LARGE):
         content = bytes([world.rank + 1]) * (nbytes * (world.rank + 1) // world.size)
@@ -164,7 +164,7 @@ def _some_of_the_ranks() -> list[list[bytes]]:
 
 
 def _claims() -> list[str]:
-    """Who has which place, after each step of one rank."""
+    """The owner of each place, after each step of one rank."""
     world = world_here()
     control, found = world.control, []
     for rank, who, place in (
@@ -190,7 +190,7 @@ def _claims() -> list[str]:
 
 
 def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
-    """What is left after some rounds of meetings of all kinds, and after more of them."""
+    """The leftovers of a few rounds of meetings of all kinds, and of more rounds."""
     world, found = world_here(), []
     for number in rounds:
         for index in range(number):
@@ -208,12 +208,12 @@ def _leaves(left: Callable[[], int], rounds: Sequence[int]) -> list[int]:
 
 
 def no_things() -> int:
-    """For a control that cannot count what its meetings leave."""
+    """Return 0, for a control that cannot count leftovers of meetings."""
     return 0
 
 
 class ControlConformance(MixIn):
-    """A mix-in for a `unittest.TestCase`: what a Control promises, one promise a test.
+    """A mix-in for a `unittest.TestCase`: the promises of a Control, one per test.
 
     `left` is a module-level function that counts what meetings have left: keys in a store, say.
     """
@@ -231,17 +231,17 @@ class ControlConformance(MixIn):
             self._case.assertIn(word, errors[0][1])
 
     def test_nobody_goes_on_before_all_have_come(self) -> None:
-        """Whichever rank is the slowest."""
+        """No rank goes on before the slowest one has come, whichever rank that is."""
         for found in self.run_on(_waits_for_all, WORLD):
             self._case.assertEqual(found, [True] * WORLD)
 
     def test_whether_all_say_the_same(self) -> None:
-        """The same answer on all ranks, whichever of them says something else."""
+        """All ranks get the same answer, whichever rank differs."""
         for found in self.run_on(_compares, WORLD):
             self._case.assertEqual(found, [True, True] + [False] * WORLD)
 
     def test_everyone_reads_what_everyone_told(self) -> None:
-        """Contents of all lengths, which need not be alike."""
+        """Every rank reads the contents of every rank, of all lengths."""
         wanted = [
             [bytes([rank + 1]) * (nbytes * (rank + 1) // WORLD) for rank in range(WORLD)]
             for nbytes in (0, 1, 1000, _LARGE)
@@ -250,7 +250,7 @@ class ControlConformance(MixIn):
             self._case.assertTrue(found == wanted, "a rank read something else")
 
     def test_a_failure_on_each_rank_in_turn(self) -> None:
-        """It is raised on all ranks alike, and names the rank; the next meeting goes as usual."""
+        """An error is raised on all ranks alike, and names its rank; the next meeting works."""
         by_rank = self.run_on(_each_rank_fails, WORLD)
         for rank in range(WORLD):
             self._check_alike([mine[rank] for mine in by_rank], "RankError", f"rank {rank}: OSError: no space left")
@@ -267,12 +267,12 @@ class ControlConformance(MixIn):
             self._case.assertEqual(found, wanted)
 
     def test_a_broken_connection_is_heard_of_at_once(self) -> None:
-        """Not only when the rank has come that nobody can reach."""
+        """An error is raised on the others without waiting for an unreachable rank."""
         for mine in self.run_on(_fails_fatally, WORLD)[1:]:
             self._check_alike(mine, "RankError", f"rank {WORLD - 1}: lost the connection")
 
     def test_a_rank_that_does_not_come(self) -> None:
-        """It is named on all that came, and it finds the others in their next meeting."""
+        """A missing rank is named on all others, and can join their next meeting."""
         for absent in range(WORLD):
             by_rank = self.run_on(_one_does_not_come, WORLD, absent)
             came = [mine[0] for rank, mine in enumerate(by_rank) if rank != absent]
@@ -282,7 +282,7 @@ class ControlConformance(MixIn):
                 self._case.assertEqual(mine[1:], [("", ""), ("", "")])
 
     def test_a_rank_that_comes_too_late(self) -> None:
-        """It is told so, and the next meeting goes as usual."""
+        """A late rank gets an error, and the next meeting works."""
         by_rank = self.run_on(_comes_too_late, WORLD)
         self._check_alike([mine[0] for mine in by_rank[:-1]], "RankTimeoutError", f"rank {WORLD - 1} did not arrive")
         self._check_alike(
@@ -290,30 +290,30 @@ class ControlConformance(MixIn):
         )
 
     def test_ranks_in_other_calls(self) -> None:
-        """And at other steps of one call: all raise, and both are named."""
+        """Ranks in other calls, or at other steps of one call, all raise an error that names both."""
         by_rank = self.run_on(_elsewhere, WORLD)
         for number in range(2 * WORLD):
             names = ("'a call: one'", "'a call: other'") if number % 2 == 0 else ("'save: begun'", "'load: begun'")
             self._check_alike([mine[number] for mine in by_rank], "RankError", *names, "same calls in the same order")
 
     def test_ranks_that_wait_for_each_other(self) -> None:
-        """In meetings of different ranks: all raise, long before the timeout."""
+        """Ranks that wait for each other in different meetings all raise, long before the timeout."""
         by_rank = self.run_on(_wait_for_each_other, WORLD)
         self._check_alike(by_rank, "RankError", "they wait for each other", "ranks [0, 1, 2]", "ranks [0, 2]")
 
     def test_groups_of_some_ranks(self) -> None:
-        """One rank, the first ones, the last ones, apart at the same time."""
+        """Meetings of some ranks work: of one rank, of overlapping groups, and of two groups at the same time."""
         for rank, found in enumerate(self.run_on(_some_of_the_ranks, WORLD)):
             groups = [g for g in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)) if rank in g]
             self._case.assertEqual(found, [[b"%d" % one for one in group] for group in groups])
 
     def test_places(self) -> None:
-        """The first has a place until it has another one, or gives it back; nobody has two."""
+        """A claim holds a place until its rank claims another one or releases it; no rank has two."""
         by_rank = self.run_on(_claims, WORLD)
         self._case.assertEqual(by_rank, [["0", "0", "0"], ["0", "1", "1"], ["2", "2", "2"]])
 
     def test_nothing_is_left(self) -> None:
-        """As much after many meetings as after a few, and no threads."""
+        """Many meetings leave as much as a few, and no threads."""
         before = threading.active_count()
         counts = self.run_on(_leaves, WORLD, type(self).left, (1, 4))[0]
         self._case.assertEqual(counts[0], counts[1])

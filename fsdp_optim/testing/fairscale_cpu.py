@@ -26,13 +26,13 @@ def forget_fairscale_groups() -> None:
 
 
 class _CpuStream:
-    """What fairscale asks of a CUDA stream, for a device that does everything at once and in order."""
+    """A stand-in for a CUDA stream, for a device that runs everything immediately and in order."""
 
     def wait_stream(self, stream: object) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 class _CpuStreams:
@@ -53,7 +53,7 @@ class _CpuStreams:
             self._stack.pop()
 
     def synchronize(self, device: object = None) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     @classmethod
     def are_in_place(cls) -> bool:

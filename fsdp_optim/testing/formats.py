@@ -1,4 +1,4 @@
-"""What every checkpoint format has to do, as one test class; `fsdp_optim.formats.base` has the protocols.
+"""A test class for every checkpoint format; `fsdp_optim.formats.base` has the protocols.
 
     class TestMyFormat(FormatConformance, unittest.TestCase):
         def make_format(self):
@@ -56,12 +56,12 @@ _DTYPES = (
 )
 _FOREIGN = "nobody-knows.json"
 _BIG_NBYTES = 24 << 20
-_RANKS = 2  # that are said to have saved
+_RANKS = 2  # the world size of the checkpoints that the tests write
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint in a store. `files`: the bytes of each, by name; `manifest`: which was put last."""
+    """A checkpoint in a store. `files`: the bytes of each file, by name. `manifest`: the name of the file that was put last."""
 
     store: Store
     files: Mapping[str, bytes]
@@ -69,20 +69,20 @@ class Saved:
 
 
 class FormatConformance(MixIn):
-    """A mix-in for a `unittest.TestCase`: what a format promises, one promise a test."""
+    """A mix-in for a `unittest.TestCase`: the promises of a format, one per test."""
 
     def make_format(self) -> Format:
         """The format."""
         raise NotImplementedError
 
     def make_store(self, format: Format) -> Store:
-        """A store at a new, empty place, with the format's judge. What is read from it has to go straight into memory."""
+        """A store at a new, empty place, with the format's judge. Its reads go directly into the given memory."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------- what is saved
 
     def _tensors(self) -> dict[Half, Tensors]:
-        """Every dtype, nothing, one element without dimensions, odd sizes, and a name that is not ASCII."""
+        """Tensors of every dtype, an empty one, a 0-dim one, odd sizes, and a name that is not ASCII."""
         rng, model = random.Random(1), dict[str, torch.Tensor]()
         for dtype in _DTYPES:
             shape = (5, 3) if dtype.itemsize > 1 else (7,)
@@ -112,7 +112,7 @@ class FormatConformance(MixIn):
     def _save(
         self, halves: Mapping[Half, Tensors], description: OptimDescription | None, *, most_nbytes: int = 1 << 40
     ) -> Saved:
-        """Write a checkpoint as one rank does, in the order of calls that the protocol has."""
+        """Write a checkpoint as one rank, in the order of calls of the protocol."""
         format = self.make_format()
         store, writer = self.make_store(format), format.writer()
         params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
@@ -173,7 +173,7 @@ class FormatConformance(MixIn):
         return store
 
     def _everything(self, store: Store) -> dict[str, Any]:
-        """All that a reader gives, elements too."""
+        """Everything that a reader returns, including elements."""
         with store.open() as opened:
             reader = self.make_format().open(opened, verify=True)
             found: dict[str, Any] = {"description": None}
@@ -191,7 +191,7 @@ class FormatConformance(MixIn):
     # ------------------------------------------------------------------------------------------- promises
 
     def test_what_was_saved_is_read(self) -> None:
-        """Every dtype to the bit, the description, extras, and the rest; in one file, and in several."""
+        """Everything is read as it was saved, bit by bit, from one file and from several."""
         halves, description = self._tensors(), self._description()
         for most_nbytes in (1 << 40, 1000):
             found = self._everything(self._save(halves, description, most_nbytes=most_nbytes).store)
@@ -233,7 +233,7 @@ class FormatConformance(MixIn):
                 at = stop
 
     def test_part_of_a_tensor(self) -> None:
-        """A range that begins and ends anywhere, without a byte beside it."""
+        """A range with any beginning and end is read, without a byte around it."""
         halves = self._tensors()
         store = self._save(halves, self._description()).store
         with store.open() as opened:
@@ -246,7 +246,7 @@ class FormatConformance(MixIn):
                 self._case.assertEqual(bytes(memory), b"\xaa" + wanted[first:stop] + b"\xaa")
 
     def test_every_damage_is_refused(self) -> None:
-        """A byte that differs, one more, one less, a file that is missing: a CheckpointError that names the file or the place."""
+        """A changed byte, a byte more or less, and a missing file raise a CheckpointError that names the file or the place."""
         small = {"model": {"w": torch.arange(70.0), "flag": torch.tensor([True, False])}, "optim": {}}
         for key in ("state.large.exp_avg", "state.large.step"):
             small["optim"][key] = torch.ones(2) if key.endswith("avg") else torch.tensor(1.0)
@@ -268,14 +268,14 @@ class FormatConformance(MixIn):
                     self._case.assertIn(store.where, str(caught.exception))
 
     def test_bools_are_0_or_1(self) -> None:
-        """Other bytes, which some programs take for true, are not read, whatever the checksums say."""
+        """Bytes of bools other than 0 and 1 are refused, even with right checksums."""
         flags = torch.tensor([1, 2, 0], dtype=torch.uint8).view(torch.bool)
         saved = self._save({"model": {"flags": flags}}, None)
         with self._case.assertRaisesRegex(CheckpointError, "flags"):
             self._everything(saved.store)
 
     def test_what_is_unknown_is_not_recognised(self) -> None:
-        """Another program's files are not taken for this format's; opening them is an error, and no crash."""
+        """Files of another program are not recognised, and opening them raises a CheckpointError."""
         format = self.make_format()
         store = self._put({_FOREIGN: b"{}", "model.bin": b"1234"}, _FOREIGN)
         with store.open() as opened:
@@ -285,7 +285,7 @@ class FormatConformance(MixIn):
                 format.open(opened, verify=True)
 
     def test_its_own_is_recognised(self) -> None:
-        """Also where its manifest is damaged: the reader says so then, instead of another format."""
+        """A checkpoint with a damaged manifest is recognised, so that this format's reader reports the damage."""
         saved = self._save({"model": {"w": torch.ones(2)}}, None)
         damaged = {**saved.files, saved.manifest: saved.files[saved.manifest][:-9]}
         for store, sequence in ((saved.store, 5), (self._put(damaged, saved.manifest), None)):
@@ -295,7 +295,7 @@ class FormatConformance(MixIn):
                     self._case.assertEqual(self.make_format().sequence_in(opened), sequence)
 
     def test_two_saves_have_two_identities(self) -> None:
-        """Ranks that have opened different checkpoints hear of it."""
+        """Different checkpoints have different identities, which ranks compare."""
         found = []
         for _ in range(2):
             with self._save({"model": {"w": torch.ones(2)}}, None).store.open() as opened:
@@ -304,7 +304,7 @@ class FormatConformance(MixIn):
         self._case.assertNotEqual(found[0][0], found[1][0])
 
     def test_memory_while_reading(self) -> None:
-        """A reader needs little beside the memory that it fills, and no more than that for a part of a large tensor."""
+        """A reader needs little memory besides the memory that it fills, also for a part of a large tensor."""
         big = torch.arange(_BIG_NBYTES // 4, dtype=torch.int32)
         store = self._save({"model": {"big": big}}, None).store
         for numel in (16_000, big.numel()):
@@ -324,7 +324,7 @@ class FormatConformance(MixIn):
 
 
 def _planned(tensors: Tensors) -> list[PlannedTensor]:
-    """Wide elements first, as the library gives them."""
+    """The tensors with the widest elements first, as the library orders them."""
     ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
     return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape)) for key in ordered]
 
@@ -336,7 +336,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _elements_of(reader: FormatReader, stored: StoredTensor) -> torch.Tensor:
-    """All of a tensor, put together from what the ranks of storage have of it."""
+    """A whole tensor, joined from its elements on the ranks of storage."""
     whole = torch.empty(stored.placement.numel, dtype=dtype_named(stored.dtype))
     for rank in stored.placement.ranks:
         part = torch.empty(stored.placement.numel_on(rank), dtype=whole.dtype)
@@ -351,7 +351,7 @@ def _elements_of(reader: FormatReader, stored: StoredTensor) -> torch.Tensor:
 
 
 def _same(found: Any, wanted: Any) -> bool:
-    """Whether two values are the same to the bit, tensors in them too."""
+    """Whether two values, and the tensors inside them, are equal bit by bit."""
     if isinstance(wanted, torch.Tensor):
         return (
             isinstance(found, torch.Tensor)

@@ -1,4 +1,4 @@
-"""What the conformance classes have in common: each is mixed into a `unittest.TestCase`."""
+"""The base of the conformance classes, each of which is mixed into a `unittest.TestCase`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unittest
 
 
 class MixIn:
-    """Parent of a mix-in for a test case, which it makes its assertions with."""
+    """The parent of mix-ins for a test case. `_case` is the test case, for its assertions."""
 
     @property
     def _case(self) -> unittest.TestCase:

@@ -284,7 +284,7 @@ class _Call:
                 worker.kill()
 
     def results(self, name: str) -> list[Any]:
-        """The values by rank, or the error that says what went wrong."""
+        """The values by rank. Raises the error of the call if a rank failed."""
         errors = {rank: o.error for rank, o in sorted(self.outcomes.items()) if o.error is not None}
         unfinished = [rank for rank in range(len(self.workers)) if rank not in self.outcomes]
         if not errors and not unfinished:
@@ -355,7 +355,7 @@ class _Call:
         self._record(rank, Outcome(error=error, text=f"{type(error).__name__}: {error}\n"))
 
     def _report(self) -> str:
-        """What each rank did; ranks with the same traceback share one paragraph."""
+        """A report of each rank's error; ranks with the same traceback share one paragraph."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, outcome in sorted(self.outcomes.items()):
             ranks_by_text.setdefault(outcome.text or f"returned {_short(outcome.value)}\n", []).append(rank)

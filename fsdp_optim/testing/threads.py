@@ -1,4 +1,4 @@
-"""Run functions on ranks that are threads of this process: no processes to start, and nothing of torch.distributed."""
+"""Run functions on ranks that are threads of this process, without other processes and without torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every Transport has to do, as one test class; `fsdp_optim.transport.base` has the protocol.
+"""A test class for every Transport; `fsdp_optim.transport.base` has the protocol.
 
     class TestMyTransport(TransportConformance, unittest.TestCase):
         def run_on(self, fn, world_size, *args):       # a module-level function, on ranks of a world with the transport
@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 _UNTOUCHED = 0xA5
 
 Case = tuple[Placement, Placement, torch.dtype]
-"""Where a value is, where it goes, and its dtype"""
+"""The source placement, the target placement, and the dtype of a value."""
 
 
 def _group(timeout: float = 60.0) -> RankGroup:
@@ -51,7 +51,7 @@ def _ranks() -> tuple[int, ...]:
 
 
 def _elements(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bits, among them those of NaN; the same on all ranks. A bool has one of two bytes."""
+    """Elements with any bits, including NaN, equal on all ranks. A bool has one of two bytes."""
     generator = torch.Generator().manual_seed(seed)
     size = numel * dtype.itemsize
     raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)
@@ -59,7 +59,7 @@ def _elements(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def _local(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor | None:
-    """A rank's local tensor with the elements of `whole`, 1-D; untouched where padding is; None where it has none."""
+    """A rank's local 1-D tensor with its elements of `whole`, and unset padding; None if it has none."""
     shard = placement.shard_of(rank)
     if shard is None:
         return None
@@ -74,7 +74,7 @@ def _local(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor
 
 
 class _Moves:
-    """Values to move, on one rank: what is sent, what arrives, and what has to."""
+    """The values of an exchange on one rank: sources, targets, and the expected targets."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         world = world_here()
@@ -109,14 +109,14 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _move(items: Iterator[Item] | Sequence[Item], nbytes: int, group: RankGroup | None = None) -> None:
-    """One exchange, from its first word to its last."""
+    """Run one whole exchange."""
     group, failure = group or _group(), Failure()
     exchange(group, items, failure, Budget(nbytes))
     agree(group, "moved", failure.error, fatal=failure.fatal)
 
 
 def placements(shape: tuple[int, ...], ranks: Sequence[int]) -> list[Placement]:
-    """Ways to keep a value on some ranks: whole, in even and uneven flat chunks, in rows, in columns, on one rank only."""
+    """Placements of a value: whole, even and uneven flat chunks, rows, columns, and one rank only."""
     numel, size = max(1, _numel(shape)), len(ranks)
     each = (tuple(ranks),)
     found: list[Placement] = [
@@ -158,7 +158,7 @@ def _moves_every_cut(shape: tuple[int, ...]) -> None:
 
 
 def _moves_more_than_the_budget() -> None:
-    """Large runs, which may travel as they lie, and large blocks of short rows, which may not."""
+    """Exchange long runs, which can be sent without copies, and large blocks of short rows, which cannot."""
     ranks, shape = _ranks(), (300, 200)
     runs = FlatChunks(shape, 0, -(-_numel(shape) // len(ranks)), (ranks,))
     columns = MeshBoxes(shape, (len(ranks),), ((0, 1),), (ranks,))
@@ -170,7 +170,7 @@ def _moves_more_than_the_budget() -> None:
 
 
 class _Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
-    """The most bytes of storages that were made inside and lived at the same time."""
+    """Measure the peak bytes of the storages that are created inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ class _Allocated(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch g
 
 
 def _allocates() -> list[tuple[int, int]]:
-    """The budget, and what was allocated for an exchange beside the items' own tensors."""
+    """The budget, and the bytes that an exchange allocates besides the tensors of its items."""
     ranks, shape, found = _ranks(), (100, 61), []
     columns = MeshBoxes(shape, (len(ranks),), ((0, 1),), (ranks,))
     rows = MeshBoxes(shape, (len(ranks),), ((0, 0),), (ranks,))
@@ -202,7 +202,7 @@ def _allocates() -> list[tuple[int, int]]:
 
 
 def _drops_elements() -> None:
-    """A rank that has no room for what comes to it takes it all the same; the others are not disturbed."""
+    """A target of None receives and drops its elements, and other ranks get theirs."""
     ranks = _ranks()
     whole, chunks = Whole((40,), (0,)), FlatChunks((40,), 0, 14, (ranks,))
     for dropping in ranks:
@@ -265,7 +265,7 @@ def _does_not_send(absent: int) -> tuple[Error, Error]:
 
 
 def _begins_late() -> None:
-    """Each rank in turn comes late to an exchange; then it leaves late."""
+    """Exchange with each rank in turn arriving late."""
     world, ranks = world_here(), _ranks()
     ways = placements((6, 5), ranks)
     for slow in ranks:
@@ -304,7 +304,7 @@ def _leaves(left: Callable[[], int]) -> list[int]:
 
 
 class TransportConformance(MixIn):
-    """A mix-in for a `unittest.TestCase`: what a Transport promises, one promise a test.
+    """A mix-in for a `unittest.TestCase`: the promises of a Transport, one per test.
 
     `left` is a module-level function that counts what exchanges have left: keys in a store, say.
     """
@@ -316,32 +316,32 @@ class TransportConformance(MixIn):
         raise NotImplementedError
 
     def test_every_dtype_arrives_bit_by_bit(self) -> None:
-        """Any bits, in budgets from one byte on."""
+        """Every dtype arrives bit by bit, with budgets from one byte on."""
         self.run_on(_moves_every_dtype, WORLD)
 
     def test_every_cut_into_every_other(self) -> None:
-        """Whole, flat chunks, rows and columns: uneven, empty and strided ones; also on one rank alone."""
+        """Every placement reaches every other: uneven, empty and strided ones, also on one rank alone."""
         for shape in ((7, 5), (2, 3, 4), (1,), (), (0, 3)):
             self.run_on(_moves_every_cut, WORLD, shape)
         self.run_on(_moves_every_cut, 1, (7, 5))
         self.run_on(_moves_every_cut, 2, (7, 5))
 
     def test_more_than_the_budget(self) -> None:
-        """Long runs and short rows, each many times the budget."""
+        """Long runs and short rows arrive that are many times larger than the budget."""
         self.run_on(_moves_more_than_the_budget, WORLD)
 
     def test_the_budget_is_kept(self) -> None:
-        """All memory that an exchange makes; one element for each peer and round is not saved."""
+        """An exchange allocates at most its budget, or one element for each peer."""
         for found in self.run_on(_allocates, WORLD):
             for nbytes, allocated in found:
                 self._case.assertLessEqual(allocated, max(nbytes, 16 * 8))
 
     def test_elements_that_nobody_wants(self) -> None:
-        """A target of None."""
+        """Elements with a target of None are dropped."""
         self.run_on(_drops_elements, WORLD)
 
     def test_a_failure_on_each_rank_in_turn(self) -> None:
-        """It is raised on all ranks alike before anything has arrived, and the next exchange goes as usual."""
+        """A failure is raised on all ranks alike before any element arrives, and the next exchange works."""
         for how, words in (("before", "before it began"), ("in the items", "cannot be had"), ("in a tensor", "")):
             by_rank = self.run_on(_fails_in_turn, WORLD, how)
             for rank in range(WORLD):
@@ -352,7 +352,7 @@ class TransportConformance(MixIn):
                 self._case.assertIn(words, errors[0][1])
 
     def test_a_rank_that_does_not_send(self) -> None:
-        """Its peers name it within the timeout, and all ranks raise."""
+        """The peers of a silent rank name it within the timeout, and all ranks raise."""
         for absent in range(WORLD):
             by_rank = self.run_on(_does_not_send, WORLD, absent)
             for rank, (noted, raised) in enumerate(by_rank):
@@ -364,15 +364,15 @@ class TransportConformance(MixIn):
             self._case.assertEqual(len({raised for _, raised in by_rank}), 1, by_rank)
 
     def test_ranks_that_are_late(self) -> None:
-        """Each in turn, in the middle of an exchange."""
+        """Ranks that are late in an exchange are waited for."""
         self.run_on(_begins_late, WORLD)
 
     def test_what_is_sent_stays_as_it_is(self) -> None:
-        """Nothing that comes in is changed."""
+        """An exchange does not change its sources."""
         self.run_on(_keeps_what_it_sends, WORLD)
 
     def test_nothing_is_left(self) -> None:
-        """As much after many exchanges as after a few, and no threads."""
+        """Many exchanges leave as much as a few, and no threads."""
         before = threading.active_count()
         few, many = self.run_on(_leaves, WORLD, type(self).left)[0]
         self._case.assertEqual(few, many)

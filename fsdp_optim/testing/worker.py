@@ -63,7 +63,7 @@ class Outcome:
 
 
 def worker_main(connection: Connection, store_port: int, sees_gpus: bool, environment: dict[str, str]) -> None:
-    """The life of one worker: task in, outcome out, wait for the others, leave the world, again."""
+    """Run a worker: receive a task, send its outcome, wait for the other ranks, leave the world, and repeat."""
     os.environ.clear()  # a server process that this one was forked from may be older than the caller's variables
     os.environ.update(environment)
     # Ctrl-C is the caller's, who then kills the workers of the broken call.
@@ -94,7 +94,7 @@ def _exit_with_parent() -> None:
 
 
 def _outcome_of(task: Task, store: TCPStore) -> bytes:
-    """Run the task; the pickled outcome. Nothing that the task raises gets past this function."""
+    """Run the task and return the pickled outcome. Every exception of the task becomes part of the outcome."""
     try:
         sys.path[:] = task.sys_path
         os.chdir(task.cwd)
@@ -140,7 +140,7 @@ def _leave_world() -> None:
 
 
 def _take_fsdp_apart() -> bool:
-    """Cut what keeps models of torch FSDP and fairscale FSDP alive that nobody uses any more; whether there were any.
+    """Cut the references that keep unused models of torch FSDP and fairscale FSDP alive; return whether there were any.
 
     A parameter holds its model, by the hook that sees its gradient and by its list of originals; the model holds the
     parameter. A part of these cycles is in C++, where garbage collection does not see them. Models would live as long as
@@ -165,7 +165,7 @@ def _take_fsdp_apart() -> bool:
 
 
 def _forget_dtensor_meshes() -> None:
-    """Empty DTensor's caches: they find meshes by their ranks, return ones whose groups are gone, and keep these."""
+    """Empty DTensor's caches, which would return meshes of earlier worlds, whose process groups are gone."""
     api = sys.modules.get("torch.distributed.tensor._api")
     if api is not None:
         api.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
