@@ -392,7 +392,7 @@ def save(
         on_replica_mismatch: as for gather, and also for weights and buffers, BatchNorm statistics included, which have to be
             equal on all ranks that hold the same part.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
-            the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without a sign of
+            the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
 
     Raises (the same on all ranks):
