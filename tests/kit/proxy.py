@@ -100,6 +100,7 @@ class Proxy:
     def __init__(self, port: int, script: Sequence[Fault] = (), *, seed: int = 0) -> None:
         self.script, self.seen = list(script), list[Seen]()
         self._to, self._rng, self._lock = port, random.Random(seed), threading.Lock()
+        self._num_open, self._is_idle = 0, threading.Condition(self._lock)
         self._before: dict[str, bytes] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = int(self._socket.getsockname()[1])
@@ -126,8 +127,9 @@ class Proxy:
             thread.join(10)
 
     def requests(self, *, method: str = "", key: str = "", query: str = "") -> list[Seen]:
-        """The requests that came, by method, end of key and part of the query."""
-        with self._lock:
+        """The requests that came, by method, end of key and part of the query, when none is under way."""
+        with self._is_idle:
+            self._is_idle.wait_for(lambda: not self._num_open, 30)
             return [one for one in self.seen if _fits(one, method, key, query)]
 
     def num_requests(self, *, method: str = "", key: str = "", query: str = "") -> int:
@@ -196,9 +198,11 @@ class Proxy:
         fault = self._fault_for(request)
         kind = "" if fault is None else fault.kind
         sent = received = 0
-        if fault is not None:
-            fault.then()
+        with self._lock:
+            self._num_open += 1
         try:
+            if fault is not None:
+                fault.then()
             if fault is not None and kind in ("SlowDown", "TooMany", "ExpiredToken", "Answer"):
                 sent = self._refuse(client, request, fault)
             elif fault is not None and kind == "ResetRequest":
@@ -212,7 +216,9 @@ class Proxy:
                     time.sleep(fault.seconds)
                 sent, received = self._forward(client, request, fault)
         finally:
-            with self._lock:
+            with self._is_idle:
+                self._num_open -= 1
+                self._is_idle.notify_all()
                 self.seen.append(Seen(request.method, request.key, request.query, sent, received))
 
     def _where(self, fault: Fault) -> float:

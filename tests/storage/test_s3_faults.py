@@ -101,6 +101,14 @@ class TestFaultsThatPass(unittest.TestCase):
             self.assertEqual(fault.num_done, 1)
             self.assertGreaterEqual(proxy.num_requests(method=fault.method, key="run/object"), 2)
 
+    def test_credentials_that_have_expired(self) -> None:
+        """They are asked for again, and the request is made once more, with its whole body."""
+        with through(Fault("ExpiredToken", method="PUT", skip=1)) as (bucket, proxy):
+            for data in (b"first", b"second"):
+                bucket.put("run/object", data)
+            self.assertEqual(bucket.read("run/object")[0], b"second")
+            self.assertEqual(proxy.num_requests(method="PUT", key="run/object"), 3)
+
     def test_a_lost_answer_does_not_hide_another_process(self) -> None:
         fault = Fault("ResetRequest", method="PUT", where=0.5)
         with through(fault) as (bucket, _proxy):

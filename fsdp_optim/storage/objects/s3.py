@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.objects.base import ABSENT, Bucket, BucketCan, Found, MissingObjectError, OvertakenError
-from fsdp_optim.storage.objects.s3_client import Body, Clients, Requests, raise_alone
+from fsdp_optim.storage.objects.s3_client import Clients, Requests, raise_alone
 from fsdp_optim.storage.objects.s3_errors import Answered
 
 _LEAST_PART = 5 << 20
@@ -191,7 +191,8 @@ class S3Bucket(Bucket):
                 answer = self._requests.send(
                     *(operation, key),
                     expected=(*_NOT_KNOWN, *expected),
-                    **{"Body": Body(data), **sums, **dict(given), **arguments},
+                    body=data,
+                    **{**sums, **dict(given), **arguments},
                 )
             except Answered as answered:
                 if answered.status != 501:
@@ -239,7 +240,7 @@ class S3Bucket(Bucket):
         return found.version if found is not None and found.nbytes == nbytes else version
 
     def _complete(self, key: str, upload: str, parts: Sequence[Mapping[str, Any]], condition: Mapping[str, str]) -> str:
-        given = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+        given: dict[str, Any] = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
         expected = (*_OVERTAKEN, *_NOT_THERE, "NoSuchUpload")
         if condition:
             try:
@@ -262,7 +263,7 @@ class S3Bucket(Bucket):
                 raise_alone(self._requests.failure(key, answered))
 
     def uploads(self, prefix: str) -> Iterator[Found]:
-        after: dict[str, str] = {}
+        after: dict[str, Any] = {}
         while True:
             try:
                 answer = self._requests.send(

@@ -164,7 +164,13 @@ class Requests:
         return self._where if key is None else f"{self._where}/{key}"
 
     def send(
-        self, operation: str, key: str | None = None, *, expected: Collection[str | int] = (), **arguments: Any
+        self,
+        operation: str,
+        key: str | None = None,
+        *,
+        body: memoryview | None = None,
+        expected: Collection[str | int] = (),
+        **arguments: Any,
     ) -> dict[str, Any]:
         """Make one request of the bucket, or of one of its objects, and return the parsed answer.
 
@@ -173,7 +179,8 @@ class Requests:
         given = {"Bucket": self._bucket, **({} if key is None else {"Key": key}), **arguments}
 
         def make(client: Any) -> dict[str, Any]:
-            answer: dict[str, Any] = getattr(client, operation)(**given)
+            sent = {} if body is None else {"Body": Body(body)}  # from its beginning each time
+            answer: dict[str, Any] = getattr(client, operation)(**given, **sent)
             return answer
 
         return self.repeat(operation, key, make, expected=expected)
