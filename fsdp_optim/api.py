@@ -359,6 +359,7 @@ def save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
+    upload_to: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
@@ -391,6 +392,9 @@ def save(
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
         on_replica_mismatch: as for gather, and also for weights and buffers, BatchNorm statistics included, which have to be
             equal on all ranks that hold the same part.
+        upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
+            end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
+            `keep_last` and `storage_options` count for the URL too.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -420,6 +424,7 @@ def save(
             keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
+            upload_to=upload_to,
             storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
@@ -447,12 +452,14 @@ def async_save(
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
+    upload_to: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
 
     Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
-    next save or async_save of this process wait for this save and raise its error; the exit of the process waits too. Memory:
+    next save or async_save of this process wait for this save and raise its error; the exit of the process waits too. With `upload_to`
+    they wait for the upload as well. Memory:
     one copy of the part that this rank writes (its shard, or its share of replicated values), until that part is written.
     """
     with checkpoint_errors(path):
@@ -475,6 +482,7 @@ def async_save(
             keep_last=keep_last,
             allow_pickle=allow_pickle,
             progress=progress,
+            upload_to=upload_to,
             storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)

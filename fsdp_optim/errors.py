@@ -52,3 +52,10 @@ class CheckpointError(FsdpOptimError, OSError):
 
 class ReplacedError(CheckpointError):
     """A checkpoint was replaced by another checkpoint during a load. The bytes that were read so far are not used."""
+
+
+def class_name(error: BaseException) -> str:
+    """The name of an error's class; of a subclass of this package's errors, the name of the public class that users catch."""
+    if not isinstance(error, FsdpOptimError):
+        return type(error).__name__
+    return next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == __name__)

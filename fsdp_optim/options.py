@@ -196,6 +196,7 @@ class SaveOptions(Arguments):
     keep_last: int | None = None
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    upload_to: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:

@@ -97,21 +97,37 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
                 completion.failed(failed)
             finally:
                 writer.discard()
+            small: Sequence[str] = ()
             if job.leads:
-                _lead(job, completion, failed)
+                small = _lead(job, completion, failed)
             else:
-                completion.wait_for_end(failed)
+                _wait(job, completion, failed)
             progress.done()
     log_saved(job)
+    if job.upload is not None:
+        job.upload.run(job.store, small, job.content)
     return job.saved(writer.nbytes)
 
 
-def _lead(job: Job, completion: Completion, failed: str | None) -> None:
-    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None."""
+def _wait(job: Job, completion: Completion, failed: str | None) -> None:
+    """Wait for the end of the save, on a rank that does not lead it."""
+    try:
+        completion.wait_for_end(failed)
+    except BaseException:
+        if job.upload is not None:
+            job.upload.abandon()
+        raise
+
+
+def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
+    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None.
+
+    Returns what `finish` does.
+    """
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.callers.rank}: {failed}")
-        finish(job, completion.wait_for_all())
+        small = finish(job, completion.wait_for_all())
     except Exception as error:
         ours = isinstance(error, (CheckpointError, RankTimeoutError))
         text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
@@ -119,12 +135,15 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> None:
         _clean_up(job)
         raise CheckpointError(text) from error
     completion.saved()
+    return small
 
 
 def _clean_up(job: Job) -> None:
     """Remove the files of a failed save, and release the claim on its path. Raises nothing, because an error is on its way."""
     if job.staging is not None:
         job.staging.abandon()
+    if job.upload is not None:
+        job.upload.abandon()
     if job.claim is not None:
         with contextlib.suppress(Exception):  # the rank that hosts the rendezvous store may be gone
             job.claim.release()

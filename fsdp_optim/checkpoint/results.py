@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+
+class UnderWay(Protocol):
+    """Something that goes on in the background."""
+
+    def done(self) -> bool:
+        """Whether it is over, successfully or not."""
+
+    def wait(self, timeout: float | None = None) -> Saved:
+        """Wait for the end; raises the error of a failure, and RankTimeoutError after `timeout` seconds."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +26,7 @@ class Saved:
         num_tensors: the number of saved tensors.
         nbytes: the bytes of all tensors; `nbytes_written`: those that this rank wrote.
         absent: the FQNs of the optimizer's parameters without state.
+        upload: the upload that goes on in the background, if `upload_to` was given to `save`.
     """
 
     path: Path | str
@@ -22,6 +34,7 @@ class Saved:
     nbytes: int
     nbytes_written: int
     absent: tuple[str, ...]
+    upload: UnderWay | None = None
 
 
 @dataclass(frozen=True)

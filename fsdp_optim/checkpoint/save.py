@@ -28,11 +28,12 @@ from fsdp_optim.checkpoint.file_plan import (
     strategy_for,
 )
 from fsdp_optim.checkpoint.files import File
-from fsdp_optim.checkpoint.pending import pending
+from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, name_of, path_of, store_at, store_of_leader
+from fsdp_optim.checkpoint.upload import Upload
 from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import (
@@ -53,6 +54,7 @@ from fsdp_optim.move import End, Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Completion, Staging, Store
+from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import MeetingResult, agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
@@ -81,6 +83,7 @@ class Job:
     prepared: Prepared | None = None  # on the lowest rank
     staging: Staging | None = None  # on the rank that began the save in the store
     claim: Claim | None = None  # on the same rank
+    upload: Upload | None = None  # of the finished checkpoint to another store
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -93,6 +96,11 @@ class Job:
         return (
             whole.share(2, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
         )
+
+    @property
+    def content(self) -> str:
+        """What checkpoints of one series have in common, on the lowest rank."""
+        return self.prepared.content if self.prepared is not None else ""
 
     @property
     def leads(self) -> bool:
@@ -148,13 +156,27 @@ def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveO
             writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
                 told, failure = _write(job, live, writer, progress), Failure()
+                small: Sequence[str] = ()
                 with failure:
                     if job.leads:
-                        finish(job, [told.content_of(rank) for rank in job.callers.ranks])
+                        small = finish(job, [told.content_of(rank) for rank in job.callers.ranks])
                 agree(job.callers, "committed", failure.error)
                 progress.done()
     log_saved(job)
-    return job.saved(writer.nbytes)
+    saved = job.saved(writer.nbytes)
+    return saved if job.upload is None else replace(saved, upload=_upload(job, job.upload, saved, small))
+
+
+def _upload(job: Job, upload: Upload, saved: Saved, small: Sequence[str]) -> SaveHandle:
+    """Begin to send the finished checkpoint. The next save of this process waits for the end."""
+
+    def run() -> Saved:
+        upload.run(job.store, small, job.content)
+        return saved
+
+    handle = SaveHandle(upload.store.where, run)
+    pending.begin(handle)
+    return handle
 
 
 def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> MeetingResult:
@@ -190,7 +212,10 @@ def begin(
 
     Returns the save, and the live tensors as the source of a move.
     """
-    store, writer = store_at(path, format, options.storage_options), format.writer()
+    to_store = options.storage_options if options.upload_to is None else None  # else they are of the second place
+    store, writer = store_at(path, format, to_store), format.writer()
+    if options.upload_to is not None and not isinstance(store, Folder):
+        raise CheckpointError(f"{store.where}: upload_to= is for saves to a folder")
     warn_if_alone(callers, store.where, has_group=options.call.process_group is not None)
     pending.settle()
     about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
@@ -221,7 +246,7 @@ def begin(
             told.content_of(callers.ranks[0])
         )
         can = Capabilities(part_nbytes=part_nbytes, most_parts=most_parts)
-        store = store_of_leader(path, store, leaders_place, format, options.storage_options)
+        store = store_of_leader(path, store, leaders_place, format, to_store)
         options = replace(options, durable=durable)
         if strategy == BY_MACHINES:
             strategy = IN_PLACE if told.alike else PER_RANK
@@ -230,6 +255,8 @@ def begin(
                     make_files(staging, planned(strategy, shared, can).files)
                 agree(callers, "files are made")
         plan = planned(strategy, shared, can)
+        token = staging.token if staging is not None else ""
+        upload = Upload.begin(callers, options, format, plan.files, token)
         job = Job(
             callers,
             options,
@@ -243,6 +270,7 @@ def begin(
             prepared,
             staging,
             claim,
+            upload,
         )
         return job, HalvesEnd(LiveEnd(weights.local), LiveEnd(state.local) if state is not None else None)
     except BaseException:
@@ -277,8 +305,11 @@ def _encode_extras(writer: FormatWriter, options: SaveOptions, callers: RankGrou
     return dict(encoded)
 
 
-def finish(job: Job, written: Sequence[bytes]) -> None:
-    """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks."""
+def finish(job: Job, written: Sequence[bytes]) -> list[str]:
+    """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks.
+
+    Returns the names of the files without those of tensors and the manifest.
+    """
     if job.staging is None or job.prepared is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
     staging, durable, step, keep_last = job.staging, job.options.durable, job.options.step, job.options.keep_last
@@ -286,23 +317,27 @@ def finish(job: Job, written: Sequence[bytes]) -> None:
     staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
     extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
     rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
+    stores = [job.store] if job.upload is None else [job.store, job.upload.store]  # it is the newest in both
     stamp = Stamp(
         token=staging.token,
-        sequence=next_sequence(job.store, job.format),
+        sequence=max(next_sequence(store, job.format) for store in stores),
         step=None if step is None else int(step),  # JSON has no numpy integers
         keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,
     )
+    small = list(extras)
     for name, data in job.writer.last(
         job.prepared, [file.plan for file in job.files], WrittenFiles(rows, extras), stamp
     ):
         if name != job.format.judge.manifest:
             staging.put(name, data, durable=durable)
+            small.append(name)
         else:
             staging.commit(name, data, durable=durable)
     if stamp.keep_last is not None and durable:  # otherwise there was nothing to remove at the beginning
         series = Series.of(job.store.where, job.prepared.content, stamp.step, stamp.keep_last)
         keep_newest(job.store, series, stamp.keep_last)
+    return small
 
 
 def _contents(callers: RankGroup, weights: SavedHalf, state: SavedHalf | None) -> CheckpointContents:
@@ -367,6 +402,8 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
     except BaseException:
         if job.staging is not None:
             job.staging.abandon()
+        if job.upload is not None:
+            job.upload.abandon()
         if job.claim is not None:
             job.claim.release()
         raise

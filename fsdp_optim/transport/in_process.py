@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_optim import memory
-from fsdp_optim.errors import RankError, WrapperError
+from fsdp_optim.errors import RankError, WrapperError, class_name
 from fsdp_optim.memory import Budget
 from fsdp_optim.transport.base import Item, RankGroup, Send, World
 from fsdp_optim.transport.failure import Failure
@@ -51,9 +51,7 @@ class _Meeting:
     def end(self, *, is_whole: bool) -> None:
         """Make the verdict from the statements so far. `is_whole`: all ranks have come."""
         came = self.statements
-        reasons = sorted(
-            (rank, type(s.error).__name__, str(s.error)) for rank, s in came.items() if s.error is not None
-        )
+        reasons = sorted((rank, class_name(s.error), str(s.error)) for rank, s in came.items() if s.error is not None)
         alike = is_whole and not reasons and len({s.compared for s in came.values()}) == 1
         contents = {rank: s.content for rank, s in came.items() if s.error is None}
         self.is_whole = is_whole

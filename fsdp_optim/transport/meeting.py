@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from fsdp_optim.errors import RankError
+from fsdp_optim.errors import RankError, class_name
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.rendezvous import rendezvous_store
 from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, at_another_step, deadlock, reason_of
@@ -134,7 +134,7 @@ class Meeting:
         if error is not None:
             index = self.store.add(self.key("errors"), 1)
             if index <= _MAX_REASONS:
-                reason = (self.group.rank, type(error).__name__, str(error))
+                reason = (self.group.rank, class_name(error), str(error))
                 self.store.set(self.key(f"error/{index}"), json.dumps(reason))
             return _HAS_MORE
         if statement.content:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import tempfile
 import unittest
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
 from kit.servers import new_bucket, serving
-from kit.wrapping import Differs, Trained, adam, check_same, cpu
+from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 from safetensors.torch import load_file
 
 import fsdp_optim
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
@@ -62,6 +64,44 @@ def load_all(root: str, options: Options) -> None:
             check_same("per rank", restored.per_rank, dist.get_rank())
 
 
+def save_and_upload(folder: str, root: str, options: Options) -> None:
+    """Into a folder, then up: in turn and in the background, the second and third time over what is there."""
+    with cpu():
+        one = Trained("FSDP2", adam, steps=1)
+        asked: Options = {"storage_options": options, "progress": False, "durable": False, "extra": {"a": 1}}
+        saved = fsdp_optim.save(f"{folder}/step-1", one.model, one.optim, upload_to=f"{root}/step-1", **asked)
+        if saved.upload is None:
+            raise Differs("there is no upload")
+        check_same("the place", saved.upload.wait().path, Path(folder, "step-1"))
+        for _ in range(2):
+            one = Trained("FSDP2", adam)
+            asked |= {"overwrite": True, "upload_to": f"{root}/step-1", "per_rank_extra": dist.get_rank()}
+            handle = fsdp_optim.async_save(f"{folder}/step-1", one.model, one.optim, **asked)
+            scramble(one)
+            handle.wait()
+        other = Trained("fairscale flat", adam, steps=0)
+        restored = fsdp_optim.load(
+            f"{root}/step-1", other.model, other.optim, storage_options=options, check="bitwise", progress=False
+        )
+        check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
+        check_same("per rank", restored.per_rank, dist.get_rank())
+
+
+def upload_to_nowhere(folder: str, root: str, options: Options) -> tuple[tuple[str, str], tuple[str, str]]:
+    """What every rank is told where the bucket does not exist, and where a share cannot be sent."""
+    with cpu():
+        one = Trained("FSDP2", adam, steps=1)
+        asked: Options = {"storage_options": options, "progress": False, "durable": False}
+        missing = error_text(
+            lambda: fsdp_optim.save(f"{folder}/a", one.model, one.optim, upload_to="s3://no-such-bucket/a", **asked)
+        )
+        failing = mock.patch.object(S3Bucket, "put_part", side_effect=CheckpointError("the line is cut"))
+        with failing if dist.get_rank() == 1 else nullcontext():
+            saved = fsdp_optim.save(f"{folder}/b", one.model, one.optim, upload_to=f"{root}/b", **asked)
+            broken = error_text(saved.upload.wait)  # type: ignore[union-attr]
+        return missing, broken
+
+
 class TestServers(unittest.TestCase):
     options: dict[str, Options]
 
@@ -84,6 +124,34 @@ class TestServers(unittest.TestCase):
             run_on_ranks(load_all, world_size, root, options)
         self.check_bucket(name, options)
         self.assertEqual(fsdp_optim.latest(root, storage_options=options), f"{root}/{WRAPS[-1]}")
+
+    def test_a_folder_goes_up(self) -> None:
+        options = self.options["rclone"]
+        name = new_bucket(options)
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(save_and_upload, 3, folder, f"s3://{name}/run", options)
+            found = {one.key: S3Bucket(name, options).read(one.key)[0] for one in S3Bucket(name, options).list("run/")}
+            files = {str(file.relative_to(folder)): file.read_bytes() for file in Path(folder).rglob("*.*")}
+        uploaded = {
+            "/".join(part for part in key.split("/")[1:] if len(part) != 16): data for key, data in found.items()
+        }
+        check_same("the files are those of the folder", sorted(uploaded.items()), sorted(files.items()))
+
+    def test_an_upload_that_fails(self) -> None:
+        """The folder is there, all ranks raise the same error, and the next save raises it where nobody has waited."""
+        options = self.options["moto"]
+        name = new_bucket(options)
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_on_ranks(upload_to_nowhere, 2, folder, f"s3://{name}/run", options)
+            for missing, broken in found:
+                self.assertEqual(missing[0], "CheckpointError", missing[1])
+                self.assertIn("no-such-bucket", missing[1])
+                self.assertEqual(broken[0], "CheckpointError", broken[1])
+                for words in (f"{folder}/b: is saved", f"s3://{name}/run/b", "rank 1: the line is cut"):
+                    self.assertIn(words, broken[1])
+            self.assertEqual([path.name for path in Path(folder).iterdir()], ["b"])
+        self.assertEqual([one.key for one in S3Bucket(name, options).list("")], [])
+        self.assertEqual(list(S3Bucket(name, options).uploads("")), [])
 
     def check_bucket(self, name: str, options: Options) -> None:
         """Nothing is left but the files, which other tools open, and which are a folder's where they are copied."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.storage.base import Completion, Judge
 from fsdp_optim.storage.objects.base import Bucket
-from fsdp_optim.storage.objects.keys import Place
+from fsdp_optim.storage.objects.keys import Place, own_token
 from fsdp_optim.storage.objects.opened import open_place
 
 _FIRST_LOOK, _LONGEST = 0.02, 2.0  # seconds between looks, which grow: each look is a request
@@ -104,7 +104,7 @@ class ObjectCompletion(Completion):
     def _is_saved(self) -> bool:
         """Whether the manifest that is there is of this save."""
         with contextlib.suppress(OSError):
-            return self._judge.token_in(open_place(self._bucket, self._place, self._judge)) == self._token
+            return own_token(self._judge.token_in(open_place(self._bucket, self._place, self._judge))) == self._token
         return False
 
     def _poll(self, look: Callable[[], T | None], what: Callable[[], str], deadline: float) -> T:

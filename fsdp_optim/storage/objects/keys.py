@@ -25,6 +25,12 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
+def own_token(token: str | None) -> str | None:
+    """The part of a manifest's token that names objects: its last 16 digits. A save that was uploaded has more before them."""
+    found = re.search(f"{_TOKEN}$", token) if token is not None else None
+    return found[0] if found is not None else None
+
+
 @dataclass(frozen=True)
 class Place:
     """One place for a checkpoint. `where`: its URL, for errors; `prefix`: the beginning of its keys, without a last slash."""

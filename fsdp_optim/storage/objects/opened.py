@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge, Opened
 from fsdp_optim.storage.objects.base import Bucket, Found, MissingObjectError, OvertakenError
-from fsdp_optim.storage.objects.keys import Files, Place
+from fsdp_optim.storage.objects.keys import Files, Place, own_token
 
 _HEAD_NBYTES = 64 << 10
 """The beginning of an object is read at once: headers, manifests and small files need one request."""
@@ -43,8 +43,8 @@ class OpenedObjects(Opened):
     @cached_property
     def files(self) -> Files:
         """Where the files are: the manifest's token says it, where a folder of that name has the same manifest."""
-        token = self._judge.token_in(self)
-        if token is not None and "/" not in token and token.isalnum():
+        token = own_token(self._judge.token_in(self))
+        if token is not None:
             own = Files(self._place, token)
             if self._bucket.look(own.key(self._judge.manifest)) is not None:
                 return own

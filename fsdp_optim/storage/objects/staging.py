@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, Judge, Staging
 from fsdp_optim.storage.objects.base import ABSENT, Bucket, OvertakenError
-from fsdp_optim.storage.objects.keys import Place, new_token
+from fsdp_optim.storage.objects.keys import Place, new_token, own_token
 from fsdp_optim.storage.objects.opened import OpenedObjects
 from fsdp_optim.storage.objects.saves import Claim, check_held, current, own_keys, remove_dead, remove_strays
 from fsdp_optim.storage.objects.writer import Address, SharedFile
@@ -31,11 +31,12 @@ class ObjectStaging(Staging):
         *,
         overwrite: bool,
         dead_after: float,
+        token: str | None = None,
     ) -> None:
         self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
         self._check_free(overwrite)
         remove_dead(bucket, place, judge, dead_after)
-        self._token, self._shared = new_token(), dict[str, SharedFile]()
+        self._token, self._shared = token or new_token(), dict[str, SharedFile]()
         self._has_folder, self._committed = True, False
         self._claim = Claim(bucket, place, self._token, dead_after)
         try:
@@ -150,7 +151,7 @@ class ObjectStaging(Staging):
     def _may_count(self) -> bool:
         """Whether the manifest may be that of this save, though its `put` seemed to fail."""
         found = current(self._bucket, self._place, self._judge)
-        return found is not None and self._judge.token_in(found) in (self._token, None)
+        return found is not None and own_token(self._judge.token_in(found)) in (self._token, None)
 
     def _remove_own(self) -> None:
         if self._has_folder:

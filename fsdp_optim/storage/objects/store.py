@@ -65,13 +65,19 @@ class ObjectStore(Store):
         except MissingObjectError as error:
             raise CheckpointError(str(error)) from error
 
-    def begin(self, *, overwrite: bool, durable: bool) -> ObjectStaging:
+    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
         """As a Store does. An object store knows no durability: what it has answered for is stored."""
         for sibling in self.shelf().places():
             if sibling != self.place:
                 remove_dead(self.bucket, sibling, self._judge, self._dead_after)
         return ObjectStaging(
-            self.bucket, self.place, self._judge, self.capabilities, overwrite=overwrite, dead_after=self._dead_after
+            self.bucket,
+            self.place,
+            self._judge,
+            self.capabilities,
+            overwrite=overwrite,
+            dead_after=self._dead_after,
+            token=token,
         )
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> ObjectWriter:

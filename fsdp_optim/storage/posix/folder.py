@@ -61,7 +61,9 @@ class FolderStaging(Staging):
     before: _Seen | None = None  # the folder at the path when this save began
 
     @classmethod
-    def begin(cls, path: Path, judge: Judge[Any], *, overwrite: bool, durable: bool = True) -> FolderStaging:
+    def begin(
+        cls, path: Path, judge: Judge[Any], *, overwrite: bool, durable: bool = True, token: str | None = None
+    ) -> FolderStaging:
         """Create the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
         path = Path(os.path.abspath(path))
         try:
@@ -73,7 +75,7 @@ class FolderStaging(Staging):
             before = _Seen.at(path, judge)
             for attempt in range(_ATTEMPTS):
                 try:
-                    return cls._make(path, judge, overwrite, before)
+                    return cls._make(path, judge, overwrite, before, token or secrets.token_hex(8))
                 except FileNotFoundError:  # another save took the unlocked folder for a leftover
                     if attempt == _ATTEMPTS - 1:
                         raise
@@ -82,9 +84,8 @@ class FolderStaging(Staging):
             raise _failed(path, "cannot be saved", error) from None
 
     @classmethod
-    def _make(cls, path: Path, judge: Judge[Any], overwrite: bool, before: _Seen | None) -> FolderStaging:
+    def _make(cls, path: Path, judge: Judge[Any], overwrite: bool, before: _Seen | None, token: str) -> FolderStaging:
         """Create the folder and hold its lock before the folder gets its name."""
-        token = secrets.token_hex(8)
         new, folder = (path.with_name(f"{path.name}{mark}{token}") for mark in (NEW, SAVING))
         new.mkdir()
         lock = -1

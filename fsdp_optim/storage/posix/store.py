@@ -48,8 +48,8 @@ class Folder(Store):
     def _open(self) -> OpenFolder:
         return OpenFolder(existing(self.path, self._judge), asked=self.path)
 
-    def begin(self, *, overwrite: bool, durable: bool) -> FolderStaging:
-        staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable)
+    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:
+        staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable, token=token)
         try:
             (staging.folder / "extra").mkdir()
         except BaseException as error:

@@ -1,0 +1,155 @@
+"""upload_to=: a checkpoint that is saved in a folder goes up to a store in the background. Every rank uploads its share of it.
+
+The bytes are read from the folder, so training is not held up, and no collective runs. The ranks agree on the end through the
+store, as in `background`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from fsdp_optim.checkpoint.catalog import Series, keep_newest
+from fsdp_optim.checkpoint.files import File
+from fsdp_optim.checkpoint.stores import store_at
+from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim.formats.base import Format
+from fsdp_optim.options import SaveOptions
+from fsdp_optim.storage.base import Capabilities, Completion, Opened, Staging, Store, StoreWriter
+from fsdp_optim.storage.posix.store import Folder
+from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.base import RankGroup
+
+_PIECE_NBYTES = 8 << 20
+"""Bytes that are read from the folder at once, where the store takes no parts of several ranks."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An upload that all ranks have agreed on. `staging`: on the rank that leads it."""
+
+    group: RankGroup
+    options: SaveOptions
+    format: Format
+    store: Store
+    address: str
+    files: tuple[File, ...]
+    capabilities: Capabilities
+    completion: Completion
+    staging: Staging | None
+
+    @classmethod
+    def begin(
+        cls, group: RankGroup, options: SaveOptions, format: Format, files: Sequence[File], token: str
+    ) -> Upload | None:
+        """Begin an upload where one is asked for; nothing is sent yet. Called by all ranks.
+
+        `token`: that of the save in the folder, on the rank that leads it.
+        """
+        if options.upload_to is None:
+            return None
+        store, content = store_at(options.upload_to, format, options.storage_options), b""
+        if isinstance(store, Folder):
+            raise CheckpointError(
+                f"upload_to={options.upload_to!r}: has to be a URL, such as s3://bucket/run/step-1000"
+            )
+        staging: Staging | None = None
+        try:
+            if group.rank == group.ranks[0]:
+                staging = store.begin(overwrite=options.overwrite, durable=True, token=token[-16:])
+                can = staging.capabilities
+                if can.writes_ranges == "parts":
+                    for file in files:
+                        staging.create(file.name, file.plan.nbytes, b"")
+                content = json.dumps([staging.address, can.writes_ranges, can.part_nbytes, can.most_parts]).encode()
+            told = tell(group, "upload", content)
+            address, ranges, part_nbytes, most_parts = json.loads(told.content_of(group.ranks[0]))
+            can = Capabilities(ranges, renames=False, part_nbytes=part_nbytes, most_parts=most_parts)
+            completion = store.completion(address, group.rank, group.ranks, group.timeout)
+            return cls(group, options, format, store, address, tuple(files), can, completion, staging)
+        except BaseException:
+            if staging is not None:
+                staging.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give the upload up, because the save in the folder has failed. Raises nothing."""
+        self.completion.close()
+        if self.staging is not None:
+            self.staging.abandon()
+
+    def run(self, source: Store, small: Sequence[str], content: str) -> None:
+        """Upload this rank's share, and wait for the end. Called in the background, when the checkpoint is in the folder.
+
+        Args:
+            small: the names of all files but those with tensors and the manifest, on the leader.
+            content: what tells the series of the checkpoint, on the leader.
+        """
+        self.completion.watch()
+        with closing(self.completion):
+            failed: str | None = None
+            try:
+                with source.open() as opened:
+                    self.completion.done(self._send_all(opened, small))
+            except Exception as error:
+                failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+                self.completion.failed(failed)
+            if self.staging is not None:
+                self._lead(self.staging, source, failed, content)
+            else:
+                self.completion.wait_for_end(failed)
+
+    def _send_all(self, opened: Opened, small: Sequence[str]) -> bytes:
+        rank = self.group.rank
+        writer = self.store.join(self.address, durable=True, who=f"rank {rank}", budget_nbytes=self.group.budget.nbytes)
+        try:
+            for index, file in enumerate(self.files):
+                if self.capabilities.writes_ranges == "parts":
+                    self._send_parts(opened, writer, file)
+                elif index % len(self.group.ranks) == self.group.position:
+                    writer.create(file.name, file.plan.nbytes, b"")
+                    _send(opened, writer, file.name, 0, file.plan.nbytes, _PIECE_NBYTES)
+            for name in small:
+                writer.put(name, opened.read_whole(name))
+            return writer.finish()
+        finally:
+            writer.discard()
+
+    def _send_parts(self, opened: Opened, writer: StoreWriter, file: File) -> None:
+        """Send this rank's share of the parts of a file, which lie together."""
+        size = self.capabilities.part_nbytes_of(file.plan.nbytes)
+        num, position, ranks = -(-file.plan.nbytes // size), self.group.position, len(self.group.ranks)
+        start, stop = num * position // ranks * size, num * (position + 1) // ranks * size
+        _send(opened, writer, file.name, start, min(stop, file.plan.nbytes), size)
+
+    def _lead(self, staging: Staging, source: Store, failed: str | None, content: str) -> None:
+        """Finish the upload when all ranks have sent their shares, and announce the result."""
+        try:
+            if failed is not None:
+                raise CheckpointError(f"rank {self.group.rank}: {failed}")
+            receipts = self.completion.wait_for_all()
+            staging.seal([file.name for file in self.files], receipts, durable=True)
+            with source.open() as opened:
+                manifest = self.format.judge.manifest
+                staging.commit(manifest, opened.read_whole(manifest), durable=True)
+        except Exception as error:
+            ours = isinstance(error, (CheckpointError, RankTimeoutError))
+            why = str(error) if ours else f"rank {self.group.rank}: {type(error).__name__}: {error}"
+            text = f"{source.where}: is saved, but it was not uploaded to {self.store.where}: {why}"
+            self.completion.not_saved(text)
+            staging.abandon()
+            raise CheckpointError(text) from error
+        self.completion.saved()
+        if self.options.keep_last is not None:
+            series = Series.of(self.store.where, content, self.options.step, self.options.keep_last)
+            keep_newest(self.store, series, self.options.keep_last)
+
+
+def _send(opened: Opened, writer: StoreWriter, name: str, start: int, stop: int, nbytes: int) -> None:
+    """Copy bytes [start, stop) of a file, so many at a time."""
+    for first in range(start, stop, nbytes):
+        piece = memoryview(bytearray(min(nbytes, stop - first)))
+        opened.read_into(name, [piece], first)
+        writer.write(name, [piece], first)
