@@ -458,9 +458,9 @@ def async_save(
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
 
     Called by all ranks of the model. One thread of each rank writes the copy, without collective calls. `handle.wait()` and the
-    next save or async_save of this process wait for this save and raise its error; the exit of the process waits too. With `upload_to`
-    they wait for the upload as well. Memory:
-    one copy of the part that this rank writes (its shard, or its share of replicated values), until that part is written.
+    next save or async_save of this process wait for this save, with `upload_to` also for the upload, and raise its error; the
+    exit of the process waits too. Memory: one copy of the part that this rank writes (its shard, or its share of replicated
+    values), until that part is written.
     """
     with checkpoint_errors(path):
         options = SaveOptions(
