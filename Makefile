@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Processes that run tests, each a file at a time, on ranks of its own.
+JOBS ?= 2
 
 .PHONY: help venv test test-gpu test-long check format demo bench soak clean
 
@@ -21,15 +23,18 @@ $(INSTALLED): requirements-dev.txt setup.cfg pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-test: venv  ## run the test suite, but for what takes minutes
-	$(BIN)/python -m pytest
+# Ranks import the tests, so that bytecode that is not written is compiled again and again.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
+test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (2)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
 	$(BIN)/python -m pytest -m nccl
 
 test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
 	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py
-	$(BIN)/python -m pytest -m slow --random-order-bucket=class
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --no-loadscope-reorder --random-order-bucket=class
 
 check: venv  ## formatting, linting, types, and the examples in the docs
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""What pytest has to know about this suite: which tests need GPUs, and how hypothesis searches."""
+"""What pytest has to know about this suite: which tests need GPUs, which files take long, and how hypothesis searches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ settings.register_profile(
 )
 settings.load_profile("fsdp_optim")
 
+LONGEST = (
+    *("test_checkpoint.py", "test_checkpoint_safety.py", "test_torch_wrappers.py", "test_torch_optimizers.py"),
+    *("test_failures.py", "test_checkpoint_kill.py", "test_testing.py", "test_optimizer_zoo.py", "test_peers.py"),
+    *("test_fairscale_groups_frozen.py", "test_fairscale_wrapping.py", "test_matrix.py", "test_awkward_shapes.py"),
+    *("test_checkpoint_async.py", "test_soak.py", "test_checkpoint_hugging_face.py", "test_architecture.py"),
+)
+"""The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
     for_gpus = [item for item in items if item.get_closest_marker("nccl")]
     if not for_gpus:
         return
