@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import subprocess
+import functools
 import sys
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
 
+from kit.scripts import run
 from parameterized import parameterized
 
 PACKAGE = "fsdp_optim"
@@ -26,6 +27,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
+@functools.cache
 def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 
@@ -310,9 +312,9 @@ class TestPrivateNames(unittest.TestCase):
 
 
 def loaded_by(code: str) -> set[str]:
-    """Modules that a fresh Python process has loaded after some code."""
-    command = [sys.executable, "-c", f"{code}\nimport sys\nprint('\\n'.join(sys.modules))"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT.parent, timeout=120)
+    """Modules that a Python process which has torch has loaded after some code."""
+    done = run(f"{code}\nimport sys\nprint('\\n'.join(sys.modules))")
+    assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
 

@@ -10,7 +10,6 @@ import errno
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit import scripts
 from kit.checkpoints import (
     InFolder,
     Whole,
@@ -356,45 +356,35 @@ def leave(root: Path, rank: int, world_size: int, is_full: bool, code: int) -> N
     sys.exit(code)
 
 
-def start(
-    root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False, code: int = 0
-) -> subprocess.Popen[str]:
+def start(root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False, code: int = 0) -> scripts.Started:
     """`leave` in a process of its own."""
     root.mkdir(exist_ok=True)
     arguments = f"Path({str(root)!r}), {rank}, {world_size}, {is_full}, {code}"
-    script = f"from pathlib import Path; import test_checkpoint_async as t; t.leave({arguments})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(HERE), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    found = []
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=90)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-        found.append((process.returncode, out, err))
-    return found
+    script = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        f"from pathlib import Path; import test_checkpoint_async as t; t.leave({arguments})"
+    )
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return scripts.start(
+        script, preload=("torch._dynamo", "fsdp_optim", "kit.checkpoints"), path=HERE, environment=environment
+    )
 
 
 class EndOfProcessTest(InFolder):
     def test_it_waits_for_the_checkpoint(self) -> None:
         two, one = self.root / "two", self.root / "one"
-        found = ends([start(two, 0, 2), start(two, 1, 2), start(one, code=3)])
-        self.assertEqual([code for code, _, _ in found], [0, 0, 3], found)
-        self.assertEqual([out for _, out, _ in found], ["done: False\n"] * 3)
+        found = [process.wait() for process in (start(two, 0, 2), start(two, 1, 2), start(one, code=3))]
+        self.assertEqual([process.returncode for process in found], [0, 0, 3], found)
+        self.assertEqual([process.stdout for process in found], ["done: False\n"] * 3)
         for root in (one, two):
             check_files(root / "step-1", oracle_after(STEPS))
             self.assertEqual(fsdp_optim.latest(root), root / "step-1")
 
     def test_an_error_is_not_lost(self) -> None:
-        [(_, out, err)] = ends([start(self.root / "full", is_full=True)])
-        self.assertEqual(out, "done: False\n")
-        self.assertIn(os.strerror(errno.ENOSPC), err)
-        self.assertIn("step-1", err)
+        process = start(self.root / "full", is_full=True).wait()
+        self.assertEqual(process.stdout, "done: False\n")
+        self.assertIn(os.strerror(errno.ENOSPC), process.stderr)
+        self.assertIn("step-1", process.stderr)
         self.assertIsNone(fsdp_optim.latest(self.root / "full"))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
 import math
 import os
 import re
@@ -12,6 +14,7 @@ import sys
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from parameterized import parameterized
 
 pytest.importorskip("matplotlib")
 
-from demo.__main__ import report_failures
+from demo.__main__ import main, report_failures
 from demo.compare import LOSS_TOLERANCE, Comparison, compare
 from demo.data import Text
 from demo.report import table
@@ -106,30 +109,51 @@ class TestText(unittest.TestCase):
             Text(16, 12).batch(0, 0, 5)
 
 
-def run_demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "demo", "--out", str(folder), *arguments],
+def run_demo(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """In this process, with the ranks that other tests have started; the exit status, and what was printed."""
+    out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ, COLUMNS="80"):
+        try:
+            status = main(["--out", str(folder), *arguments])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            torch.set_num_threads(threads)
+    return status, out.getvalue(), err.getvalue()
+
+
+def check_printed(printed: str, folder: Path) -> None:
+    for name in ("4 ranks", "2 ranks", "3 ranks", "1 rank", "without FSDP"):
+        [line] = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
+        assert line.endswith("bit-exact" if name == "4 ranks" else "equal")
+        assert re.match(rf"{name} +1 ", line)  # steps
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_short_demo(tmp_path: Path) -> None:
+    status, out, err = run_demo(tmp_path, "--steps", "4", "--save-after", "3")
+    assert status == 0, err
+    check_printed(out, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_short_demo_by_itself(tmp_path: Path) -> None:
+    """As `make demo` runs it."""
+    result = subprocess.run(
+        [sys.executable, "-m", "demo", "--out", str(tmp_path), "--steps", "4", "--save-after", "3"],
         capture_output=True,
         text=True,
         timeout=240,
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "80"},
     )
-
-
-def test_a_short_demo(tmp_path: Path) -> None:
-    result = run_demo(tmp_path, "--steps", "4", "--save-after", "3")
     assert result.returncode == 0, result.stderr
-    for name in ("4 ranks", "2 ranks", "3 ranks", "1 rank", "without FSDP"):
-        [line] = [line for line in result.stdout.splitlines() if line.startswith(f"{name} ")]
-        assert line.endswith("bit-exact" if name == "4 ranks" else "equal")
-        assert re.match(rf"{name} +1 ", line)  # steps
+    check_printed(result.stdout, tmp_path)
     assert "Warning" not in result.stderr
     assert "4 ranks resumed" in result.stderr  # a progress bar
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_resume_point_lies_inside_the_run(tmp_path: Path) -> None:
-    result = run_demo(tmp_path, "--steps", "3", "--save-after", "3")
-    assert result.returncode == 2
-    assert "--save-after must lie between 0 and --steps 3, not 3" in result.stderr
+    status, _, err = run_demo(tmp_path, "--steps", "3", "--save-after", "3")
+    assert status == 2
+    assert "--save-after must lie between 0 and --steps 3, not 3" in err

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import unittest
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from kit import scripts
 from parameterized import parameterized
 from torch import Tensor, nn
 
@@ -194,8 +193,7 @@ class TestFairscaleOnCpu(unittest.TestCase):
 
     def test_import_loads_neither_fairscale_nor_pytest(self) -> None:
         code = "import sys, fsdp_optim.testing; print([m for m in ('fairscale', 'pytest') if m in sys.modules])"
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        self.assertEqual(result.stdout.strip(), "[]")
+        self.assertEqual(scripts.run(code, preload=("fsdp_optim.testing",)).stdout.strip(), "[]")
 
 
 def rank_and_size() -> tuple[int, int, int]:
@@ -577,14 +575,10 @@ class TestRankPool(unittest.TestCase):
                 time.sleep(0.05)
 
 
-def run_script(text: str) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "script.py")
-        script.write_text(text)
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        return subprocess.run(
-            [sys.executable, str(script)], capture_output=True, text=True, timeout=180, env=environment
-        )
+def run_script(text: str) -> scripts.Started:
+    """The server of its pool has imported no more than it must."""
+    light = "import fsdp_optim.testing.ranks as ranks\nranks._ALWAYS = ranks._ALWAYS[:1]\n"
+    return scripts.run(light + text, timeout=180, preload=("fsdp_optim.testing",))
 
 
 def is_running(pid: int) -> bool:
