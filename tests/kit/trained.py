@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ def like(local: Tensor, param: Tensor) -> Tensor:
 
 
 def steps_local_parts(optim: Any) -> bool:
-    """Whether `step_local_parts` can take the place of `optim.step()`, and there is a DTensor that makes it worth while."""
+    """Whether `LocalSteps` can take the place of `optim.step()`, and there is a DTensor that makes it worth while."""
     options = ("foreach", "fused", "capturable", "differentiable")
     return (
         type(optim) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -127,31 +127,45 @@ def steps_local_parts(optim: Any) -> bool:
     )
 
 
-def step_local_parts(optim: torch.optim.Optimizer) -> None:
+class LocalSteps:
     """What `optim.step()` does to DTensors where every element is stepped by itself, without torch's dispatch of DTensors.
 
     That dispatch takes more time than everything else that most tests do. `StepTest` in test_torch_optimizers.py compares both.
+    The optimizer itself has its state again after `finish`.
     """
-    twin = object.__new__(type(optim))
-    twin.__dict__.update(optim.__dict__)
-    twin.state, local_of_param = collections.defaultdict(dict), {}
-    for group in optim.param_groups:
-        for param in group["params"]:
-            local = local_of_param[param] = local_of(param).detach()
-            local.grad = None if param.grad is None else local_of(param.grad)
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._optim = optim
+        self._twin = object.__new__(type(optim))
+        self._twin.__dict__.update(optim.__dict__)
+        self._twin.state = collections.defaultdict(dict)
+        self._local = {param: local_of(param).detach() for param in params_of(optim)}
+        for param, local in self._local.items():
             if param in optim.state:
-                twin.state[local] = {name: local_of(value) for name, value in optim.state[param].items()}
-    twin.param_groups = [
-        {**group, "params": [local_of_param[param] for param in group["params"]]} for group in optim.param_groups
-    ]
-    twin.step()
-    for param, local in local_of_param.items():
-        access_of(param).put(local, param)
-        if local in twin.state:
-            optim.state[param] = {
-                name: like(value, param) if name != "step" and isinstance(value, Tensor) else value
-                for name, value in twin.state[local].items()
-            }
+                self._twin.state[local] = {name: local_of(value) for name, value in optim.state[param].items()}
+        self._twin.param_groups = [
+            {**group, "params": [self._local[param] for param in group["params"]]} for group in optim.param_groups
+        ]
+
+    def step(self, gradients: Mapping[Tensor, Tensor | None]) -> None:
+        """`gradients`: local tensors, by live parameter."""
+        for param, local in self._local.items():
+            local.grad = gradients.get(param)
+        self._twin.step()
+
+    def finish(self) -> None:
+        """Give the optimizer what its twin has."""
+        for param, local in self._local.items():
+            access_of(param).put(local, param)
+            if local in self._twin.state:
+                self._optim.state[param] = {
+                    name: like(value, param) if name != "step" and isinstance(value, Tensor) else value
+                    for name, value in self._twin.state[local].items()
+                }
+
+
+def params_of(optim: Any) -> list[Tensor]:
+    return [param for group in optim.param_groups for param in group["params"]]
 
 
 _FSDP1_PART = "_fsdp_wrapped_module."
@@ -161,7 +175,7 @@ class Trained:
     """A wrapped model and an optimizer that this module has stepped. Never enters `forward`.
 
     `wrap` gets the unwrapped model and returns the wrapped one; `prepare` (frozen parameters, dtypes) comes before it, and
-    also before the oracle's training. `by_torch`: DTensors are stepped by torch itself, not by `step_local_parts`.
+    also before the oracle's training. `by_torch`: DTensors are stepped by torch itself, not by `LocalSteps`.
     """
 
     def __init__(
@@ -202,22 +216,28 @@ class Trained:
         self.optim: Any = _make(make, model)
         self.process_group: dist.ProcessGroup | None = None
 
-    def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
+    def step(self, steps: Sequence[int], unused: Collection[str] = ()) -> None:
         """`unused`: names of parameters; live parameters with elements of them, on any rank, get no gradient."""
         without = self._positions_of(unused) if unused else set()
+        quick = [LocalSteps(optim) for optim in each_of(self.optim) if not self.by_torch and steps_local_parts(optim)]
+        by_torch = [optim for optim in each_of(self.optim) if self.by_torch or not steps_local_parts(optim)]
+        locals_ = [local_of(param) for param in self.params]
+        gradients: dict[Tensor, Tensor | None] = {}
         for number in steps:
             table = self.numbers.gradients(number)
             for position, (param, index) in enumerate(zip(self.params, self.index, strict=True)):
-                if param.requires_grad and position not in without and self.gets_gradient[position]:
-                    local = local_of(param)
-                    param.grad = like(table[index].reshape(local.shape).to(local.device, param.dtype), param)
-                else:
-                    param.grad = None
-            for optim in each_of(self.optim):
-                if self.by_torch or not steps_local_parts(optim):
-                    optim.step()
-                else:
-                    step_local_parts(optim)
+                trains = param.requires_grad and position not in without and self.gets_gradient[position]
+                local = locals_[position]
+                gradients[param] = table[index].reshape(local.shape).to(local.device, param.dtype) if trains else None
+            for one in quick:
+                one.step(gradients)
+            if by_torch or number == steps[-1]:
+                for param, gradient in gradients.items():
+                    param.grad = None if gradient is None else like(gradient, param)
+            for optim in by_torch:
+                optim.step()
+        for one in quick:
+            one.finish()
 
     def _positions_of(self, names: Collection[str]) -> set[int]:
         """The live parameters that have elements of these parameters on some rank."""

@@ -23,8 +23,6 @@ from kit.trained import (
     each_of,
     like,
     local_of,
-    step_local_parts,
-    steps_local_parts,
 )
 from kit.wraps import (
     WORLD_SIZES,
@@ -82,8 +80,6 @@ __all__ = [
     "mesh_2d",
     "sgd",
     "snapshot",
-    "step_local_parts",
-    "steps_local_parts",
     "wrap_units",
 ]
 
