@@ -137,7 +137,7 @@ TIED = {
     "tied across siblings, frozen": Setup("siblings", WRAPPINGS["siblings"][1], frozen=("first.weight",)),
 }
 
-# Saved and resumed at every pair of world sizes; the others at two pairs each, and `make test-long` the rest.
+# Saved and resumed at every pair of world sizes; the others at one pair each, and `make test-long` has the rest.
 AT_EVERY_PAIR = {"own step, peculiar, flat", "tied across siblings"}
 SETUPS = {**GROUPS, **ABSENT, **STEPS_APART, **TIED}
 

@@ -41,7 +41,7 @@ SETUPS = {
 }
 
 
-# State of every kind meets every pair of world sizes; the other optimizers meet two pairs each, and `make test-long` the rest.
+# State of every kind meets every pair of world sizes; the other optimizers meet one pair each, and `make test-long` has the rest.
 AT_EVERY_PAIR = {"peculiar with awkward sizes", "peculiar in one flat parameter"}
 
 RESUMES = Pairs(SETUPS, AT_EVERY_PAIR)

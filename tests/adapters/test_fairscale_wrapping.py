@@ -6,10 +6,12 @@ import copy
 import functools
 import traceback
 import unittest
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from kit.cases import expand, some, those
 from kit.models import WRAPPINGS, units
 from kit.training import (
     STEPS,
@@ -163,34 +165,38 @@ OTHER_SIZES = {name: size % 3 + 1 for name, size in SIZES.items()}
 OTHER_SIZES |= {"nested": 4, "both": 4}
 
 
-def names_of(saved: int, now: int | None = None) -> list[str]:
+SOON, LATER = some(REAL, every=2)
+
+
+def names_of(names: Sequence[str], saved: int, now: int | None = None) -> list[str]:
     """The set-ups that are trained at one world size and resumed at another, or at any."""
-    return [name for name in REAL if SIZES[name] == saved and now in (None, saved, OTHER_SIZES[name])]
+    return [name for name in names if SIZES[name] == saved and now in (None, saved, OTHER_SIZES[name])]
 
 
 @functools.cache
-def all_straight(world_size: int) -> list[dict[str, tuple[list[Saved], str]]]:
-    return run_on_ranks(train_for_real, world_size, names_of(world_size), 0, (SAVED, END), {})
+def all_straight(later: bool, world_size: int) -> list[dict[str, tuple[list[Saved], str]]]:
+    names = names_of(LATER if later else SOON, world_size)
+    return run_on_ranks(train_for_real, world_size, names, 0, (SAVED, END), {})
 
 
 def straight(name: str) -> list[Saved]:
     """A training without a stop, gathered at SAVED and at END."""
-    by_rank = all_straight(SIZES[name])
+    by_rank = all_straight(name in LATER, SIZES[name])
     raise_problems([[mine[name][1]] for mine in by_rank], [name])
     return by_rank[0][name][0]
 
 
 @functools.cache
-def all_resumed(saved: int, now: int) -> list[dict[str, tuple[list[Saved], str]]]:
-    found = all_straight(saved)[0]
-    given = {name: found[name][0][0] for name in names_of(saved, now) if not found[name][1]}
+def all_resumed(later: bool, saved: int, now: int) -> list[dict[str, tuple[list[Saved], str]]]:
+    found = all_straight(later, saved)[0]
+    given = {name: found[name][0][0] for name in names_of(list(found), saved, now) if not found[name][1]}
     return run_on_ranks(train_for_real, now, list(given), SAVED, (END,), given)
 
 
 def resumed(name: str, now: int) -> list[Saved]:
     """A resumed training, gathered right after the load and at END."""
     straight(name)
-    by_rank = all_resumed(SIZES[name], now)
+    by_rank = all_resumed(name in LATER, SIZES[name], now)
     raise_problems([[mine[name][1]] for mine in by_rank], [name])
     return by_rank[0][name][0]
 
@@ -218,12 +224,12 @@ def check_training(where: str, name: str, got: Saved, want: tuple[dict[str, Any]
 
 
 class RealTrainingTest(unittest.TestCase):
-    @parameterized.expand([(name,) for name in REAL], name_func=case_name)
+    @expand(SOON, LATER)
     def test_as_the_unwrapped_training(self, name: str) -> None:
         for stop, got, want in zip((SAVED, END), straight(name), plain_training(name), strict=True):
             check_training(f"after {stop} steps", name, got, want)
 
-    @parameterized.expand([(name,) for name in REAL], name_func=case_name)
+    @expand(SOON, LATER)
     def test_resumed_at_the_same_world_size_it_is_the_same_bit_for_bit(self, name: str) -> None:
         for what, got, want in zip(
             ("right after loading", "at the end"), resumed(name, SIZES[name]), straight(name), strict=True
@@ -231,7 +237,7 @@ class RealTrainingTest(unittest.TestCase):
             check_value(f"{what}: full dict", got[0], want[0])
             check_value(f"{what}: parameters", got[1], want[1])
 
-    @parameterized.expand([(name,) for name in REAL], name_func=case_name)
+    @expand(SOON, LATER)
     def test_resumed_at_another_world_size(self, name: str) -> None:
         loaded, end = resumed(name, OTHER_SIZES[name])
         full, params = straight(name)[0]
@@ -240,7 +246,7 @@ class RealTrainingTest(unittest.TestCase):
         check_value("groups", loaded[0]["param_groups"], full["param_groups"])
         check_training("at the end", name, end, plain_training(name)[1])
 
-    @parameterized.expand([(name,) for name in HALF], name_func=case_name)
+    @expand(*those([(name,) for name in HALF], lambda name: name in SOON))
     def test_mixed_precision_keeps_float32_state(self, name: str) -> None:
         dtypes = {t.dtype for _, t in tensors_in(straight(name)[1][0])}
         self.assertEqual(dtypes, {torch.float32})

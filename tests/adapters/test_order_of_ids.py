@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import unittest
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.wrapping import (
     STEPS,
     WRAPPERS,
@@ -86,14 +87,12 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def ids_of_every_wrapper(names: Iterable[str]) -> None:
+def ids_of_every_wrapper(names: Iterable[str], every: bool) -> None:
     with cpu():
         for place, wrapper in enumerate(names):
             # no unwrapped model lists whole units backwards
             makers = [what for what in MAKERS if what != "backwards" or wrapper not in FLAT]
-            for what in (
-                makers[(place + dist.get_world_size()) % len(makers) :][:1] if dist.get_world_size() != 2 else makers
-            ):
+            for what in makers if every else makers[place % len(makers) :][:1]:
                 _ids_both_ways(f"{wrapper}, {what}", wrapper, MAKERS[what])
             _as_one(wrapper)
 
@@ -152,9 +151,14 @@ def _sorted(oracle: Oracle, names: Iterable[str]) -> dict[str, Any]:
 class OrderTest(unittest.TestCase):
     """The gathered state equals, bit for bit, that of a plain optimizer built in the same order from the unwrapped model."""
 
-    @parameterized.expand([(1,), (2,), (3,)])
-    def test_ids_of_an_optimizer_with_an_order_of_its_own(self, world_size: int) -> None:
-        run_on_ranks(ids_of_every_wrapper, world_size, list(WRAPPERS))
+    @expand(
+        soon=[(2, tuple(WRAPPERS)), (1, ("FSDP1 flat", "plain")), (3, ("FSDP2", "fairscale flat", "FSDP1 orig"))],
+        later=[(size, (*WRAPPERS,), True) for size in (1, 2, 3)],
+    )
+    def test_ids_of_an_optimizer_with_an_order_of_its_own(
+        self, world_size: int, wrappers: Sequence[str], every: bool = False
+    ) -> None:
+        run_on_ranks(ids_of_every_wrapper, world_size, wrappers, every)
 
 
 # ------------------------------------------------------------------------------------------- where no order can be right

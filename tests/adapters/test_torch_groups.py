@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.wrapping import (
     STEPS,
     WRAPPERS,
@@ -169,7 +170,7 @@ REPLICATED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class GroupsTest(unittest.TestCase):
-    @parameterized.expand(KINDS)
+    @expand(*some(KINDS, every=2))
     def test_model_on_the_last_two_of_four_ranks(self, kind: str) -> None:
         run_on_ranks(on_last_two_ranks, 4, kind, timeout=60.0)
 
@@ -177,14 +178,17 @@ class GroupsTest(unittest.TestCase):
     def test_model_on_one_rank_that_is_not_the_first(self, kind: str) -> None:
         run_on_ranks(on_one_rank, 3, kind, timeout=60.0)
 
-    @parameterized.expand(
-        [
-            (("FSDP2", "FSDP2"),),
-            (("FSDP1 flat", "FSDP2"),),
-            (("FSDP1 orig", "FSDP1 flat"),),
-            (("HSDP", "fairscale flat"),),
-            (("DDP", "FSDP1 orig"),),
-        ]
+    @expand(
+        *some(
+            [
+                (("FSDP2", "FSDP2"),),
+                (("FSDP1 flat", "FSDP2"),),
+                (("FSDP1 orig", "FSDP1 flat"),),
+                (("HSDP", "fairscale flat"),),
+                (("DDP", "FSDP1 orig"),),
+            ],
+            every=2,
+        )
     )
     def test_two_models_on_disjoint_groups_at_once(self, kinds: tuple[str, str]) -> None:
         run_on_ranks(two_models, 4, kinds, timeout=60.0)
@@ -194,7 +198,7 @@ class GroupsTest(unittest.TestCase):
         spent = run_on_ranks(one_of_two_is_late, 4, kind, timeout=60.0)
         self.assertLess(max(spent[2][0], spent[3][0]), 1.5)
 
-    @parameterized.expand(REPLICATED)
+    @expand(*some(REPLICATED, every=2))
     def test_recipient_and_source_in_every_replica(self, kind: str) -> None:
         run_on_ranks(every_recipient, 4, kind)
 
@@ -263,22 +267,22 @@ def _broken() -> Any:
 
 
 class SideEffectsTest(unittest.TestCase):
-    @parameterized.expand(WRAPPERS)
+    @expand(*some(WRAPPERS, every=2))
     def test_an_optimizer_that_has_not_stepped_stays_so(self, wrapper: str) -> None:
         run_on_ranks(before_the_first_step, 2, wrapper)
 
-    @parameterized.expand(WRAPPERS)
+    @expand(*some(WRAPPERS, every=2))
     def test_a_refused_call_changes_nothing(self, wrapper: str) -> None:
         by_rank = run_on_ranks(after_a_refused_call, 2, wrapper)
         check_refused("shard", [errors[0] for errors in by_rank], "StateError", "stem.bias", "exp_avg", "7")
         check_refused("scatter", [errors[1] for errors in by_rank], "StateError", "stem.bias", "exp_avg", "7")
         check_refused("gather to nobody", [errors[2] for errors in by_rank], "RankError", "17")
 
-    @parameterized.expand(WRAPPERS)
+    @expand(*some(WRAPPERS, every=2, first=1))
     def test_ranks_that_make_different_calls_hear_of_it(self, wrapper: str) -> None:
         check_refused("different recipients", run_on_ranks(different_calls, 2, wrapper), "RankError", "recipient_rank")
 
-    @parameterized.expand(WRAPPERS)
+    @expand(*some(WRAPPERS, every=2))
     def test_one_rank_that_fails_fails_all_with_its_reason(self, wrapper: str) -> None:
         errors = run_on_ranks(one_rank_fails, 3, wrapper)
         check_refused("a broken optimizer", errors, "RankError", "rank 1", "broken on purpose")

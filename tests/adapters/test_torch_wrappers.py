@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.experts import Experts, global_name, train_experts
 from kit.tables import Table
 from kit.wrapping import (
@@ -304,6 +305,12 @@ LATER = {
         "x TP 1 x 4",
     ),
     *("Shard(1)", "Shard(1), Shard(0)", "Replicate, Shard(0)", "Shard of the last dimension on 4"),
+    *("SHARD_GRAD_OP, orig", "HYBRID_SHARD (2, 2), flat"),
+    *("_HYBRID_SHARD_ZERO2 (4, 1), orig", "mixed precision, orig", "CPU offload", "ignored modules", "one unit, orig"),
+    *("reshard_after_forward=True", "HSDP 2 x 2", "HSDP 3 x 1", "x TP, even"),
+    *("tensor parallel on 3", "Shard(0), Shard(1)", "HSDP, Shard of the last dimension", "Replicate"),
+    # These are in other tests of `make test`: of WRAPPERS, or after the model was used.
+    *("FULL_SHARD, flat", "NO_SHARD, flat", "1-D mesh", "x TP 2 x 2", "reshard_after_forward=False", "mixed precision"),
 }
 """In `make test-long` only: cuts that test_layouts.py has at many more sizes, or that are the mirror of one that stays."""
 TABLES: dict[str, Mapping[str, tuple[Any, ...]]] = {"FSDP1": FSDP1, "FSDP2": FSDP2, "DTENSORS": DTENSORS}
@@ -346,7 +353,7 @@ class StrategiesTest(unittest.TestCase):
     def test_trip(self, *case: Any) -> None:
         SOON(*case)
 
-    @parameterized.expand(USED.cases)
+    @expand(*some(USED.cases, every=2))
     def test_after_the_model_was_used(self, *case: Any) -> None:
         USED(*case)
 
@@ -448,11 +455,11 @@ NAMED = Table(module_named, [(2, wrapper) for wrapper in WRAPPERS if wrapper != 
 
 
 class NamesTest(unittest.TestCase):
-    @parameterized.expand(NESTED.cases)
+    @expand(*some(NESTED.cases, every=2))
     def test_names_are_clean_in_any_order_of_wrapping(self, *case: Any) -> None:
         NESTED(*case)
 
-    @parameterized.expand(NAMED.cases)
+    @expand(*some(NAMED.cases, every=2))
     def test_a_child_that_is_called_module_keeps_its_name(self, *case: Any) -> None:
         NAMED(*case)
 
@@ -520,7 +527,7 @@ TIES = Table(tied, [(1 if wrapper == "DDP" else 3, wrapper) for wrapper in WRAPP
 
 
 class TiedTest(unittest.TestCase):
-    @parameterized.expand(TIES.cases)
+    @expand(*some(TIES.cases, every=2))
     def test_listed_once_and_every_alias_is_accepted(self, *case: Any) -> None:
         TIES(*case)
 
@@ -595,7 +602,7 @@ MIXES: dict[str, Callable[[Any], Any]] = {
 
 
 class MixesTest(unittest.TestCase):
-    @parameterized.expand([(kind, n) for kind in ("FSDP1", "FSDP1 orig", "FSDP2", "fairscale") for n in (2, 4)])
+    @expand(*some([(kind, n) for kind in ("FSDP1", "FSDP1 orig", "FSDP2", "fairscale") for n in (2, 4)], every=2))
     def test_experts_of_sub_groups(self, kind: str, num_groups: int) -> None:
         run_on_ranks(experts, 4, kind, 4, num_groups)
 

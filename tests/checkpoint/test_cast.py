@@ -11,8 +11,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from kit.cases import expand, some
 from kit.wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, error_text, local_of, snapshot
-from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -142,8 +142,8 @@ class CastTest(unittest.TestCase):
         told = {"model": oracle.model.state_dict(), "optim": oracle.by_name()}
         torch.save(told, f"{self.folder.name}/{name}.pt")
 
-    @parameterized.expand(
-        [(w, now) for w in ("FSDP1 flat", "FSDP1 orig", "FSDP2", "plain") for now in ("half", "single")]
+    @expand(
+        *some([(w, now) for w in ("FSDP1 flat", "FSDP1 orig", "FSDP2", "plain") for now in ("half", "single")], every=3)
     )
     def test_weights_are_converted_and_training_goes_on(self, wrapper: str, now: str) -> None:
         before = as_they_are if now == "half" else halves
@@ -153,7 +153,7 @@ class CastTest(unittest.TestCase):
         for errors in zip(*by_rank, strict=True):
             check_refused(wrapper, errors, "StateError", "cast=True", "inner.weight", "float32", "bfloat16")
 
-    @parameterized.expand(["FSDP1 flat", "FSDP1 orig", "FSDP2"])
+    @expand(*some(["FSDP1 flat", "FSDP1 orig", "FSDP2"], every=2))
     def test_two_dtypes_into_one(self, wrapper: str) -> None:
         self.save("mixed", MasterAdam, norm_in_fp32)
         run_on_ranks(mixed, 2, wrapper, self.folder.name)

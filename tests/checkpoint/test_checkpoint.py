@@ -32,6 +32,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.checkpoints import (
     InFolder,
     Whole,
@@ -147,9 +148,9 @@ def matrix_root() -> Path:
     return Path(folder.name)
 
 
-def save_all(root: Path) -> dict[str, str]:
+def save_all(root: Path, wrappers: Sequence[str]) -> dict[str, str]:
     """On one rank: what went wrong with each wrapper."""
-    return {wrapper: _report(lambda wrapper=wrapper: _save_one(root, wrapper)) for wrapper in WRAPPERS}
+    return {wrapper: _report(lambda wrapper=wrapper: _save_one(root, wrapper)) for wrapper in wrappers}
 
 
 def _save_one(root: Path, wrapper: str) -> None:
@@ -163,21 +164,28 @@ def _save_one(root: Path, wrapper: str) -> None:
 
 
 EACH = list(itertools.product(WRAPPERS, SIZES))
+ALONE, ON_FOUR = ("fairscale flat", "FSDP2", "plain"), ("fairscale flat", "FSDP1 flat", "FSDP2", "HSDP", "FSDP2 x TP")
+QUICK = [(w, n) for w, n in EACH if n == 3 or (n == 1 and w in ALONE) or (n == 4 and w in ON_FOUR)]
+"""What `make test` has: every wrapper cut unevenly, and some on one rank and on four. `make test-long` has all."""
+
+
+def wrappers_at(world_size: int, every: bool) -> list[str]:
+    return [wrapper for wrapper, size in (EACH if every else QUICK) if size == world_size]
 
 
 def sources_of(target: str, world_size: int) -> list[tuple[str, int]]:
-    """Which checkpoints are loaded into this wrapper at this world size: every fifth of all, from another one on for each target.
+    """Which checkpoints are loaded into this wrapper at this world size: every fifth, from another one on for each target.
 
     The files of all sources hold the same, which `test_files_hold_the_unwrapped_model_and_optimizer` compares; what differs is
     where in them it lies. `make test-long` loads all of them.
     """
-    return EACH[(2 * EACH.index((target, world_size))) % 5 :: 5]
+    return QUICK[(2 * QUICK.index((target, world_size))) % 5 :: 5]
 
 
 def load_all(root: Path, every: bool) -> dict[str, dict[str, str]]:
     """On one rank: by target, by source: what went wrong."""
     found: dict[str, dict[str, str]] = {}
-    for target in WRAPPERS:
+    for target in wrappers_at(dist.get_world_size(), every):
         with cpu():
             found[target] = _load_into(root, target, EACH if every else sources_of(target, dist.get_world_size()))
     return found
@@ -187,7 +195,6 @@ def _load_into(root: Path, wrapper: str, sources: Sequence[tuple[str, int]]) -> 
     world_size, found = dist.get_world_size(), {}
     target, alike = (Trained(wrapper, OfModel(two_groups), steps, model=Whole) for steps in (0, STEPS))
     wanted, live = mine(alike), [id(param) for param in target.model.parameters()]
-    again = "again" if len(sources) < len(EACH) else "all again"
     for turn, (source, size) in enumerate(sources):
         path = root / f"{source} {size}"
         scramble(target, forget=turn % 2 == 0)
@@ -196,7 +203,7 @@ def _load_into(root: Path, wrapper: str, sources: Sequence[tuple[str, int]]) -> 
     for one in (target, alike):
         one.step(range(STEPS, FURTHER))
     found["trained on"] = _report(lambda: check_same("trained on", mine(target), mine(alike)))
-    found["saved again"] = _report(lambda: save(root / f"{again} {wrapper} {world_size}", target) and None)
+    found["saved again"] = _report(lambda: save(root / f"again {wrapper} {world_size}", target) and None)
     return found
 
 
@@ -219,18 +226,25 @@ def _report(call: Callable[[], Any]) -> str:
     return ""
 
 
+def folder_of(every: bool) -> Path:
+    folder = matrix_root() / ("every" if every else "some")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @functools.cache
-def saved_all(world_size: int) -> dict[str, str]:
+def saved_all(world_size: int, every: bool) -> dict[str, str]:
     """By wrapper: the first rank's words about what went wrong, or ""."""
-    by_rank = run_on_ranks(save_all, world_size, matrix_root(), timeout=200.0)
-    return {wrapper: next((one[wrapper] for one in by_rank if one[wrapper]), "") for wrapper in WRAPPERS}
+    wrappers = wrappers_at(world_size, every)
+    by_rank = run_on_ranks(save_all, world_size, folder_of(every), wrappers, timeout=200.0)
+    return {wrapper: next((one[wrapper] for one in by_rank if one[wrapper]), "") for wrapper in wrappers}
 
 
 @functools.cache
-def loaded_all(world_size: int, every: bool = False) -> dict[str, dict[str, str]]:
+def loaded_all(world_size: int, every: bool) -> dict[str, dict[str, str]]:
     for size in SIZES:
-        saved_all(size)
-    by_rank = run_on_ranks(load_all, world_size, matrix_root(), every, timeout=200.0)
+        saved_all(size, every)
+    by_rank = run_on_ranks(load_all, world_size, folder_of(every), every, timeout=200.0)
     return {
         target: {
             source: next((one[target][source] for one in by_rank if one[target][source]), "") for source in sources
@@ -246,42 +260,58 @@ def check_loaded(wrapper: str, world_size: int, sources: Sequence[tuple[str, int
     check_same("loaded", set(found), {f"{source} {size}" for source, size in sources} | {"trained on", "saved again"})
 
 
+class Matrix(unittest.TestCase):
+    def check_saved(self, wrapper: str, world_size: int, every: bool) -> None:
+        self.assertEqual(saved_all(world_size, every)[wrapper], "")
+        folder = folder_of(every) / f"{wrapper} {world_size}"
+        check_files(folder, oracle_after(STEPS))
+        check_groups(folder, oracle_after(STEPS))
+
+    def check_saved_again(self, wrapper: str, world_size: int, every: bool) -> None:
+        self.assertEqual(loaded_all(world_size, every)[wrapper]["saved again"], "")
+        check_files(folder_of(every) / f"again {wrapper} {world_size}", oracle_after(FURTHER))
+
+
 @pytest.mark.slow
-class WholeMatrixTest(unittest.TestCase):
+class WholeMatrixTest(Matrix):
+    @parameterized.expand(EACH)
+    def test_files_hold_the_unwrapped_model_and_optimizer(self, wrapper: str, world_size: int) -> None:
+        self.check_saved(wrapper, world_size, every=True)
+
     @parameterized.expand(EACH)
     def test_every_wrapper_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
         check_loaded(wrapper, world_size, EACH, loaded_all(world_size, True)[wrapper])
 
+    @parameterized.expand(EACH)
+    def test_what_was_restored_and_trained_on_is_saved_again(self, wrapper: str, world_size: int) -> None:
+        self.check_saved_again(wrapper, world_size, every=True)
 
-class MatrixTest(unittest.TestCase):
-    @parameterized.expand(list(itertools.product(WRAPPERS, SIZES)))
+
+class MatrixTest(Matrix):
+    @parameterized.expand(QUICK)
     def test_files_hold_the_unwrapped_model_and_optimizer(self, wrapper: str, world_size: int) -> None:
-        self.assertEqual(saved_all(world_size)[wrapper], "")
-        folder = matrix_root() / f"{wrapper} {world_size}"
-        check_files(folder, oracle_after(STEPS))
-        check_groups(folder, oracle_after(STEPS))
+        self.check_saved(wrapper, world_size, every=False)
 
-    @parameterized.expand(list(itertools.product(WRAPPERS, SIZES)))
+    @parameterized.expand(QUICK)
     def test_every_wrapper_is_restored_exactly(self, wrapper: str, world_size: int) -> None:
-        check_loaded(wrapper, world_size, sources_of(wrapper, world_size), loaded_all(world_size)[wrapper])
+        check_loaded(wrapper, world_size, sources_of(wrapper, world_size), loaded_all(world_size, False)[wrapper])
 
     def test_every_source_is_loaded_by_someone(self) -> None:
-        loaded = collections.Counter(source for target in EACH for source in sources_of(*target))
-        self.assertEqual(set(loaded), set(EACH))
-        self.assertGreater(min(loaded.values()), 3)
+        loaded = collections.Counter(source for target in QUICK for source in sources_of(*target))
+        self.assertEqual(set(loaded), set(QUICK))
+        self.assertGreater(min(loaded.values()), 2)
 
-    @parameterized.expand(list(itertools.product(WRAPPERS, SIZES)))
+    @parameterized.expand(QUICK)
     def test_what_was_restored_and_trained_on_is_saved_again(self, wrapper: str, world_size: int) -> None:
-        self.assertEqual(loaded_all(world_size)[wrapper]["saved again"], "")
-        check_files(matrix_root() / f"again {wrapper} {world_size}", oracle_after(FURTHER))
+        self.check_saved_again(wrapper, world_size, every=False)
 
     @parameterized.expand(("fairscale flat 4", "FSDP1 orig 3", "FSDP2 x TP 4", "plain 1"))
     def test_plain_pytorch_goes_on_with_it(self, source: str) -> None:
         """No ranks, and nothing of this library."""
-        saved_all(int(source.split()[-1]))
+        saved_all(int(source.split()[-1]), False)
         fresh = Oracle(OfModel(two_groups), 0, Whole)
-        fresh.model.load_state_dict(safetensors.torch.load_file(matrix_root() / source / "model.safetensors"))
-        load_plain(matrix_root() / source, fresh.optim)
+        fresh.model.load_state_dict(safetensors.torch.load_file(folder_of(False) / source / "model.safetensors"))
+        load_plain(folder_of(False) / source, fresh.optim)
         check_same("plain optimizer", in_order(fresh.by_name()), in_order(oracle_after(STEPS).by_name()))
         fresh.step(range(STEPS, FURTHER))
         check_same("trained on", in_order(fresh.by_name()), in_order(oracle_after(FURTHER).by_name()))
@@ -289,9 +319,9 @@ class MatrixTest(unittest.TestCase):
 
     @parameterized.expand(("fairscale flat 4", "HSDP 4", "FSDP2 3", "plain 1"))
     def test_load_without_ranks(self, source: str) -> None:
-        saved_all(int(source.split()[-1]))
+        saved_all(int(source.split()[-1]), False)
         fresh = Oracle(OfModel(two_groups), 0, Whole)
-        restored = fsdp_optim.load(str(matrix_root() / source), fresh.model, fresh.optim, progress=False)
+        restored = fsdp_optim.load(str(folder_of(False) / source), fresh.model, fresh.optim, progress=False)
         wanted = oracle_after(STEPS)
         check_same("model", dict(fresh.model.state_dict()), dict(wanted.model.state_dict()))
         check_same("state", in_order(fresh.by_name()), in_order(wanted.by_name()))
@@ -301,8 +331,8 @@ class MatrixTest(unittest.TestCase):
         self.assertIsInstance(restored, dict)
 
     def test_only_the_extra(self) -> None:
-        saved_all(3)
-        restored = fsdp_optim.load(matrix_root() / "FSDP2 3")
+        saved_all(3, False)
+        restored = fsdp_optim.load(folder_of(False) / "FSDP2 3")
         check_same("extra", dict(restored), {"wrapper": "FSDP2", "table": torch.arange(5)})
 
 
@@ -342,7 +372,7 @@ TRIPS = (("FSDP1 flat", 2, "FSDP2", 3), ("FSDP2", 4, "fairscale flat", 2), ("DDP
 
 
 class StatesTest(InFolder):
-    @parameterized.expand([(case, *TRIPS[(i + j) % 3]) for i, case in enumerate(OTHERS) for j in (0, 1)])
+    @expand(*([(case, *TRIPS[(i + j) % 3]) for i, case in enumerate(OTHERS)] for j in (0, 1)))
     def test_trip(self, case: str, source: str, size: int, target: str, target_size: int) -> None:
         kwargs = OTHERS[case]
         run_on_ranks(save_trained, size, self.path, source, kwargs)
@@ -354,7 +384,7 @@ class StatesTest(InFolder):
             self.assertEqual(found["absent"], ABSENT.get(case, []))
         self.check_only("step-1")
 
-    @parameterized.expand((("FSDP1 orig", 2, "FSDP2", 3), ("fairscale flat", 3, "plain", 2), ("DDP", 2, "HSDP", 4)))
+    @expand(soon=[("FSDP1 orig", 2, "FSDP2", 3), ("fairscale flat", 3, "plain", 2)], later=[("DDP", 2, "HSDP", 4)])
     def test_values_of_every_type(self, source: str, size: int, target: str, target_size: int) -> None:
         """Moments of one, two and eight bytes, 0-dim tensors, numbers, words, None."""
         kwargs = {"make": Peculiar}
@@ -362,7 +392,7 @@ class StatesTest(InFolder):
         check_files(self.path, Oracle(Peculiar))
         run_on_ranks(load_trained, target_size, self.path, target, kwargs)
 
-    @parameterized.expand((("fairscale flat",), ("FSDP1 flat",), ("FSDP1 orig",), ("FSDP2",)))
+    @expand(*some((("fairscale flat",), ("FSDP1 flat",), ("FSDP1 orig",), ("FSDP2",)), every=2, first=1))
     def test_ranks_that_hold_nothing(self, wrapper: str) -> None:
         """Four ranks, and parameters of one element or none; saved by them, and restored on them."""
         kwargs = {"model": Sparse}
@@ -391,7 +421,7 @@ class StatesTest(InFolder):
         check_files(self.path, Oracle(model=WithOffset))
         run_on_ranks(load_trained, target_size, self.path, target, kwargs)
 
-    @parameterized.expand(("fairscale flat", "FSDP1 orig", "FSDP2"))
+    @expand(*some(("fairscale flat", "FSDP1 orig", "FSDP2"), every=2))
     def test_state_that_is_not_shaped_like_its_parameter(self, wrapper: str) -> None:
         run_on_ranks(save_blockwise, 2, self.path, wrapper)
         self.assertEqual(run_on_ranks(load_blockwise, 2, self.path, wrapper), [("", "")] * 2)
@@ -658,18 +688,18 @@ def load_cast_buffers(root: Path, wrapper: str, first: str) -> None:
 
 
 class LiveTest(InFolder):
-    @parameterized.expand(list(itertools.product(CASTING, ("source", "target", "both"))))
+    @expand(*some(itertools.product(CASTING, ("source", "target", "both")), every=2))
     def test_buffers_that_the_wrapper_casts(self, wrapper: str, first: str) -> None:
         """A job that is started again has not cast its buffers yet when it loads."""
         run_on_ranks(load_cast_buffers, 2, self.root, wrapper, first)
 
-    @parameterized.expand(LIVE)
+    @expand(*some(LIVE, every=2))
     def test_after_an_evaluation(self, wrapper: str) -> None:
         """Outputs after loading are those of what was loaded."""
         run_on_ranks(load_after_evaluation, 4 if wrapper == "HSDP" else 2, self.root, wrapper)
         check_files(self.root / "evaluated", Oracle())
 
-    @parameterized.expand(LIVE)
+    @expand(*some(LIVE, every=2, first=1))
     def test_between_steps(self, wrapper: str) -> None:
         run_on_ranks(load_between_steps, 4 if wrapper == "HSDP" else 2, self.root, wrapper)
 
@@ -680,13 +710,13 @@ class LiveTest(InFolder):
 class Wide(nn.Module):
     """A few MiB, most of it in tensors of one size."""
 
-    units = (*(f"layers.{i}" for i in range(8)), "")
+    units = (*(f"layers.{i}" for i in range(4)), "")
     tensor_parallel = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(3))
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
 
 
 @contextlib.contextmanager
@@ -1134,8 +1164,9 @@ def load_refused(root: Path, wrapper: str) -> dict[str, tuple[str, str]]:
 
 
 class RefusedTest(InFolder):
-    @parameterized.expand(
-        (("fairscale flat", "FSDP2"), ("FSDP2", "fairscale flat"), ("FSDP1 flat", "FSDP1 orig"), ("DDP", "plain"))
+    @expand(
+        soon=[("fairscale flat", "FSDP2"), ("FSDP1 flat", "FSDP1 orig")],
+        later=[("FSDP2", "fairscale flat"), ("DDP", "plain")],
     )
     def test_another_model(self, source: str, target: str) -> None:
         run_on_ranks(save_sources, 2, self.root, source)
@@ -1373,9 +1404,15 @@ def load_failing(path: Path, wrapper: str, kind: Any, rank: int) -> list[tuple[s
 
 
 class HalfWayTest(InFolder):
-    @parameterized.expand(
-        [(wrapper, Failing, rank) for wrapper, rank in (("FSDP2", 0), ("FSDP2", 1), ("fairscale flat", 1), ("DDP", 0))]
-        + [("FSDP1 orig", FailingLike, 1), ("FSDP2", FailingAgain, 0), ("FSDP2", WithScale, 1)]
+    @expand(
+        *some(
+            [
+                (wrapper, Failing, rank)
+                for wrapper, rank in (("FSDP2", 0), ("FSDP2", 1), ("fairscale flat", 1), ("DDP", 0))
+            ]
+            + [("FSDP1 orig", FailingLike, 1), ("FSDP2", FailingAgain, 0), ("FSDP2", WithScale, 1)],
+            every=3,
+        )
     )
     def test_an_optimizer_that_fails_on_one_rank(self, wrapper: str, kind: Any, rank: int) -> None:
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Whole})
@@ -1490,9 +1527,12 @@ def load_untied(path: Path, wrapper: str) -> None:
 
 
 class CheckTest(InFolder):
-    @parameterized.expand(
-        [(wrapper, Forgetful) for wrapper in ("fairscale flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP")]
-        + [(wrapper, ForgetfulOfSteps) for wrapper in ("FSDP1 flat", "FSDP2")]
+    @expand(
+        *some(
+            [(wrapper, Forgetful) for wrapper in ("fairscale flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP")]
+            + [(wrapper, ForgetfulOfSteps) for wrapper in ("FSDP1 flat", "FSDP2")],
+            every=2,
+        )
     )
     def test_state_that_the_optimizer_lost_is_found(self, wrapper: str, kind: type[Forgetful]) -> None:
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {})
@@ -1505,7 +1545,7 @@ class CheckTest(InFolder):
         run_on_ranks(save_trained, 2, self.path, "FSDP2", {"model": Tied})
         run_on_ranks(load_untied, 2, self.path, wrapper)
 
-    @parameterized.expand(("FSDP1 flat", "FSDP2", "DDP"))
+    @expand(*some(("FSDP1 flat", "FSDP2", "DDP"), every=2, first=1))
     def test_every_kind_of_value_is_compared(self, wrapper: str) -> None:
         run_on_ranks(save_trained, 2, self.path, wrapper, {"make": Blockwise})
         by_rank = run_on_ranks(load_and_lose, 2, self.path, wrapper)

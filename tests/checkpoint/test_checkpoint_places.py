@@ -12,12 +12,13 @@ import os
 import tempfile
 import time
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.checkpoints import (
     InFolder,
     Whole,
@@ -63,9 +64,9 @@ def nothing_lies_on_the_host(*, has_part: bool) -> Iterator[None]:
         raise Differs("nothing came by way of the host")
 
 
-def trip_by_way_of_host(root: Path, bucket: int) -> None:
+def trip_by_way_of_host(root: Path, bucket: int, wrappers: Sequence[str]) -> None:
     with cpu():
-        for wrapper in WRAPPERS:
+        for wrapper in wrappers:
             path = root / f"{wrapper} {bucket}"
             # Of several ranks that hold the same part of a small model, one writes it.
             has_part = wrapper not in ("DDP", "plain", "HSDP") or dist.get_rank() == 0
@@ -74,26 +75,32 @@ def trip_by_way_of_host(root: Path, bucket: int) -> None:
                 load_trained(path, wrapper, KWARGS, bucket_nbytes=bucket)
 
 
-def save_in_background_by_way_of_host(root: Path) -> None:
+def save_in_background_by_way_of_host(root: Path, wrappers: Sequence[str]) -> None:
     """It is brought to the host once, while the caller waits."""
     with cpu():
-        for wrapper in WRAPPERS:
+        for wrapper in wrappers:
             trained = Trained(wrapper, **KWARGS)
             with mock.patch.object(local_extents, "lies_on_host", return_value=False):
                 handle = async_save(root / wrapper, trained)
             handle.wait()
 
 
+SOME, OTHERS = tuple(WRAPPERS)[::2], tuple(WRAPPERS)[1::2]
+
+
 class DeviceTest(InFolder):
-    @parameterized.expand(list(zip(BUCKETS, (4, 2), strict=True)))
-    def test_save_and_load(self, bucket: int, world_size: int) -> None:
-        run_on_ranks(trip_by_way_of_host, world_size, self.root, bucket)
-        for wrapper in WRAPPERS:
+    @expand(
+        soon=[(BUCKETS[0], 4, SOME), (BUCKETS[1], 2, OTHERS)], later=[(BUCKETS[0], 4, OTHERS), (BUCKETS[1], 2, SOME)]
+    )
+    def test_save_and_load(self, bucket: int, world_size: int, wrappers: Sequence[str]) -> None:
+        run_on_ranks(trip_by_way_of_host, world_size, self.root, bucket, wrappers)
+        for wrapper in wrappers:
             check_files(self.root / f"{wrapper} {bucket}", oracle_after(STEPS))
 
-    def test_async_save(self) -> None:
-        run_on_ranks(save_in_background_by_way_of_host, 4, self.root)
-        for wrapper in WRAPPERS:
+    @expand(soon=[(2, SOME)], later=[(4, OTHERS)])
+    def test_async_save(self, world_size: int, wrappers: Sequence[str]) -> None:
+        run_on_ranks(save_in_background_by_way_of_host, world_size, self.root, wrappers)
+        for wrapper in wrappers:
             check_files(self.root / wrapper, oracle_after(STEPS))
 
 
@@ -157,18 +164,21 @@ def save_on_machines(root: Path, num_machines: int, kind: str, sparse: bool, opt
 
 
 class MachinesTest(InFolder):
-    @parameterized.expand(
-        (
-            ("fuse", 2, "fuse.gcsfuse", True, {}, False),
-            ("fuse, one machine", 1, "fuse.gcsfuse", True, {}, True),
-            ("unknown", 2, "", True, {}, False),
-            ("unknown, one machine", 1, "", True, {}, True),
-            ("nfs", 2, "nfs4", True, {}, True),
-            ("lustre", 3, "lustre", True, {}, True),
-            ("local", 1, "ext4", True, {}, True),
-            ("not sparse", 1, "ext4", False, {}, False),
-            ("as the caller says", 2, "fuse.gcsfuse", True, {"strategy": "in_place"}, True),
-            ("as the caller says, the other", 1, "ext4", True, {"strategy": "per_rank_files"}, False),
+    @expand(
+        *some(
+            (
+                ("fuse", 2, "fuse.gcsfuse", True, {}, False),
+                ("fuse, one machine", 1, "fuse.gcsfuse", True, {}, True),
+                ("unknown", 2, "", True, {}, False),
+                ("unknown, one machine", 1, "", True, {}, True),
+                ("nfs", 2, "nfs4", True, {}, True),
+                ("lustre", 3, "lustre", True, {}, True),
+                ("local", 1, "ext4", True, {}, True),
+                ("not sparse", 1, "ext4", False, {}, False),
+                ("as the caller says", 2, "fuse.gcsfuse", True, {"strategy": "in_place"}, True),
+                ("as the caller says, the other", 1, "ext4", True, {"strategy": "per_rank_files"}, False),
+            ),
+            every=2,
         )
     )
     def test_files_that_only_one_rank_writes_to(

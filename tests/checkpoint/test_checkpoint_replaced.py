@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.groups import Meeting
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
@@ -216,8 +217,9 @@ class ReplacedTest(unittest.TestCase):
     def test_one_rank(self) -> None:
         self.check_found(all_cases(self.root, 1))
 
-    def test_two_ranks(self) -> None:
-        found = run_on_ranks(all_cases, 2, self.root, 8)
+    @expand(soon=[20], later=[8])
+    def test_two_ranks(self, every: int) -> None:
+        found = run_on_ranks(all_cases, 2, self.root, every)
         check_same("on all ranks", found[1], found[0])
         self.check_found(found[0])
 

@@ -27,7 +27,7 @@ import fsdp_optim
 
 SEED = 20251121
 MODES = ("steps", "async steps", "overwrite")
-MOMENTS, FEW_MOMENTS = 20, 4
+MOMENTS, FEW_MOMENTS = 20, 3  # the few: one for each mode
 ONE_DIES = (1, 6, 12, 17)  # of the moments; otherwise all die
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead
 SHORT_PATIENCE = 3.0  # the same, where ranks begin to save together
@@ -117,7 +117,14 @@ class KillTest(unittest.TestCase):
         ended = max((number for rank, what, number, _ in found if what == "end"), default=first - 1)
         return ended, max(number for _, what, number, _ in found if what == "begin")
 
+    def test_before_kinds_of_calls(self) -> None:
+        self.die_alone(few=True)
+
+    @pytest.mark.slow
     def test_before_every_kind_of_call(self) -> None:
+        self.die_alone(few=False)
+
+    def die_alone(self, few: bool) -> None:
         """One process that saves over its last checkpoint dies before the nth call that changes files."""
         pristine, calls = self.root / "pristine", self.root / "calls"
         pristine.mkdir(parents=True)
@@ -129,7 +136,7 @@ class KillTest(unittest.TestCase):
         names = json.loads(Path(f"{calls}-0").read_text())
         self.assertGreater(len(names), 5, names)
         seen = set()
-        for nth in chosen(names):
+        for nth in chosen(names, few=few):
             root = Path(shutil.copytree(pristine, self.root / f"{nth}"))
             with self.subTest(f"before call {nth} of {len(names)}, {names[nth]}, call before: {names[nth - 1 : nth]}"):
                 pids, notes = self.ranks.start(root=str(root), first=2, calls=str(calls), kill_at=nth, **one)
@@ -141,7 +148,14 @@ class KillTest(unittest.TestCase):
             shutil.rmtree(root)
         check_same("deaths before the new one stood and after", seen, {1, 2})
 
+    def test_before_kinds_of_calls_of_either_rank(self) -> None:
+        self.die_beside_another(few=True)
+
+    @pytest.mark.slow
     def test_before_every_kind_of_call_of_either_rank(self) -> None:
+        self.die_beside_another(few=False)
+
+    def die_beside_another(self, few: bool) -> None:
         """One of two ranks that save over their last checkpoint dies before its nth call; the other raises and names it.
 
         Most of the time is waiting for the dead, so several pairs wait at once.
@@ -149,7 +163,7 @@ class KillTest(unittest.TestCase):
         pristine = self.root / "pristine"
         pristine.mkdir(parents=True)
         self.ranks.run(root=str(pristine), first=1, **PAIR)
-        seen = self.seen_when(pristine, self.deaths(pristine, "in_place", range(WORLD)))
+        seen = self.seen_when(pristine, self.deaths(pristine, "in_place", range(WORLD), few))
         check_same("deaths before the new one stood and after", seen, {0: {1, 2}, 1: {1}})
 
     @pytest.mark.slow
@@ -173,7 +187,7 @@ class KillTest(unittest.TestCase):
                     seen[death.victim].add(self.check_death(death, codes, read_notes(notes)))
         return seen
 
-    def deaths(self, pristine: Path, strategy: str, victims: Sequence[int]) -> list[Death]:
+    def deaths(self, pristine: Path, strategy: str, victims: Sequence[int], few: bool = False) -> list[Death]:
         """From the calls of a save in which nobody dies."""
         dry, calls = self.root / f"dry-{strategy}", self.root / f"calls-{strategy}"
         shutil.copytree(pristine, dry)
@@ -184,7 +198,7 @@ class KillTest(unittest.TestCase):
         for victim in victims:
             names = json.loads(Path(f"{calls}-{victim}").read_text())
             self.assertLess({"open", "fsync"}, set(names))
-            places = chosen(names, most_of_moves=1 if victim else 3)
+            places = chosen(names, most_of_moves=1 if victim else 3, few=few)
             found += [
                 Death(victim, strategy, nth, len(names), tuple(names[max(nth - 1, 0) : nth + 1])) for nth in places
             ]
@@ -234,12 +248,12 @@ class Death:
         return f"{self.strategy}-{self.victim}-{self.nth}"
 
 
-def chosen(names: Sequence[str], most_of_moves: int = 3) -> list[int]:
-    """The first, middle and last call of each kind; all of those that move things; the very last."""
+def chosen(names: Sequence[str], most_of_moves: int = 3, few: bool = False) -> list[int]:
+    """The first, middle and last call of each kind; all of those that move things; the very last. `few`: a third of these."""
     found = {len(names) - 1}
     for kind in set(names):
         places = [place for place, name in enumerate(names) if name == kind]
         found |= {places[0], places[len(places) // 2], places[-1]}
         if kind in ("rename", "replace", "rmdir", "flock"):
             found |= set(places[:most_of_moves] + places[-most_of_moves:])
-    return sorted(found)
+    return sorted({*sorted(found)[::3], len(names) - 1}) if few else sorted(found)

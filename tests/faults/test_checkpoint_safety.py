@@ -294,7 +294,7 @@ class FlippedBitTest(DamageTest):
         rng = random.Random(seed)  # `make soak` has fresh ones
         files = [name for name, data in all_bytes(good(kind)).items() if data and name != "owner.lock"]
         cases = [
-            (name, rng.randrange(1 << 62), rng.randrange(8)) for name in files for _ in range(48 // len(files) + 1)
+            (name, rng.randrange(1 << 62), rng.randrange(8)) for name in files for _ in range(24 // len(files) + 1)
         ]
         folders = []
         for number, (name, place, bit) in enumerate(cases):

@@ -6,9 +6,9 @@ import os
 
 from hypothesis import settings
 
-FACTOR = int(os.environ.get("EXAMPLES", "1"))
+FACTOR = float(os.environ.get("EXAMPLES", "0.5"))
 
 
 def examples(number: int) -> settings:
     """A decorator that sets the number of random examples of a test, times EXAMPLES."""
-    return settings(max_examples=number * FACTOR, deadline=None, database=None)
+    return settings(max_examples=max(int(number * FACTOR), 10), deadline=None, database=None)

@@ -177,9 +177,9 @@ PAIRS = tuple(itertools.product(WORLD_SIZES, WORLD_SIZES))
 class Pairs:
     """Named set-ups that are saved at one world size and resumed at another, each pair in one of the `HOWS`.
 
-    Those in `at_every_pair` meet all pairs; the others meet two pairs each, which are different ones for its neighbours, so that
-    eight set-ups meet all of them. `others()` has the rest of the product, for tests that are marked slow. All set-ups of
-    a world size share one call, because a call costs more than what it does.
+    Those in `at_every_pair` meet all pairs; the others meet one pair each, another one than its neighbours, so that
+    sixteen set-ups meet all of them. `others()` has the rest of the product, for tests that are marked slow. All set-ups
+    of a world size share one call, because a call costs more than what it does.
     """
 
     def __init__(self, setups: Mapping[str, Setup], at_every_pair: Iterable[str] = (), inverse: bool = False) -> None:
@@ -204,7 +204,7 @@ class Pairs:
 
     def _meets(self, name: str, saved: int, now: int) -> bool:
         place = list(self._setups).index(name)
-        is_near = (place + saved + now) % 4 == 0 and (place // 4 + saved) % 2 == 0
+        is_near = (place + saved + now) % 4 == 0 and (place // 4 + saved) % 4 == 0
         return (name in self._at_every_pair or is_near) != self._inverse
 
     def _how(self, name: str, saved: int, now: int) -> str:

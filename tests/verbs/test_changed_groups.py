@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.wrapping import OfModel, Trained, check_refused, check_same, cpu, error_text, snapshot
 from parameterized import parameterized
 from torch import nn
@@ -100,7 +101,7 @@ def into_one_flat_parameter(wrapper: str) -> list[tuple[str, str]]:
 
 
 class GroupsTest(unittest.TestCase):
-    @parameterized.expand(("fairscale flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "plain"))
+    @expand(*some(("fairscale flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "plain"), every=3))
     def test_groups_that_have_changed(self, wrapper: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             by_rank = run_on_ranks(regrouped, 2, wrapper, str(Path(folder, "one")))

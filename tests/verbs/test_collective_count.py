@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.wrapping import Trained, adam, check_full, check_same, cpu, in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from torch import nn
@@ -52,7 +53,7 @@ class Blocks(nn.Module):
 
 
 class SomeBlocks(Blocks):
-    num_units, per_unit = 16, 32
+    num_units, per_unit = 8, 32
 
 
 class FewBlocks(Blocks):
@@ -129,8 +130,8 @@ class CountTest(unittest.TestCase):
         for name in ("send", "recv"):
             self.assertEqual(sum(n for call, n in calls.items() if call.startswith(f"c10d.{name}")), 2, calls)
 
-    @parameterized.expand(
-        (("FSDP2", 2), ("fairscale flat", 4))
+    @expand(
+        soon=[("FSDP2", 2)], later=[("fairscale flat", 4)]
     )  # torch takes seconds for a thousand DTensors on each rank
     def test_a_thousand_parameters_cost_as_many_calls_as_eight(self, kind: str, world_size: int) -> None:
         self.assertGreaterEqual(Blocks.num_units * Blocks.per_unit, 1000)
@@ -146,10 +147,10 @@ class CountTest(unittest.TestCase):
     @parameterized.expand(("FSDP1 flat",))
     def test_calls_grow_with_the_buckets_only(self, kind: str) -> None:
         for rank, (one, eight) in enumerate(
-            zip(run_on_ranks(counted, 4, kind, SomeBlocks), run_on_ranks(counted, 4, kind, SomeBlocks, 8), strict=True)
+            zip(run_on_ranks(counted, 3, kind, SomeBlocks), run_on_ranks(counted, 3, kind, SomeBlocks, 8), strict=True)
         ):
             for verb in ("gather", "scatter", "gather to all"):
-                # a bucket is two rounds of messages to and from each of three peers
+                # a bucket is two rounds of messages to and from each of two peers
                 self.assertLessEqual(
-                    eight[verb], one[verb] + 8 * 2 * 6 * 2, f"{verb} on rank {rank}: {one} and {eight}"
+                    eight[verb], one[verb] + 8 * 2 * 4 * 2, f"{verb} on rank {rank}: {one} and {eight}"
                 )

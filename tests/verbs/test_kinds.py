@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
-from parameterized import parameterized
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -243,7 +243,7 @@ class TestTrips(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             self.assertEqual(trips("plain", folder), {})
 
-    @parameterized.expand([("FSDP2",), ("FSDP1 flat",), ("FSDP1 orig",), ("fairscale non-flat",)])
+    @expand(soon=("FSDP2", "fairscale non-flat"), later=("FSDP1 flat", "FSDP1 orig"))
     def test_everything_comes_back_on_two_ranks(self, wrap: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.assertEqual(run_on_ranks(trips, 2, wrap, folder), [{}, {}])

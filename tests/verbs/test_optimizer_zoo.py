@@ -6,6 +6,7 @@ tensors, numbers, objects, and entries under keys that are no parameters.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import tempfile
@@ -68,6 +69,12 @@ def all_of_them(wrap: str) -> list[str]:
     return sorted(found)
 
 
+@functools.cache
+def wants_muon(cls: type) -> bool:
+    """Whether its groups have to say which of them are for Muon; finding a class's source takes longer than its steps."""
+    return "use_muon" in inspect.getsource(cls)
+
+
 def made(name: str) -> OfModel:
     """An optimizer of all parameters of a model."""
     cls = next(cls for cls in pytorch_optimizer.optimizer.OPTIMIZERS.values() if cls.__name__ == name)
@@ -76,7 +83,7 @@ def made(name: str) -> OfModel:
 
     def make(model: nn.Module) -> Optim:
         params = list(model.parameters())
-        if "use_muon" in inspect.getsource(cls):
+        if wants_muon(cls):
             matrices = [param for param in params if param.ndim > 1]
             others = [param for param in params if param.ndim < 2]
             groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
@@ -232,11 +239,12 @@ WRAPPED = (("FSDP2", 2), ("FSDP1 orig", 2), ("FSDP1 flat", 2), ("fairscale flat"
 
 
 class TestFew(unittest.TestCase):
-    """Some of them, in a few seconds."""
+    """Some of them, in a few seconds: all of these unwrapped, and every fourth in each wrapper, from another one on."""
 
-    @parameterized.expand([("plain", 1, 21), *((wrap, size, 4) for wrap, size in WRAPPED)])
+    @parameterized.expand([("plain", 1, 21), *((wrap, size, 1) for wrap, size in WRAPPED)])
     def test_state_comes_back(self, wrap: str, world_size: int, least: int) -> None:
-        found = on_ranks(FEW, wrap, world_size)
+        place = (wrap, world_size)
+        found = on_ranks(FEW[WRAPPED.index(place) :: len(WRAPPED)] if place in WRAPPED else FEW, wrap, world_size)
         self.assertEqual(problems(found), [])
         self.assertGreaterEqual(stepped(found), least, found)
 

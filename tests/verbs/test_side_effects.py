@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
+from kit.cases import expand, some
 from kit.groups import (
     Net,
     Sharded,
@@ -25,7 +26,6 @@ from kit.groups import (
     told_by,
 )
 from kit.values import tensors_in
-from parameterized import parameterized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -289,11 +289,11 @@ def later_steps_leave_results_alone() -> None:
 
 
 class TestSideEffects(unittest.TestCase):
-    @parameterized.expand([(1, FSDP), (2, FSDP), (2, FairscaleFSDP)])
+    @expand(*some([(1, FSDP), (2, FSDP), (2, FairscaleFSDP)], every=2, first=1))
     def test_fairscale(self, world_size: int, cls: Any) -> None:
         run_on_ranks(on_fairscale, world_size, cls)
 
-    @parameterized.expand([("ddp", 2), ("plain", 1), ("plain", 2)])
+    @expand(*some([("ddp", 2), ("plain", 1), ("plain", 2)], every=2))
     def test_replicated(self, kind: str, world_size: int) -> None:
         run_on_ranks(on_replicated, world_size, kind)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.wrapping import (
     WRAPPERS,
     Differs,
@@ -156,7 +157,7 @@ class OtherTargetsTest(Transfers):
 
 
 class TransferTest(Transfers):
-    @parameterized.expand(list(zip(WRAPPERS, itertools.cycle((4, 2)))))
+    @expand(*some(zip(WRAPPERS, itertools.cycle((4, 4, 2, 2))), every=2))
     def test_to_every_other_wrapper(self, source: str, world_size: int) -> None:
         self.check(source, world_size, targets_of(source))
 

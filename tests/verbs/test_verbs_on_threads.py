@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kit.cases import expand, some
 from kit.described import CUTS, STEPS, DescribedAdapter, Training, oracle
 from kit.wrapping import adam, check_same, error_text, sgd
 from parameterized import parameterized
@@ -156,7 +157,7 @@ def with_lost_messages(verb: str) -> tuple[str, str]:
 
 
 class VerbsOnThreadsTest(unittest.TestCase):
-    @parameterized.expand(CASES)
+    @expand(*some(CASES, every=2))
     def test_every_verb(self, cut: str, size: int, make: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run_on_threads(every_verb, size, cut, make, folder)

@@ -1,0 +1,56 @@
+"""Cases of which `make test` runs some, and `make test-long` the others.
+
+class TripTest(unittest.TestCase):
+    @expand(*some(list(itertools.product(WRAPPERS, OPTIMIZERS)), every=4))
+    def test_trip(self, wrapper: str, optimizer: str) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from parameterized import parameterized
+
+Case = Any
+"""A tuple of arguments, or one argument."""
+
+
+def some(cases: Iterable[Case], every: int, first: int = 0) -> tuple[list[Case], list[Case]]:
+    """Every so manieth case, from the `first` on, and the others. Take a number that meets every value of each axis."""
+    listed = list(cases)
+    return listed[first::every], [case for number, case in enumerate(listed) if number % every != first]
+
+
+def those(cases: Iterable[Case], soon: Callable[..., bool]) -> tuple[list[Case], list[Case]]:
+    """The cases whose arguments are wanted soon, and the others."""
+    listed = list(cases)
+    return [case for case in listed if soon(*case)], [case for case in listed if not soon(*case)]
+
+
+def expand(soon: Sequence[Case], later: Sequence[Case]) -> Callable[[Callable[..., None]], None]:
+    """A test for each case, as `parameterized.expand` makes them; those of `later` are marked `slow`."""
+
+    def decorate(function: Callable[..., None]) -> None:
+        body = sys._getframe(1).f_locals  # the class's
+        for number, case in enumerate([*soon, *later]):
+            args = case if isinstance(case, tuple) else (case,)
+            words = [parameterized.to_safe_name(word) for word in args[:1] if isinstance(word, str)]
+            name = "_".join([function.__name__, f"{number:02}", *words])
+            test = _with(function, args, name)
+            body[name] = test if number < len(soon) else pytest.mark.slow(test)
+
+    return decorate
+
+
+def _with(function: Callable[..., None], args: tuple[Any, ...], name: str) -> Callable[..., None]:
+    @functools.wraps(function)
+    def test(self: Any) -> None:
+        function(self, *args)
+
+    del test.__wrapped__  # type: ignore[attr-defined]  # pytest would ask fixtures for its arguments
+    test.__name__ = name
+    return test
