@@ -124,7 +124,7 @@ class JobTest(InFolder):
             for line in one["warnings"]:
                 for word in (f"rank {rank}", "process_group=", str(self.root)):
                     self.assertIn(word, line)
-        self.assertIn("is no checkpoint", leaders[1]["after a failure"])
+        self.assertIn("is not a checkpoint", leaders[1]["after a failure"])
 
 
 class NotInitializedTest(InFolder):
