@@ -161,7 +161,10 @@ def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
 
 def flatten(value: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as a contiguous 1-D tensor: a view where the tensor is contiguous, else a copy."""
-    return _resolved(value).contiguous().view(-1)
+    if type(value) is not torch.Tensor or value.requires_grad or value.is_conj() or value.is_neg():
+        value = _resolved(value)
+    value = value.contiguous()
+    return value if value.dim() == 1 else value.view(-1)
 
 
 def _resolved(value: torch.Tensor) -> torch.Tensor:

@@ -166,8 +166,9 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
     """The tensors to send and to receive, where both ends are memory."""
     for value in values:
         planned = plans.of(value, source.placement(value), target.placement(value))
-        planned.check_filled(value)
-        if not planned.copies and not planned.receives:
+        if planned.num_filled != planned.num_wanted:
+            raise planned.unfilled(value)
+        if not planned.sends and not planned.receives:
             continue
         outgoing = incoming = None
         with failure:
@@ -226,8 +227,8 @@ def _move_window(
     with failure:
         for route in batch:
             planned = plans.of(route.value, route.source, route.target)
-            if not target.is_stored:
-                planned.check_filled(route.value)
+            if not target.is_stored and planned.num_filled != planned.num_wanted:
+                raise planned.unfilled(route.value)
             numel = window.numel_in(route.staged.numel_on(rank))
             flat = group.world.transport.empty((numel,), route.value.dtype, _CPU) if numel else None
             slices.append(Slice(route.value, route.staged, flat, window.start, is_own=True))
@@ -266,13 +267,12 @@ class _Planned:
     num_filled: int
     num_wanted: int
 
-    def check_filled(self, value: StateValue) -> None:
-        """Raise StateError where the copies leave some of this rank's memory uninitialised."""
-        if self.num_filled != self.num_wanted:
-            raise StateError(
-                f"{value.fqn}: {value.name}: rank {self.rank} needs {counted_noun(self.num_wanted, 'element')}, and the plan "
-                f"brings {self.num_filled}"
-            )
+    def unfilled(self, value: StateValue) -> StateError:
+        """The error where the copies leave some of this rank's memory uninitialised."""
+        return StateError(
+            f"{value.fqn}: {value.name}: rank {self.rank} needs {counted_noun(self.num_wanted, 'element')}, and the plan "
+            f"brings {self.num_filled}"
+        )
 
 
 class _Plans:
@@ -281,19 +281,24 @@ class _Plans:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._made: dict[tuple[Placement, Placement, int], _Planned] = {}
-        self._last: tuple[Placement, Placement, _Planned] | None = None
+        self._same: dict[tuple[int, int], tuple[Placement, Placement, _Planned]] = {}
 
     def of(self, value: StateValue, source: Placement, target: Placement) -> _Planned:
         """The plan of a value from the cut `source` to the cut `target`."""
-        last = self._last  # the values of one parameter share its placement and come one after the other
-        if last is not None and last[0] is source and last[1] is target:
-            return last[2]
+        same = self._same.get((id(source), id(target)))  # layers share their placements, which take long to compare
+        if same is not None:
+            return same[2]
         replica = value.replica_among(source)
         key = (source, target, replica)
         planned = self._made.get(key)
         if planned is None:
             planned = self._made[key] = self._plan(value, source, target, replica)
-        self._last = (source, target, planned) if source.num_replicas == 1 else None
+        if source.num_replicas == 1:  # else the sender depends on the value's name
+            self._same[id(source), id(target)] = (
+                source,
+                target,
+                planned,
+            )  # which stay alive, and their ids stay theirs
         return planned
 
     def _plan(self, value: StateValue, source: Placement, target: Placement, replica: int) -> _Planned:

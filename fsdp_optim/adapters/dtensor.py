@@ -46,16 +46,24 @@ class DTensorAdapter(Adapter):
         return _sharded_params(modules)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
-        alike: dict[tuple[DeviceMesh, tuple[Placement, ...], Shape], MeshBoxes] = {}
+        alike: dict[tuple[DeviceMesh, tuple[Placement, ...], Shape], tuple[MeshBoxes, set[Shape]]] = {}
         for param, sites in _params(tree):
             if id(param) in claimed:
                 continue
-            fqn = tree.fqn(*sites[0])
-            key = (param.device_mesh, param.placements, tuple(param.shape))
-            if key not in alike:
-                alike[key] = placement_of(fqn, key[2], *key[:2])
-            _check_local_shape(fqn, param, alike[key])
-            yield _handle(param, alike[key], sites)
+            mesh, spec, shape, held = (
+                param.device_mesh,
+                param.placements,
+                tuple(param.shape),
+                tuple(_local_of(param).shape),
+            )
+            known = alike.get((mesh, spec, shape))
+            if known is None:
+                known = alike[mesh, spec, shape] = placement_of(tree.fqn(*sites[0]), shape, mesh, spec), set()
+            placement, checked = known
+            if held not in checked:
+                _check_local_shape(tree.fqn(*sites[0]), param, placement)
+                checked.add(held)
+            yield _handle(param, placement, sites)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """The Handle of a DTensor buffer, as in a tensor parallel module."""
@@ -307,5 +315,7 @@ def _local_of(value: DTensor) -> torch.Tensor:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor, without importing DTensor."""
+    if type(value) is torch.Tensor:  # most values are plain, and each is asked about more than once
+        return False
     module = sys.modules.get(_MODULE)
     return module is not None and isinstance(value, module.DTensor)

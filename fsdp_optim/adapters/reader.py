@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.adapters.base import Place
+from fsdp_optim.adapters.base import Adapter, Place
 from fsdp_optim.adapters.buffers import Buffers, Rename, read_buffers
 from fsdp_optim.adapters.masters import with_masters
 from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.naming import Naming
 from fsdp_optim.adapters.registry import all_adapters
-from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, ModuleTree
+from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
 from fsdp_optim.options import NameOf
@@ -32,7 +32,7 @@ class ModelReader:
         known = all_adapters()
         self._wrapper_parts = TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in known))
         self._adapters = tuple(adapter for adapter in known if adapter.is_present())
-        self._tree = ModuleTree(model, self._is_wrapper_child, self._stand_ins)
+        self._tree = ModuleTree(model, _wrapper_children(self._adapters), self._stand_ins)
         self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
 
     @property
@@ -126,14 +126,19 @@ class ModelReader:
         """The entries of state_dict() that are neither parameters nor buffers."""
         return read_module_values(self._tree, view, _renamed_by(name_of))
 
-    def _is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        return any(adapter.is_wrapper_child(module, name) for adapter in self._adapters)
-
     def _stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
         found: dict[Place, torch.Tensor] = {}
         for adapter in self._adapters:
             found.update(adapter.stand_ins(modules))
         return found
+
+
+def _wrapper_children(adapters: Sequence[Adapter]) -> IsWrapperChild:
+    """Whether any adapter says so of a child. Every module is asked for, so the adapters that compare names are asked as one."""
+    by_name = [one for one in adapters if type(one).is_wrapper_child is Adapter.is_wrapper_child]
+    names = frozenset[str]().union(*(one.wrapper_parts for one in by_name))
+    others = [one.is_wrapper_child for one in adapters if one not in by_name]
+    return lambda module, name: name in names or any(is_child(module, name) for is_child in others)
 
 
 def _renamed_by(name_of: NameOf | None) -> Rename:

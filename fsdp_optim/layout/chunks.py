@@ -79,6 +79,10 @@ class FlatChunks(Placement):
         return tuple(sorted({rank for group in self.replicas for rank in group}))
 
     @property
+    def num_replicas(self) -> int:
+        return len(self.replicas)
+
+    @property
     def rank_groups(self) -> tuple[Ranks, ...]:
         return self.replicas
 

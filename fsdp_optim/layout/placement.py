@@ -59,6 +59,11 @@ class Placement(ABC):
         return range(self.num_shards)
 
     @property
+    def is_open(self) -> bool:
+        """Whether shards may be missing, because other ranks list their own."""
+        return False
+
+    @property
     def overlapping(self) -> bool:
         """Whether different shards may hold the same element."""
         return False
@@ -151,6 +156,10 @@ class Whole(Placement):
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self.on))
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self.on)
 
     @property
     def rank_groups(self) -> tuple[Ranks, ...]:

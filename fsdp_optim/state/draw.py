@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import Boxes, RankSet
+from fsdp_optim.layout import RankSet
 from fsdp_optim.state.merge import (
     Seen,
     all_listed,
@@ -45,7 +45,7 @@ def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
     for fqn, items in seen.items():
         if fqn not in not_held and all(item.live.loose for item in items):
             seen[fqn] = on_reporting_ranks(items)
-        if any(isinstance(item.placement, Boxes) and item.placement.is_open for item in items):
+        if any(item.placement.is_open for item in items):
             seen[fqn] = all_listed(fqn, items)
     order, _ = merge_lists([report.order for report, _ in reports])
     mismatched = tuple(fqn for fqn in order if fqn in seen and replicas_differ(seen[fqn])) if take_lowest_rank else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
 from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
 from fsdp_optim.state.supported import check_supported, check_values
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.values import Scalar, Scalars, Summary
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
 
@@ -109,8 +109,13 @@ class LocalParam:
         looks = [(name, _Look.at(value, handle)) for name, value in (self.state or {}).items()]
         return _Form(handle.local_shape, handle.marks, tuple(looks))
 
-    def summary(self, evidence: Evidence, kinds: Mapping[str, Kind] | None = None) -> Summary | None:
-        """The summary of the state. `kinds`: the kinds of the values, if they are known already."""
+    def summary(
+        self,
+        evidence: Evidence,
+        kinds: Mapping[str, Kind] | None = None,
+        scalar: Callable[[object], Scalar] = Scalar.of,
+    ) -> Summary | None:
+        """The summary of the state. `kinds`: the kinds of the values, if they are known already; `scalar` reads a scalar."""
         if self.state is None:
             return None
         little = self.handle.local_numel < 2 and self.handle.is_cut
@@ -120,6 +125,7 @@ class LocalParam:
             lambda name, value: known[name],
             self.handle.placement_of,
             unsure=(lambda name: evidence.follows(name) is None) if little else None,
+            scalar=scalar,
         )
 
     def kinds(self, evidence: Evidence) -> dict[str, Kind]:
@@ -190,8 +196,10 @@ class LocalOptim:
 
     @cached_property
     def summaries(self) -> tuple[Summary | None, ...]:
-        """The summary of each parameter's state. Values with equal traits are judged once."""
+        """The summary of each parameter's state. Values with equal traits are judged once, and equal summaries are one object."""
         known: dict[_Form, Mapping[str, Kind]] = {}
+        shared: dict[object, Summary | None] = {}
+        scalars = Scalars(value for param in self.params for value in (param.state or {}).values())
         found = []
         for param in self.params:
             kinds = known.get(param.form)
@@ -199,7 +207,11 @@ class LocalOptim:
                 kinds = param.kinds(self.evidence)
                 if param.form.tells_all:
                     known[param.form] = kinds
-            found.append(param.summary(self.evidence, kinds))
+            summary = param.summary(self.evidence, kinds, scalars.of)
+            its_scalars = (
+                [id(one.value) for _, one in summary.scalars] if summary is not None else ()
+            )  # a NaN is not another
+            found.append(shared.setdefault((summary, *its_scalars), summary))
         return tuple(found)
 
 

@@ -7,7 +7,7 @@ usually the ranks exchange digests only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_optim.layout import Placement
 from fsdp_optim.state.classes import OptimizerClass
@@ -72,6 +72,34 @@ class RankReport:
     stateless: tuple[str, ...] = ()
     module_values: tuple[tuple[str, str], ...] = ()
     module_takers: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """A text that is equal for equal reports only. Placements and summaries that parameters share are written once."""
+        parts: dict[str, int] = {}
+        numbers: dict[int, int] = {}
+
+        def number(part: object) -> int:
+            """Of the text of a part, among those of all parts in the order in which they come."""
+            found = numbers.get(id(part))  # the report keeps its parts alive, and so their ids
+            if found is None:
+                found = numbers[id(part)] = parts.setdefault(repr(part), len(parts))
+            return found
+
+        lines = [
+            (
+                one.fqns,
+                [number(placement) for placement in one.placements],
+                one.group_index,
+                number(one.num_padded),
+                one.collected,
+                number(one.summary),
+                one.fingerprint,
+                one.loose,
+                one.what,
+            )
+            for one in self.params
+        ]
+        return f"{replace(self, params=())!r} {lines!r} {list(parts)!r}"
 
 
 ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]

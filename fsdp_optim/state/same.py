@@ -30,7 +30,7 @@ def fingerprint_of(value: object) -> str:
 def key_of(value: object) -> str:
     """A text that is equal for equal values only, and readable for short values. Raises Incomparable."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_meta:
-        return f"tensor({value.item()!r}, dtype={value.dtype})"
+        return key_of_number(value.item(), value.dtype)
     if isinstance(value, torch.Tensor) and is_plain(value):
         return f"tensor({value.dtype}, {list(value.shape)}, {fingerprint_of(value)})"
     if value is None or type(value) in _BUILTIN:
@@ -46,6 +46,11 @@ def key_of(value: object) -> str:
         return f"{type(value).__name__}({', '.join(pairs)})"
     shown = f" {value!r}" if isinstance(value, numbers.Number) else ""
     return f"<{type(value).__qualname__}{shown} {fingerprint_of(value)}>"
+
+
+def key_of_number(number: object, dtype: torch.dtype) -> str:
+    """The same of a tensor without dimensions, by its number."""
+    return f"tensor({number!r}, dtype={dtype})"
 
 
 def same(a: object, b: object) -> bool:

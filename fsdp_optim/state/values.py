@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from fsdp_optim.layout import Placement, cut_of
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.state.kinds import Kind
-from fsdp_optim.state.same import key_of
+from fsdp_optim.state.same import key_of, key_of_number
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,40 @@ class Scalar:
 
 def _tensor_scalar(key: str, dtype: str, number: complex) -> Scalar:
     return Scalar(key, torch.tensor(number, dtype=dtype_named(dtype), device="cpu"))
+
+
+_STACKED = frozenset(
+    {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool}
+)
+
+
+class Scalars:
+    """Scalars that are read together: reading one tensor without dimensions is a trip to its device, and so is reading many.
+
+    Tensors with equal bits become one Scalar.
+    """
+
+    def __init__(self, values: Iterable[object]) -> None:
+        self._keys: dict[int, tuple[object, str]] = {}  # by id: the value, which lives on and keeps its id, and its key
+        self._of_key: dict[str, Scalar] = {}
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for value in values:
+            if type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _STACKED and not value.is_meta:
+                alike.setdefault((value.dtype, value.device), []).append(value)
+        for (dtype, _), tensors in alike.items():
+            for tensor, number in zip(tensors, torch.stack(tensors).detach().tolist(), strict=True):
+                if number == number:  # a NaN keeps its own bits, which its key does not show
+                    self._keys[id(tensor)] = tensor, key_of_number(number, dtype)
+
+    def of(self, value: object) -> Scalar:
+        """As `Scalar.of`."""
+        _, key = self._keys.get(id(value), (None, ""))
+        if not key:
+            return Scalar.of(value)
+        scalar = self._of_key.get(key)
+        if scalar is None:
+            scalar = self._of_key[key] = Scalar.of(value)
+        return scalar
 
 
 @dataclass(frozen=True)
@@ -95,8 +129,12 @@ class Summary:
         place: Callable[[torch.Tensor], Placement | None] = lambda value: None,
         cut: Callable[[str], str] = lambda name: "",
         unsure: Callable[[str], bool] | None = None,
+        scalar: Callable[[object], Scalar] = Scalar.of,
     ) -> Summary:
-        """The summary of some values. `place`: the placement of a placed value; `cut`: its recorded cut, if it is whole now."""
+        """The summary of some values.
+
+        `place`: the placement of a placed value; `cut`: its recorded cut, if it is whole now; `scalar` reads a scalar.
+        """
         sharded: list[tuple[str, str]] = []
         scalars: list[tuple[str, Scalar]] = []
         placed: list[tuple[str, Any]] = []
@@ -106,7 +144,7 @@ class Summary:
             if kind is Kind.SHARDED:
                 sharded.append((name, dtype_name(value.dtype)))
             elif kind is Kind.SCALAR:
-                scalars.append((name, Scalar.of(value)))
+                scalars.append((name, scalar(value)))
             elif kind is Kind.PLACED:
                 placed.append((name, (dtype_name(value.dtype), place(value))))
             else:

@@ -112,19 +112,24 @@ class Streams:
 
     def add(self, item: Item, failure: Failure) -> None:
         """Add the copies of one item that this rank takes part in, as blocks of messages."""
-        for way in self._ways(item.copies):
-            if way.stream is None:
-                if item.source is not None and item.target is not None:
-                    self._add_here(way, item.source, item.target, failure)
+        copies, dtype, source, target = item
+        for way in self._ways(copies):
+            stream, is_sent, numel, source_at, target_at, strided = way
+            if stream is None:
+                if source is not None and target is not None:
+                    self._add_here(way, source, target, failure)
                 continue
-            flat = item.source if way.is_sent else item.target
+            flat = source if is_sent else target
             view = None
             if flat is not None:
                 try:
-                    view = way.source_view(flat) if way.is_sent else way.target_view(flat)
+                    if strided is None:
+                        view = flat.narrow(0, source_at if is_sent else target_at, numel)
+                    else:
+                        view = way.source_view(flat) if is_sent else way.target_view(flat)
                 except Exception as error:  # the message keeps its place, so that both ends stay in step
                     failure.note(error)
-            way.stream.add(way, item.dtype, view)
+            stream.add(way, dtype, view)
 
     def _ways(self, copies: Sequence[Copy]) -> list[_Way]:
         """The copies as this rank's ways, computed once for all values that share the copies."""
@@ -216,10 +221,18 @@ class _Stream:
 
     def add(self, way: _Way, dtype: torch.dtype, view: torch.Tensor | None) -> None:
         """Add the block of one copy to the message that is being packed, or as messages by itself."""
-        message, nbytes = self._packed[-1], way.numel * dtype.itemsize
-        if nbytes < self._alone_from and message.start(dtype) + nbytes <= self._limit:
-            message.add(view, way.numel, dtype)
-            return
+        numel = way.numel
+        message, nbytes = self._packed[-1], numel * dtype.itemsize
+        span = message.spans[-1] if message.spans else None
+        if nbytes < self._alone_from:
+            if span is not None and span.dtype is dtype and message.nbytes + nbytes <= self._limit:  # nearly always
+                span.views.append(view)
+                span.numels.append(numel)
+                message.nbytes += nbytes
+                return
+            if message.start(dtype) + nbytes <= self._limit:
+                message.add(view, numel, dtype)
+                return
         for part, numel in _cut(way.sizes, view, max(self._limit // dtype.itemsize, 1)):
             nbytes = numel * dtype.itemsize
             if way.strided is None and nbytes >= self._alone_from:

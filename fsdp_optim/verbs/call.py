@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import Boxes, RankSet, Shape
+from fsdp_optim.layout import RankSet, Shape
 from fsdp_optim.options import Arguments, OnReplicaMismatch, Options
 from fsdp_optim.state.draw import draw
 from fsdp_optim.state.fitting import LiveOptimizer
@@ -211,7 +211,7 @@ def meet(
             every_replica=every_replica,
             what=what,
         )
-    alike = compare(callers, "read", repr(report).encode(), failure.error)
+    alike = compare(callers, "read", report.text().encode(), failure.error)
     if local is None:  # compare() has raised
         raise RuntimeError("unreachable: a rank without a model cannot agree")
     if alike:
@@ -233,7 +233,7 @@ def _with_all_listed(local: Local, picture: Picture) -> Local:
     """`local` with the shards of all ranks, where an adapter knows only the shards of its own rank."""
     listed: dict[int, NamedHandle] = {}
     for named in local.view.handles:
-        if any(isinstance(place, Boxes) and place.is_open for place in named.placements.values()):
+        if any(original.placement.is_open for original in named.handle.originals):
             originals = tuple(
                 replace(original, placement=picture.params[fqn].placement) if fqn in picture.params else original
                 for fqn, original in zip(named.fqns, named.handle.originals, strict=True)

@@ -9,6 +9,7 @@ import torch
 
 from fsdp_optim.errors import RankError
 from fsdp_optim.layout import Placement, Ranks, Shape, Whole
+from fsdp_optim.memory import flatten
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.transport.base import RankGroup
@@ -41,8 +42,12 @@ class LiveEnd(End):
                     f"{value.fqn}: its state was removed while it was read: do not change the optimizer during the call"
                 )
             live = param.state[value.name]
-            held = param.handle.held(live)
-            held = self._held[key] = held if held is not None else param.handle.placed_local(live)
+            held = param.named.handle.held(live)
+            if held is None:
+                held = param.named.handle.placed_local(live)
+            if held.is_contiguous():
+                held = flatten(held)  # a view
+            self._held[key] = held
         return held
 
 
@@ -51,19 +56,20 @@ class WholeEnd(End):
     """Whole values in new CPU memory of some ranks. `made`: this rank's tensors, by FQN and name."""
 
     group: RankGroup
-    ranks_of: Callable[[StateValue], Ranks]
+    recipients: Ranks
+    ranks_of: Callable[[StateValue], Ranks] | None = None
     made: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     _places: dict[tuple[Shape, Ranks], Whole] = field(default_factory=dict)
 
     def placement(self, value: StateValue) -> Placement:
-        key = (value.placement.shape, self.ranks_of(value))
+        key = (value.placement.shape, self.recipients if self.ranks_of is None else self.ranks_of(value))
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = Whole(*key)
         return place
 
     def memory(self, value: StateValue) -> torch.Tensor | None:
-        if self.group.rank not in self.ranks_of(value):
+        if self.group.rank not in (self.recipients if self.ranks_of is None else self.ranks_of(value)):
             return None
         whole = self.group.world.transport.empty(value.placement.shape, value.dtype, _CPU)
         self.made[value.fqn, value.name] = whole

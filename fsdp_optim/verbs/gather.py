@@ -106,17 +106,19 @@ def move_state(gathering: Gathering, params: Sequence[Param], failure: Failure) 
     values: list[StateValue] = []
     opaque: list[OpaqueValues] = []
     for param in params:
-        for variant in _variants(param, gathering.recipients):
-            values += _values_of(variant)
-            opaque += _opaque_of(variant, gathering.recipients_of(variant.placement, param))
+        for variant in _variants(param, gathering.recipients) if param.variants else (param,):
+            if variant.summary is not None:
+                values += _values_of(variant)
+                if variant.summary.opaque:
+                    opaque += _opaque_of(variant, gathering.recipients_of(variant.placement, param))
     varied = {param.fqn for param in params if param.variants}
 
     def ranks_of(value: StateValue) -> Ranks:
-        if not varied or value.fqn not in varied:
+        if value.fqn not in varied:
             return gathering.recipients
         return tuple(rank for rank in gathering.recipients if rank in value.placement.ranks)
 
-    return _move(gathering, values, opaque, ranks_of, failure)
+    return _move(gathering, values, opaque, ranks_of if varied else None, failure)
 
 
 Needs = Callable[[str], tuple[tuple[int, ...], Mapping[int, tuple[int, ...]]]]
@@ -139,10 +141,10 @@ def _move(
     gathering: Gathering,
     values: Sequence[StateValue],
     opaque: Sequence[OpaqueValues],
-    ranks_of: Callable[[StateValue], Ranks],
+    ranks_of: Callable[[StateValue], Ranks] | None,
     failure: Failure,
 ) -> dict[tuple[str, str], Any]:
-    callers, whole = gathering.callers, WholeEnd(gathering.callers, ranks_of)
+    callers, whole = gathering.callers, WholeEnd(gathering.callers, gathering.recipients, ranks_of)
     move(values, LiveEnd(gathering.local), whole, callers, callers.budget, failure)
     return {**whole.made, **gather_opaque(callers, gathering.local, opaque, failure)}
 
@@ -157,7 +159,8 @@ def _values_of(param: Param) -> list[StateValue]:
     if param.summary is None:
         return []
     fqn, placement = param.fqn, param.placement
-    return [StateValue(fqn, name, dtype, placement) for name, dtype in param.summary.dtypes.items()] + _placed_of(param)
+    values = [StateValue(fqn, name, dtype_named(dtype), placement) for name, dtype in param.summary.sharded]
+    return values + _placed_of(param) if param.summary.placed else values
 
 
 def _placed_of(param: Param) -> list[StateValue]:

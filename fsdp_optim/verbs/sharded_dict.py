@@ -148,7 +148,7 @@ def _opaque_values(
         for fqn, name, part in opaque
         if part.placement is not None
     ]
-    whole, failure = WholeEnd(callers, lambda value: callers.ranks), Failure()
+    whole, failure = WholeEnd(callers, callers.ranks), Failure()
     if values:
         move(values, source, whole, callers, callers.budget, failure)
         agree(callers, "odd values", failure.error, fatal=failure.fatal)

@@ -1,0 +1,99 @@
+"""What equal layers share is found out once, and nothing that differs is taken for the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.state.local import read_optimizer
+from fsdp_optim.state.reports import LiveParam, RankReport
+from fsdp_optim.state.values import Scalar, Scalars, Summary
+
+
+def with_bits(bits: int) -> torch.Tensor:
+    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+
+
+def test_scalars_with_equal_bits_are_one_and_all_others_stay_apart() -> None:
+    nans = with_bits(0x7FC00001), with_bits(0x7FC00002)
+    values = [
+        *(torch.tensor(3.0), torch.tensor(3.0), torch.tensor(3), torch.tensor(3, dtype=torch.int32), torch.tensor(4.0)),
+        *(torch.tensor(0.0), torch.tensor(-0.0), torch.tensor(True), torch.tensor(3.0, dtype=torch.bfloat16), *nans),
+        *(torch.tensor(1 + 2j), torch.tensor(3.0, requires_grad=True), 3.0, "3.0", None, torch.ones(3)[1]),
+    ]
+    scalars = Scalars(values)
+    found = [scalars.of(value) for value in values]
+    assert found == [Scalar.of(value) for value in values]
+    assert found[0] is found[1]
+    for value, scalar in zip(values, found, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert scalar.value.dtype is value.dtype
+            assert scalar.value.data_ptr() != value.data_ptr()
+            assert not scalar.value.requires_grad
+        else:
+            assert scalar.value is value
+    assert [int(scalars.of(nan).value.view(torch.int32)) for nan in nans] == [0x7FC00001, 0x7FC00002]
+
+
+def test_parameters_with_the_same_state_share_a_summary_and_others_do_not() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))
+    optim = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    states = [optim.state[param] for param in model.parameters()]
+    states[2]["step"] = torch.tensor(7.0)
+    states[3]["exp_avg"] = states[3]["exp_avg"].to(torch.bfloat16)
+    states[4]["step"], states[5]["step"] = with_bits(0x7FC00001), with_bits(0x7FC00002)
+    found = read_optimizer(optim, ModelReader(model, 0).read()).summaries
+    assert found[0] is found[1]
+    assert len({id(summary) for summary in found}) == 5
+    assert found[2] != found[0] != found[3]
+    bits = [int(dict(summary.scalars)["step"].value.view(torch.int32)) for summary in found[4:] if summary is not None]
+    assert bits == [0x7FC00001, 0x7FC00002]
+
+
+PLACES: tuple[Placement, ...] = (
+    Whole((4, 3), (0, 1)),
+    FlatChunks((4, 3), 0, 6, (range(2),)),
+    FlatChunks((4, 3), 2, 7, (range(2),)),
+    MeshBoxes((4, 3), (2,), ((0, 0),), (range(2),)),
+)
+LIVE = LiveParam(("a", "b"), PLACES[:2], 0, (), collected=True, summary=Summary((("exp_avg", "float32"),)))
+OTHERS = (
+    replace(LIVE, fqns=("a", "c")),
+    replace(LIVE, placements=PLACES[1:3]),
+    replace(LIVE, placements=PLACES[1::-1]),
+    replace(LIVE, group_index=1),
+    replace(LIVE, num_padded=(0, 1)),
+    replace(LIVE, collected=False),
+    replace(LIVE, summary=None),
+    replace(LIVE, summary=Summary((("exp_avg", "float64"),))),
+    replace(LIVE, summary=Summary(scalars=(("step", Scalar.of(1.0)),))),
+    replace(LIVE, fingerprint="1"),
+    replace(LIVE, loose=True),
+    replace(LIVE, what="elements"),
+)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_reports_have_one_text_only_where_they_are_equal(other: LiveParam) -> None:
+    report = RankReport("gather()", order=("a", "b"), params=(LIVE, LIVE))
+    copied = replace(LIVE, placements=tuple(map(replace, LIVE.placements)), summary=Summary((("exp_avg", "float32"),)))
+    assert copied.placements[0] is not LIVE.placements[0]
+    assert replace(report, params=(copied, LIVE)).text() == report.text()
+    texts = {replace(report, params=params).text() for params in ((LIVE, other), (other, LIVE), (other, other))}
+    assert len({report.text(), *texts}) == 4
+
+
+@pytest.mark.parametrize(
+    "changed", [{"call": "save()"}, {"order": ("b", "a")}, {"other_keys": (("scale", "2.0"),)}, {"not_held": ("c",)}]
+)
+def test_what_is_not_of_one_parameter_is_in_the_text_too(changed: dict[str, object]) -> None:
+    report = RankReport("gather()", order=("a", "b"), params=(LIVE,))
+    assert replace(report, **changed).text() != report.text()  # type: ignore[arg-type]
