@@ -81,6 +81,7 @@ class _Request:
     head: bytes
     nbytes: int
     waits: bool  # for `100 Continue`
+    access_key: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Seen:
     method: str
     key: str
     query: str
+    access_key: str
     sent: int
     received: int
 
@@ -219,7 +221,7 @@ class Proxy:
             with self._is_idle:
                 self._num_open -= 1
                 self._is_idle.notify_all()
-                self.seen.append(Seen(request.method, request.key, request.query, sent, received))
+                self.seen.append(Seen(request.method, request.key, request.query, request.access_key, sent, received))
 
     def _where(self, fault: Fault) -> float:
         with self._lock:
@@ -328,7 +330,9 @@ def _read_request(client: socket.socket) -> _Request | None:
     waits = re.search(rb"(?im)^expect: *100-continue\r$", head) is not None
     # The proxy answers `Expect` itself, and each connection has one request.
     passed = re.sub(rb"(?im)^(connection|expect):[^\r]*\r\n", b"", head)[:-2] + b"Connection: close\r\n\r\n"
-    return _Request(method, target, key, unquote(query), passed, _length_of(head, "") or 0, waits)
+    signed = re.search(rb"(?i)credential=([^/]*)/", head)
+    access_key = signed[1].decode() if signed else ""
+    return _Request(method, target, key, unquote(query), passed, _length_of(head, "") or 0, waits, access_key)
 
 
 def _length_of(head: bytes, method: str) -> int | None:

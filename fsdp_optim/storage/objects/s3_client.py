@@ -205,7 +205,7 @@ class Requests:
             except CheckpointError:
                 raise
             except Exception as error:
-                answered = answer_of(operation, error)
+                answered = answer_of(operation, error, made.client.meta.region_name if made is not None else "")
                 if answered is not None and answered.may_have_expired and not refreshed and made is not None:
                     refreshed = True
                     self._clients.forget(made)

@@ -46,7 +46,7 @@ class Answered(Exception):
     """An answer of the store that is an error.
 
     Attributes:
-        region: the region that the answer names; "" where it names none.
+        region: the region that the answer names; "" where it names none, or that of the request.
         was_repeated: whether the request had been made before without an answer that came through; it may have succeeded then.
     """
 
@@ -72,21 +72,28 @@ class Answered(Exception):
         return self.code == "NoSuchBucket" or (self.operation == "head_bucket" and self.status == 404)
 
     @property
+    def is_of_region(self) -> bool:
+        """Whether the bucket is in another region. An answer to HEAD has no code but its status."""
+        return self.code in _OF_REGION or (self.code == "400" and self.region != "")
+
+    @property
     def may_have_expired(self) -> bool:
         """Whether the credentials may have expired. An answer to HEAD has no code but its status."""
         return self.code in EXPIRED or (self.code == "400" and self.operation.startswith("head_"))
 
 
-def answer_of(operation: str, error: BaseException) -> Answered | None:
-    """The answer of the store in an error of boto3; None where no answer came."""
+def answer_of(operation: str, error: BaseException, region: str) -> Answered | None:
+    """The answer of the store in an error of boto3; None where no answer came. `region`: that of the request."""
     response: Mapping[str, Any] | None = getattr(error, "response", None)
     if not isinstance(response, Mapping) or "Error" not in response:
         return None
     about, meta = response["Error"], response.get("ResponseMetadata", {})
     headers = meta.get("HTTPHeaders", {})
-    region = about.get("Region") or headers.get("x-amz-bucket-region") or ""
+    named = about.get("Region") or headers.get("x-amz-bucket-region") or ""
     status, code = int(meta.get("HTTPStatusCode", 0)), str(about.get("Code", "an error"))
-    return Answered(operation, status, code, " ".join(str(about.get("Message", "")).split()), region)
+    return Answered(
+        operation, status, code, " ".join(str(about.get("Message", "")).split()), "" if named == region else named
+    )
 
 
 def is_passing(error: BaseException, answered: Answered | None) -> bool:
@@ -122,12 +129,12 @@ def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
         return f"{where}: may not {verb}{missing}: the bucket's policy has to allow {action} on {on}; it answered {answered}"
     if answered.code in _OF_KEYS:
         return f"{where}: the store does not accept the credentials: it answered {answered}"
-    if answered.code in _OF_REGION:
+    if answered.is_of_region:
         region = (
             f"region {answered.region!r}: give region_name={answered.region!r}" if answered.region else "another region"
         )
         return f"{bucket}: the bucket is in {region}, in storage_options or the configuration; it answered {answered}"
-    if answered.may_have_expired and answered.code in EXPIRED:
+    if answered.code in EXPIRED:
         return f"{where}: the credentials have expired, and so have those that were asked for again: it answered {answered}"
     return f"{where}: cannot {verb}: the store answered {answered}"
 
