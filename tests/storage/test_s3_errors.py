@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
 import os
 import sys
+import time
 import traceback
 import unittest
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +25,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import is_sure_that_not
 from fsdp_optim.storage.objects.base import MissingObjectError
 from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.storage.objects.s3_client import Clients
 
 SERVER = contextlib.ExitStack()
 TOKEN = "session-token-2718281828"
@@ -164,6 +169,25 @@ class TestErrors(unittest.TestCase):
         bucket = S3Bucket(new_bucket(OPTIONS), {**OPTIONS, "config": config})
         bucket.put("run/a", b"x")
         self.assertEqual(bucket.read("run/a")[0], b"x")
+
+    @parameterized.expand([("https", "UNSIGNED-PAYLOAD"), ("http", hashlib.sha256(b"data").hexdigest())])
+    def test_what_protects_a_body(self, scheme: str, signed: str) -> None:
+        """A CRC that the store verifies; over TLS the body is not hashed for the signature as well."""
+        clients = Clients({**OPTIONS, "endpoint_url": f"{scheme}://127.0.0.1:{free_port()}", "retry_seconds": 0.1})
+        sent: list[dict[str, Any]] = []
+        events = clients.get(time.monotonic()).client.meta.events
+        events.register("before-send.s3", lambda request, **_: sent.append(dict(request.headers)))
+        bucket = S3Bucket("some-bucket", clients=clients)
+        for call in (
+            lambda: bucket.put("run/a", b"data"),
+            lambda: bucket.put_part("run/a", "1", 0, memoryview(b"data")),
+        ):
+            with self.assertRaises(CheckpointError):
+                call()
+            crc = base64.b64encode(zlib.crc32(b"data").to_bytes(4, "big"))
+            self.assertEqual(sent[-1]["x-amz-checksum-crc32"], crc)
+            self.assertEqual(sent[-1]["X-Amz-Content-SHA256"], signed.encode())
+            self.assertEqual(sent[-1]["Content-Length"], "4")
 
     def test_credentials_are_asked_for_again(self) -> None:
         """Where boto3 finds them: after an answer that they have expired, those that are there by then are used."""

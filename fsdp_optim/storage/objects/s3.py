@@ -267,9 +267,9 @@ class S3Bucket(Bucket):
         while True:
             try:
                 answer = self._requests.send(
-                    "list_multipart_uploads", Prefix=prefix, expected=("NoSuchUpload",), **after
+                    "list_multipart_uploads", Prefix=prefix, expected=("NoSuchUpload", *_NOT_KNOWN), **after
                 )
-            except Answered:  # so rclone says that there is none
+            except Answered:  # so rclone says that there is none; another store may not list them at all
                 return
             for one in answer.get("Uploads", ()):
                 if one["Key"].startswith(prefix):

@@ -130,6 +130,10 @@ class Clients:
         session = boto3.Session(**{name: value for name, value in self._options.items() if name in _OF_SESSION})
         options = {name: value for name, value in self._options.items() if name in _OF_CLIENT - {"config"}}
         client = session.client("s3", config=config, **options)
+        s3 = client.meta.config.s3 or {}
+        if client.meta.endpoint_url.startswith("https:") and "payload_signing_enabled" not in s3:
+            # TLS and the CRC protect a body already; to sign it as well would take as long as to send it.
+            client.meta.config.s3 = {**s3, "payload_signing_enabled": False}
         client.meta.events.register_first("needs-retry.s3", self._stop_in_time)
         credentials = session.get_credentials()
         frozen = credentials.get_frozen_credentials() if credentials is not None else None
