@@ -101,6 +101,18 @@ class TestFaultsThatPass(unittest.TestCase):
             self.assertEqual(fault.num_done, 1)
             self.assertGreaterEqual(proxy.num_requests(method=fault.method, key="run/object"), 2)
 
+    @parameterized.expand([(404, "NoSuchUpload"), (412, "PreconditionFailed")])
+    def test_a_lost_answer_to_the_end_of_an_upload(self, status: int, code: str) -> None:
+        """The store says to the second attempt that the upload is gone, or that the object is there: it is this one."""
+        lost = Fault("ResetAnswer", method="POST", skip=1, where=0.0)  # after the request that begins the upload
+        second = Fault("Answer", method="POST", skip=1, status=status, body=f"<Error><Code>{code}</Code></Error>")
+        with through(lost, second) as (bucket, _):
+            upload = bucket.begin_upload("run/object")
+            receipt = bucket.put_part("run/object", upload, 0, memoryview(b"mine"))
+            version = bucket.end_upload("run/object", upload, [receipt], only_if=ABSENT)
+            self.assertEqual(bucket.read("run/object"), (b"mine", version))
+            self.assertEqual((lost.num_done, second.num_done), (1, 1))
+
     def test_credentials_that_have_expired(self) -> None:
         """They are asked for again, and the request is made once more, with its whole body."""
         with through(Fault("ExpiredToken", method="PUT", skip=1)) as (bucket, proxy):
