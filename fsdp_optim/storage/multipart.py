@@ -40,7 +40,9 @@ class MultipartFile:
         nbytes = min(self._part_nbytes, self._nbytes - number * self._part_nbytes)
         if inside >= nbytes:
             raise CheckpointError(f"{self._name}: has {self._nbytes} bytes, so byte {offset} cannot be written")
-        part = self._open.setdefault(number, _OpenPart(bytearray(nbytes), nbytes))
+        part = self._open.get(number)
+        if part is None:
+            part = self._open[number] = _OpenPart(bytearray(nbytes), nbytes)
         taken = min(len(piece), nbytes - inside)
         part.memory[inside : inside + taken] = piece[:taken]
         part.num_missing -= taken

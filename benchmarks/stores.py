@@ -1,0 +1,183 @@
+"""Save to and load from an object store: fsdp_optim beside bare uploads and ranged reads of the same bytes, and beside its peers.
+
+    python benchmarks/stores.py [--rounds 3] [--worlds 2 4]
+
+The server is `rclone serve s3` over a folder, on loopback. The model has 12 blocks with 100 M parameters; weights and Adam
+state in fp32 are 1.1 GiB. "bare parts": every rank uploads its share of as many bytes from memory, in parts of the same size,
+with as many threads, and no plan, table of checksums or manifest. "bare reads": every rank reads its share by ranges into fresh
+memory. The contestants run in turn in the same processes. Extra memory is the highest resident size during the call, over that
+before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from checkpoint import Subject, in_fairscale, in_fsdp2, rows_of
+from kit.servers import new_bucket, serving
+from measure import Series, run_in_turn, table
+
+import fsdp_optim
+from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+
+PART_NBYTES, THREADS = 8 << 20, 8
+
+Options = dict[str, Any]
+
+
+def share(nbytes: int) -> list[tuple[int, int]]:
+    """This rank's parts of so many bytes, as (number, length)."""
+    num = -(-nbytes // PART_NBYTES)
+    first, last = (num * (dist.get_rank() + k) // dist.get_world_size() for k in (0, 1))
+    return [(number, min(PART_NBYTES, nbytes - number * PART_NBYTES)) for number in range(first, last)]
+
+
+def bare_parts(bucket: S3Bucket, memory: torch.Tensor, nbytes: int) -> None:
+    upload: list[Any] = [bucket.begin_upload("bare/data") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(upload)
+    view = memoryview(memory.numpy())
+
+    def put(one: tuple[int, tuple[int, int]]) -> tuple[int, str]:
+        index, (number, length) = one
+        return number, bucket.put_part("bare/data", upload[0], number, view[index * PART_NBYTES :][:length])
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        receipts = list(pool.map(put, enumerate(share(nbytes))))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(receipts, by_rank if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        ordered = dict(receipt for its in by_rank for receipt in its)
+        bucket.end_upload("bare/data", upload[0], [ordered[number] for number in range(len(ordered))])
+    dist.barrier()
+
+
+def bare_reads(bucket: S3Bucket, nbytes: int) -> torch.Tensor:
+    parts = share(nbytes)
+    memory = torch.empty(sum(length for _, length in parts), dtype=torch.uint8)
+    view = memoryview(memory.numpy())
+
+    def read(one: tuple[int, tuple[int, int]]) -> None:
+        index, (number, length) = one
+        bucket.read_into("bare/data", [view[index * PART_NBYTES :][:length]], number * PART_NBYTES)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(read, enumerate(parts)))
+    return memory
+
+
+def gathered_upload(subject: Subject, options: Options, bucket: str) -> None:
+    """Rank 0 gathers with torch, writes a file, and uploads it with boto3's own `upload_file`."""
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optim = get_state_dict(subject.model, subject.optim, options=full)
+    if dist.get_rank() == 0:
+        with tempfile.NamedTemporaryFile() as file:
+            torch.save({"model": model, "optim": optim}, file.name)
+            client_of(options).upload_file(file.name, bucket, "gathered/all.pt")
+
+
+def client_of(options: Options) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3", **{name: value for name, value in options.items() if name not in ("retry_seconds", "part_nbytes")}
+    )
+
+
+def dcp_calls(new: Subject, subject: Subject, options: Options, bucket: str) -> dict[str, Callable[[], object]]:
+    """DCP through fsspec, where s3fs works here; nothing otherwise."""
+    try:
+        import torch.distributed.checkpoint as dcp
+        from s3fs import S3FileSystem
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        keys = {"key": options["aws_access_key_id"], "secret": options["aws_secret_access_key"]}
+        place = {**keys, "client_kwargs": {"endpoint_url": options["endpoint_url"]}}
+        S3FileSystem(**place).ls(bucket)
+    except Exception as error:
+        if dist.get_rank() == 0:
+            print(f"DCP through fsspec cannot run here: {type(error).__name__}: {error}", flush=True)
+        return {}
+
+    def save() -> None:
+        model, optim = get_state_dict(subject.model, subject.optim)
+        writer = FsspecWriter(f"s3://{bucket}/dcp", **place)
+        dcp.save({"model": model, "optim": optim}, storage_writer=writer)
+
+    def load() -> None:
+        model, optim = get_state_dict(new.model, new.optim)
+        saved = {"model": model, "optim": optim}
+        dcp.load(saved, storage_reader=FsspecReader(f"s3://{bucket}/dcp", **place))
+        set_state_dict(new.model, new.optim, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
+
+    return {"save": save, "load": load}
+
+
+def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Series], dict[str, Series]]:
+    """Runs on every rank: saves, then loads at the same number of ranks."""
+    logging.getLogger("fsdp_optim").setLevel(logging.ERROR)
+    with fairscale_on_cpu():
+        subject, fairscale, new = Subject(in_fsdp2), Subject(in_fairscale), Subject(in_fsdp2, step=False)
+        theirs = S3Bucket(bucket, options)
+        nbytes = 3 * 4 * sum(param.numel() for param in subject.model.parameters())
+        memory = torch.ones(sum(length for _, length in share(nbytes)), dtype=torch.uint8)
+
+        def save(one: Subject, name: str) -> None:
+            url = f"s3://{bucket}/{name}/step"
+            fsdp_optim.save(url, one.model, one.optim, overwrite=True, storage_options=options, progress=False)
+
+        def load(**more: Any) -> None:
+            url = f"s3://{bucket}/ours/step"
+            fsdp_optim.load(url, new.model, new.optim, storage_options=options, progress=False, **more)
+
+        peers = dcp_calls(new, subject, options, bucket)
+        saves: dict[str, Callable[[], object]] = {
+            "fsdp_optim, FSDP2": lambda: save(subject, "ours"),
+            "fsdp_optim, fairscale": lambda: save(fairscale, "ours-fairscale"),
+            "bare parts": lambda: bare_parts(theirs, memory, nbytes),
+            "torch's gather + upload_file": lambda: gathered_upload(subject, options, bucket),
+        }
+        loads: dict[str, Callable[[], object]] = {
+            "fsdp_optim, FSDP2": load,
+            "fsdp_optim, FSDP2, verify=False": lambda: load(verify=False),
+            "bare reads": lambda: bare_reads(theirs, nbytes),
+        }
+        if peers:
+            saves["DCP through fsspec"], loads["DCP through fsspec"] = peers["save"], peers["load"]
+        saved = run_in_turn(saves, rounds)
+        memory.resize_(0)
+        return saved, run_in_turn(loads, rounds, before=lambda name: new.optim.state.clear())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    asked = parser.parse_args()
+    header = ("call", "who", "median s", "range s", "time / bare", "most extra MiB on a rank")
+    for world_size in asked.worlds:
+        with serving("rclone") as options:
+            options = {**options, "part_nbytes": PART_NBYTES}
+            by_rank = run_on_ranks(contest, world_size, options, new_bucket(options), asked.rounds, timeout=1200.0)
+            rows = rows_of(f"save, {world_size} ranks", [saves for saves, _ in by_rank], "bare parts")
+            rows += rows_of(f"load, {world_size} ranks", [loads for _, loads in by_rank], "bare reads")
+            print(table(header, rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
