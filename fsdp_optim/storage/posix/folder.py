@@ -10,7 +10,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, is_there
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
+_REFUSALS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 log = logging.getLogger("fsdp_optim")
 
@@ -91,9 +92,11 @@ class FolderStaging(Staging):
         lock = -1
         try:
             (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see the content
-            lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
-            _hold(lock)
-            new.rename(folder)  # fails where another save has just removed it
+            with _way_out(path):
+                lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
+                _hold(lock)
+                os.ftruncate(lock, os.fstat(lock).st_size)
+                new.rename(folder)  # fails where another save has just removed it
         except BaseException:
             if lock >= 0:
                 close_quietly(lock)
@@ -206,6 +209,20 @@ class FolderStaging(Staging):
         lock, self.lock = self.lock, -1
         if lock >= 0:
             close_quietly(lock)
+
+
+@contextlib.contextmanager
+def _way_out(path: Path) -> Iterator[None]:
+    """Name another way to save, where a file system takes new files only: one in user space over a bucket, or over HDFS."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise CheckpointError(
+            f"{path}: cannot be saved: this file system does not let files be renamed, extended, or opened for writing again "
+            f"({error.strerror or error}): save to file://{path}, which writes each file once, from beginning to end"
+        ) from error
 
 
 def _hold(lock: int) -> None:
