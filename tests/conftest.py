@@ -15,10 +15,23 @@ settings.register_profile(
 settings.load_profile("fsdp_optim")
 
 LONGEST = (
-    *("test_checkpoint.py", "test_checkpoint_safety.py", "test_torch_wrappers.py", "test_torch_optimizers.py"),
-    *("test_failures.py", "test_checkpoint_kill.py", "test_testing.py", "test_optimizer_zoo.py", "test_peers.py"),
-    *("test_fairscale_groups_frozen.py", "test_fairscale_wrapping.py", "test_matrix.py", "test_awkward_shapes.py"),
-    *("test_checkpoint_async.py", "test_soak.py", "test_checkpoint_hugging_face.py", "test_architecture.py"),
+    *("test_checkpoint.py", "test_checkpoint_safety.py", "test_torch_wrappers.py", "test_testing.py", "test_peers.py"),
+    *("test_failures.py", "test_fairscale_groups_frozen.py", "test_checkpoint_kill.py", "test_checkpoint_replaced.py"),
+    *(
+        "test_torch_optimizers.py",
+        "test_collective_count.py",
+        "test_fairscale_optimizers.py",
+        "test_checkpoint_async.py",
+    ),
+    *(
+        "test_opaque.py",
+        "test_optimizer_zoo.py",
+        "test_fairscale_reshard.py",
+        "test_awkward_shapes.py",
+        "test_matrix.py",
+    ),
+    *("test_architecture.py", "test_order_of_ids.py", "test_torch_groups.py", "test_fairscale_wrapping.py"),
+    *("test_optimizer_class.py", "test_checkpoint_memory.py", "test_adapters.py", "test_checkpoint_hugging_face.py"),
 )
 """The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
 

@@ -318,29 +318,32 @@ ALL = [(row[0], name, case) for name, table in TABLES.items() for case, row in t
 SOON, REST = (Table(trip, [one for one in ALL if (one[2] in LATER) == later]) for later in (False, True))
 USED = Table(
     used_trip,
-    [
-        (world_size, table, case, use)
-        for use in ("forward", "evaluation")
-        for table, case, world_size in (
-            ("FSDP1", "FULL_SHARD, flat", 2),
-            ("FSDP1", "FULL_SHARD, orig", 2),
-            ("FSDP1", "SHARD_GRAD_OP, flat", 2),
-            ("FSDP1", "SHARD_GRAD_OP, orig", 2),
-            ("FSDP1", "NO_SHARD, orig", 2),
-            ("FSDP1", "mixed precision", 2),
-            ("FSDP1", "mixed precision, orig", 2),  # CPU offload is missing: torch's forward waits for a GPU stream
-            ("FSDP2", "1-D mesh", 3),
-            ("FSDP2", "reshard_after_forward=True", 2),
-            ("FSDP2", "reshard_after_forward=False", 2),
-            ("FSDP2", "reshard_after_forward=2", 4),
-            ("FSDP2", "mixed precision policy", 2),
-            ("WRAPPERS", "DDP", 2),
-            ("WRAPPERS", "HSDP", 4),
-        )
-        # After a forward and a backward pass nothing is left whole; an evaluation leaves what is not resharded.
-        if use == "evaluation"
-        or case in ("FULL_SHARD, flat", "SHARD_GRAD_OP, orig", "mixed precision", "1-D mesh", "HSDP")
-    ],
+    *some(
+        [
+            (world_size, table, case, use)
+            for use in ("forward", "evaluation")
+            for table, case, world_size in (
+                ("FSDP1", "FULL_SHARD, flat", 2),
+                ("FSDP1", "FULL_SHARD, orig", 2),
+                ("FSDP1", "SHARD_GRAD_OP, flat", 2),
+                ("FSDP1", "SHARD_GRAD_OP, orig", 2),
+                ("FSDP1", "NO_SHARD, orig", 2),
+                ("FSDP1", "mixed precision", 2),
+                ("FSDP1", "mixed precision, orig", 2),  # CPU offload is missing: torch's forward waits for a GPU stream
+                ("FSDP2", "1-D mesh", 3),
+                ("FSDP2", "reshard_after_forward=True", 2),
+                ("FSDP2", "reshard_after_forward=False", 2),
+                ("FSDP2", "reshard_after_forward=2", 4),
+                ("FSDP2", "mixed precision policy", 2),
+                ("WRAPPERS", "DDP", 2),
+                ("WRAPPERS", "HSDP", 4),
+            )
+            # After a forward and a backward pass nothing is left whole; an evaluation leaves what is not resharded.
+            if use == "evaluation"
+            or case in ("FULL_SHARD, flat", "SHARD_GRAD_OP, orig", "mixed precision", "1-D mesh", "HSDP")
+        ],
+        every=2,
+    ),
 )
 
 
@@ -353,7 +356,7 @@ class StrategiesTest(unittest.TestCase):
     def test_trip(self, *case: Any) -> None:
         SOON(*case)
 
-    @expand(*some(USED.cases, every=2))
+    @expand(*USED.soon_and_later)
     def test_after_the_model_was_used(self, *case: Any) -> None:
         USED(*case)
 
@@ -450,16 +453,16 @@ def module_named(case: str) -> None:
         check_trip(WRAPPERS[case], model=HasModule, process_group=dist.group.WORLD)
 
 
-NESTED = Table(nesting, [(2, case) for case in NESTINGS])
-NAMED = Table(module_named, [(2, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"])
+NESTED = Table(nesting, *some([(2, case) for case in NESTINGS], every=2))
+NAMED = Table(module_named, *some([(2, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"], every=2))
 
 
 class NamesTest(unittest.TestCase):
-    @expand(*some(NESTED.cases, every=2))
+    @expand(*NESTED.soon_and_later)
     def test_names_are_clean_in_any_order_of_wrapping(self, *case: Any) -> None:
         NESTED(*case)
 
-    @expand(*some(NAMED.cases, every=2))
+    @expand(*NAMED.soon_and_later)
     def test_a_child_that_is_called_module_keeps_its_name(self, *case: Any) -> None:
         NAMED(*case)
 
@@ -523,11 +526,13 @@ def local(value: Any) -> Any:
     return [local(item) for item in value] if isinstance(value, list) else value
 
 
-TIES = Table(tied, [(1 if wrapper == "DDP" else 3, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"])
+TIES = Table(
+    tied, *some([(1 if wrapper == "DDP" else 3, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"], every=2)
+)
 
 
 class TiedTest(unittest.TestCase):
-    @expand(*some(TIES.cases, every=2))
+    @expand(*TIES.soon_and_later)
     def test_listed_once_and_every_alias_is_accepted(self, *case: Any) -> None:
         TIES(*case)
 

@@ -328,7 +328,7 @@ class OneAfterTheOtherTest(InFolder):
 
     def test_an_error_that_cannot_be_written_down(self) -> None:
         errors = run_on_ranks(fail_in_background, 3, self.root, 1, "wait", True)
-        check_refused("wait", errors, "CheckpointError", "rank 1: ", "look at its log")
+        check_refused("wait", errors, "CheckpointError", "rank 1: ", "look at the log of that rank")
 
 
 # ------------------------------------------------------------------------------------------ the end of the process

@@ -14,8 +14,11 @@ SEED = 20251121
 
 class ShortTest(unittest.TestCase):
     @expand(
-        soon=[("mutations", 150), ("kills", 2), ("faults", 16), ("rounds", 1)],
-        later=[("races", 1)],  # test_checkpoint_replaced.py has its own in `make test`
+        soon=[("mutations", 150), ("faults", 16), ("rounds", 1)],
+        later=[
+            ("kills", 4),
+            ("races", 1),
+        ],  # test_checkpoint_kill.py and test_checkpoint_replaced.py have a few in `make test`
     )
     def test_torture(self, name: str, cases: int) -> None:
         torture = Torture(name, SEED, cases=cases, short=True)

@@ -47,11 +47,20 @@ class Table:
 
     In a world in which a case has failed no other case is run: the rest get a world of their own. Where a world came to
     an end from which no rank could report, every case of it that is left runs alone. `patience`: seconds that a rank which
-    has failed in a case waits for the others to end it. `options` are those of `run_on_ranks`.
+    has failed in a case waits for the others to end it. `options` are those of `run_on_ranks`. `later`: cases of slow tests,
+    which run in worlds of their own: `@expand(*table.soon_and_later)`.
     """
 
-    def __init__(self, fn: Callable[..., Any], cases: Iterable[Case], patience: float = 20.0, **options: Any) -> None:
-        self.cases = list(cases)
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        cases: Iterable[Case],
+        later: Iterable[Case] = (),
+        patience: float = 20.0,
+        **options: Any,
+    ) -> None:
+        self.soon_and_later = (list(cases), list(later))
+        self.cases = [*self.soon_and_later[0], *self.soon_and_later[1]]
         self._fn = fn
         self._patience = patience
         self._options = options
@@ -61,7 +70,9 @@ class Table:
         """The results of this case by rank; raises the case's error."""
         number = self.cases.index(case)
         if number not in self._found:
-            self._run([i for i, other in enumerate(self.cases) if other[0] == case[0] and i not in self._found])
+            group = self.soon_and_later[number >= len(self.soon_and_later[0])]
+            beside = [i for i, other in enumerate(self.cases) if other[0] == case[0] and other in group]
+            self._run([i for i in beside if i not in self._found])
         found = self._found[number]
         if isinstance(found, BaseException):
             raise found
