@@ -30,7 +30,7 @@ class Box:
             raise LayoutError(
                 f"a box needs as many offsets as sizes, not offsets {self.offsets} and sizes {self.sizes}"
             )
-        if any(n < 0 for n in itertools.chain(self.offsets, self.sizes)):
+        if min(self.offsets + self.sizes, default=0) < 0:
             raise LayoutError(f"a box needs numbers of at least 0, not offsets {self.offsets} and sizes {self.sizes}")
 
     @property

@@ -84,6 +84,10 @@ class MeshBoxes(Placement):
         return _first_holders(self.mesh_shape, self._split_dims, self.replicas[0])
 
     @property
+    def num_replicas(self) -> int:
+        return len(self.replicas) * len(self.replicas[0]) // self.num_shards if self.num_shards else 1
+
+    @property
     def rank_groups(self) -> tuple[Ranks, ...]:
         return self.replicas
 
@@ -104,11 +108,7 @@ class MeshBoxes(Placement):
         return (Block(box, 0),) if box.numel else ()
 
     def run(self, shard: int) -> Run | None:
-        box = self.box(shard)
-        if not box.numel:
-            return Run(0, 0, 0)
-        start, stop = bounds_of_box(self.shape, box)
-        return Run(start, stop, 0) if stop - start == box.numel else None
+        return _run_of_shard(self.full_shape, self._split_parts, shard)
 
     def runs(self, shards: Sequence[int]) -> RunTable | None:
         if len(self.splits) != 1 or self.splits[0][1] != 0:
@@ -137,7 +137,10 @@ class MeshBoxes(Placement):
         if len(self.splits) == 1 and self.splits[0][1] == 0:
             rows = -(-self.shape[0] // self._parts[0])  # the rows of one shard
             return range(first // rows, min(last // rows + 1, self.num_shards))
-        return _shards_over_rows(self.shape[0], self._split_parts, first, last)
+        ranges = [(first, last), *((0, size - 1) for size in self.shape[1:])]
+        if first == last and len(self.shape) == 2:
+            ranges[1] = start - first * row, stop - 1 - first * row
+        return _shards_over(self.shape, self._split_parts, ranges)
 
     def join(self, other: Placement) -> Placement | None:
         if not isinstance(other, MeshBoxes) or self._cut != other._cut:
@@ -199,7 +202,11 @@ def _shard_at(place: int, mesh_shape: Shape, split_dims: Shape) -> int:
 def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Box:
     """The Box of a shard when `splits`, pairs (dimension, parts), cut a shape in turn. Cached: layers are alike."""
     offsets, sizes = [0] * len(shape), list(shape)
-    for (dim, parts), index in zip(splits, _coordinates(shard, tuple(parts for _, parts in splits)), strict=True):
+    indices = []
+    for _, parts in reversed(splits):
+        shard, index = divmod(shard, parts)
+        indices.append(index)
+    for (dim, parts), index in zip(splits, reversed(indices), strict=True):
         chunk = -(-sizes[dim] // parts)
         start = min(index * chunk, sizes[dim])
         offsets[dim] += start
@@ -207,24 +214,49 @@ def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int)
     return Box(tuple(offsets), tuple(sizes))
 
 
-def _shards_over_rows(num_rows: int, splits: tuple[tuple[int, int], ...], first: int, last: int) -> list[int]:
-    """The shards that may hold some of the rows [first, last], when `splits`, pairs (dimension, parts), cut in turn."""
-    found = [(0, 0, num_rows)]  # (number, first row, number of rows) of each part after the splits so far
+@functools.lru_cache(maxsize=4096)
+def _run_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Run | None:
+    """A shard as one Run, where it is one."""
+    box = _box_of_shard(shape, splits, shard)
+    numel = prod(box.sizes)
+    if not numel:
+        return Run(0, 0, 0)
+    inner = 1  # elements of the dimensions behind this one, which are full
+    for dim in reversed(range(len(shape))):
+        if box.sizes[dim] != shape[dim]:
+            if inner * box.sizes[dim] != numel:
+                return None
+            break
+        inner *= shape[dim]
+    start, _ = bounds_of_box(shape, box)
+    return Run(start, start + numel, 0)
+
+
+def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """The shards that may hold elements with an index in `ranges`, [first, last] of each dimension.
+
+    `splits`: (dimension, parts), which cut one after the other.
+    """
+    found = [
+        (0, tuple((0, size) for size in shape))
+    ]  # the number of each part that is left, and (start, size) in each dimension
     for dim, parts in splits:
-        if dim != 0:
-            found = [(number * parts + index, at, size) for number, at, size in found for index in range(parts)]
-            continue
+        first, last = ranges[dim]
         cut = []
-        for number, at, size in found:
+        for number, spans in found:
+            at, size = spans[dim]
             chunk = -(-size // parts)
             low = max(first - at, 0) // chunk
             high = (min(last, at + size - 1) - at) // chunk
             cut += [
-                (number * parts + index, at + index * chunk, min(chunk, size - index * chunk))
+                (
+                    number * parts + index,
+                    (*spans[:dim], (at + index * chunk, min(chunk, size - index * chunk)), *spans[dim + 1 :]),
+                )
                 for index in range(low, high + 1)
             ]
         found = cut
-    return [number for number, _, _ in found]
+    return [number for number, _ in found]
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:

@@ -11,6 +11,7 @@ from functools import cached_property
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape, bounds_of_box, row_major_strides
 from fsdp_optim.plan.copies import Copy
+from fsdp_optim.plan.rows import copy_of_part, parts_of
 from fsdp_optim.plan.runs import BULK_FROM, Runs, runs_into, runs_out_of
 
 
@@ -144,9 +145,10 @@ class _Parameter:
         bounds = _bounds(self.source, shard)
         if bounds is None:
             return
+        is_only_holder = self.source.num_replicas == 1
         for target_shard in self.target.shards_over(*bounds):
             for target_rank in self.target.holders(target_shard):
-                if target_rank != source_rank and self._sender(shard, target_rank) == source_rank:
+                if target_rank != source_rank and (is_only_holder or self._sender(shard, target_rank) == source_rank):
                     yield from self._between(shard, source_rank, target_shard, target_rank)
 
     def _sender(self, source_shard: int, target_rank: int) -> int:
@@ -170,6 +172,14 @@ class _Parameter:
             if copy is not None:
                 yield copy
             return
+        run = target_run if source_run is None else source_run
+        if run is not None and len(self.target.shape) == 2:
+            blocks = self.source.blocks(source_shard) if source_run is None else self.target.blocks(target_shard)
+            if len(blocks) == 1:
+                ends = self.fqn, source_rank, target_rank
+                for part in parts_of(self.target.shape[1], blocks[0], run):
+                    yield copy_of_part(part, self.target.shape, blocks[0], *ends, is_from_block=source_run is None)
+                return
         copies = [
             _block_copy(self.fqn, common, source, source_rank, target, target_rank)
             for target in self.target.blocks(target_shard)
