@@ -506,6 +506,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
     bucket_nbytes: int = BUCKET_NBYTES,
+    local_cache: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer, at any world size, in any wrapper or none.
@@ -530,6 +531,8 @@ def load(
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. Without it, the
             model loads, and only the access to a pickled value of the extras raises CheckpointError. A pickled value of a
             module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
+        local_cache: a folder of this machine that keeps what was read from a URL, in blocks of 1 MiB, for the next time. Blocks
+            are verified when they are used. The ranks on one machine may share the folder.
         progress, name_of, process_group, timeout, bucket_nbytes, storage_options: as for save and gather.
 
     Returns:
@@ -559,6 +562,7 @@ def load(
             allow_pickle=allow_pickle,
             progress=progress,
             cast=cast,
+            local_cache=local_cache,
             storage_options=storage_options,
         )
         return restore.restore(path, model, optim, options)

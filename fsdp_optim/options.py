@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from datetime import timedelta
 from numbers import Integral, Real
+from os import PathLike
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -222,6 +223,7 @@ class LoadOptions(Arguments):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     cast: bool = False
+    local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
     def validate(self) -> None:

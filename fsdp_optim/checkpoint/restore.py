@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
-from fsdp_optim.checkpoint.stores import Place, name_of, store_at
+from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
 from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.base import Format, FormatReader
@@ -68,7 +68,7 @@ def _restore(
             raise StateError("an optimizer needs the model that it was built from: give model= too")
         options.validate()
         pending.settle()
-        store = store_at(path, options=options.storage_options)
+        store = with_cache(store_at(path, options=options.storage_options), options.local_cache)
         with closing(open_checkpoint(store, verify=options.verify, format=format)) as checkpoint:
             restored = read_extras(checkpoint, store, _position(options), options, format)
             restored.summary = LoadSummary(world_size=checkpoint.world_size, step=checkpoint.step)
@@ -79,7 +79,7 @@ def _restore(
     ):
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
-        store = common_store(callers, path, options.storage_options)
+        store = with_cache(common_store(callers, path, options.storage_options), options.local_cache)
         checkpoint = stack.enter_context(closing(_open_on_all(callers, store, options, format)))
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None

@@ -11,6 +11,8 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.base import Shelf, Store
+from fsdp_optim.storage.cached import CachedStore
+from fsdp_optim.storage.posix.blocks import BlockFolder
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.storage.schemes import scheme_of, store_of_url
 
@@ -40,6 +42,13 @@ def store_of_leader(
     if not _is_path(place) or where == mine.where:
         return mine
     return store_at(where, format, options if scheme_of(where) is not None else None)
+
+
+def with_cache(store: Store, folder: str | os.PathLike[str] | None, format: Format = OURS) -> Store:
+    """The same store, read through a cache in a folder of this machine; a folder's checkpoints need none."""
+    if folder is None or isinstance(store, Folder):
+        return store
+    return CachedStore(store, BlockFolder(folder), format.judge.manifest)
 
 
 def shelf_at(root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS) -> Shelf[Any]:

@@ -87,6 +87,30 @@ def save_and_upload(folder: str, root: str, options: Options) -> None:
         check_same("per rank", restored.per_rank, dist.get_rank())
 
 
+def save_for_cache(url: str, options: Options) -> None:
+    with cpu():
+        one = Trained("FSDP2", adam)
+        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False)
+
+
+def load_with_cache(url: str, options: Options, folder: str) -> int:
+    """How many reads of the store this rank needs."""
+    real, num = S3Bucket.read_into, 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal num
+        num += 1
+        real(*args, **kwargs)
+
+    with cpu(), mock.patch.object(S3Bucket, "read_into", counted):
+        other = Trained("fairscale flat", adam, steps=0)
+        scramble(other)
+        asked: Options = {"storage_options": options, "progress": False, "local_cache": folder}
+        fsdp_optim.load(url, other.model, other.optim, check="bitwise", **asked)
+        check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
+    return num
+
+
 def upload_to_nowhere(folder: str, root: str, options: Options) -> tuple[tuple[str, str], tuple[str, str]]:
     """What every rank is told where the bucket does not exist, and where a share cannot be sent."""
     with cpu():
@@ -136,6 +160,16 @@ class TestServers(unittest.TestCase):
             "/".join(part for part in key.split("/")[1:] if len(part) != 16): data for key, data in found.items()
         }
         check_same("the files are those of the folder", sorted(uploaded.items()), sorted(files.items()))
+
+    def test_a_local_cache(self) -> None:
+        """The second load reads hardly anything but the manifest from the store, also with another wrapper."""
+        options = self.options["rclone"]
+        url = f"s3://{new_bucket(options)}/run/step-1"
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(save_for_cache, 2, url, options)
+            first, second = (max(run_on_ranks(load_with_cache, 2, url, options, folder)) for _ in range(2))
+        self.assertGreater(first, 4)
+        self.assertLessEqual(second, 2, "the manifest, to open it and to see whether it was replaced")
 
     def test_an_upload_that_fails(self) -> None:
         """The folder is there, all ranks raise the same error, and the next save raises it where nobody has waited."""
