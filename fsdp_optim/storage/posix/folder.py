@@ -95,7 +95,6 @@ class FolderStaging(Staging):
             with _way_out(path):
                 lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
                 _hold(lock)
-                os.ftruncate(lock, os.fstat(lock).st_size)
                 new.rename(folder)  # fails where another save has just removed it
         except BaseException:
             if lock >= 0:
