@@ -65,7 +65,8 @@ def use(bucket: S3Bucket) -> None:
 
 def use_in_child(bucket: S3Bucket, told: Any) -> None:
     """In a process that was forked."""
-    told.put((os.getpid(), bucket.read("run/object")[0]))
+    data = bucket.read("run/object")[0]
+    told.put((os.getpid(), bucket._requests._clients.get(time.monotonic()).pid, data))
 
 
 class TestFaultsThatPass(unittest.TestCase):
@@ -205,7 +206,9 @@ class TestProcesses(unittest.TestCase):
         found = [told.get(timeout=60) for _ in children]
         for child in children:
             child.join()
-        self.assertEqual({data for _, data in found}, {b"data"})
+        self.assertEqual({data for _, _, data in found}, {b"data"})
+        for process, made_by, _ in found:
+            self.assertEqual(process, made_by, "a client of another process")
         self.assertEqual(bucket.read("run/object")[0], b"data")
 
 
