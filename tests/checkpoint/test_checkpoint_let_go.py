@@ -18,10 +18,13 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background, catalog
+from fsdp_optim.checkpoint import background
 from fsdp_optim.checkpoint.pending import Pending
+from fsdp_optim.checkpoint.save import Job
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.posix import leftovers
+from fsdp_optim.storage.posix.shelf import FolderShelf
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -31,7 +34,7 @@ def failing(*args: Any) -> None:
 
 FAILURES: dict[str, tuple[Any, str]] = {
     "at its end": (background, "finish"),
-    "while it is written": (background, "write_extras"),
+    "while it is written": (Job, "start"),
     "before it begins": (Pending, "begin"),
 }
 
@@ -127,6 +130,10 @@ class LetGoTest(unittest.TestCase):
         self.assertRegex(told.output[-1], "is not removed yet.*Input/output error")
         gone = [path for path in self.root.iterdir() if ".gone-" in path.name]
         check_same("whole", [(path / "fsdp_optim.json").exists() for path in gone], [True, True])
-        check_same("no checkpoint", [one.base.name for one in catalog.checkpoints_in(self.root)[0]], ["step-3"])
+        check_same(
+            "no checkpoint",
+            [Path(one.base).name for one in FolderShelf(self.root, OURS.judge).complete()[0]],
+            ["step-3"],
+        )
         self.save(4)
         check_same("gone", sorted(os.listdir(self.root)), ["step-3", "step-4"])
