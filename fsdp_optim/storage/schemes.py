@@ -11,7 +11,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
@@ -86,6 +85,8 @@ def _s3(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
 
 
 def _fsspec(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+    from fsdp_optim.storage.objects.filesystem import FsspecBucket
+
     own, rest = _split(options)
-    bucket, prefix = import_module("fsdp_optim.storage.objects.filesystem").FsspecBucket.at(url, rest)
+    bucket, prefix = FsspecBucket.at(url, rest)
     return ObjectStore(bucket, prefix, judge, **own)

@@ -163,6 +163,16 @@ class TestErrors(unittest.TestCase):
         with self.assertRaisesRegex(CheckpointError, "aws_access_key_id, .*endpoint_url, .*retry_seconds"):
             S3Bucket("some-bucket", {"endpoint": 1})
 
+    def test_the_size_of_parts(self) -> None:
+        """S3 refuses parts that are too small only when all of them are there, so they are refused before."""
+        self.assertEqual(S3Bucket("some-bucket", {"part_nbytes": 6 << 20}).can.least_part_nbytes, 6 << 20)
+        self.assertEqual(S3Bucket("some-bucket", {**OPTIONS, "part_nbytes": 1}).can.least_part_nbytes, 1)
+        self.check(
+            lambda: S3Bucket("some-bucket", {"part_nbytes": (5 << 20) - 1}), "part_nbytes=5242879", "endpoint_url"
+        )
+        for wrong in (0, -1, "8 MiB", 8.0, True):
+            self.check(lambda: S3Bucket("some-bucket", {"part_nbytes": wrong}), "part_nbytes", repr(wrong))  # noqa: B023
+
     def test_configuration_as_plain_values(self) -> None:
         """What ranks in other processes can be given."""
         config: dict[str, Any] = {"s3": {"payload_signing_enabled": False}, "read_timeout": 7}

@@ -27,6 +27,19 @@ _NOT_KNOWN = (501, "NotImplemented")
 _CANNOT_DELETE_MANY = (*_NOT_KNOWN, 405, "MethodNotAllowed", "MissingContentMD5")
 
 
+def _least_part_of(name: str, options: Mapping[str, Any]) -> int:
+    """The least size of a part. Raises CheckpointError for a size that S3 would refuse only when all parts are there."""
+    asked = options.get("part_nbytes", _LEAST_PART)
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise CheckpointError(f"{name}: part_nbytes has to be a number of bytes, not {asked!r}")
+    if asked < _LEAST_PART and "endpoint_url" not in options:
+        raise CheckpointError(
+            f"{name}: part_nbytes={asked}: S3 takes parts of at least {_LEAST_PART} bytes; smaller ones are for stores with an "
+            "endpoint_url of their own"
+        )
+    return asked
+
+
 class S3Bucket(Bucket):
     """A bucket of S3.
 
@@ -43,7 +56,7 @@ class S3Bucket(Bucket):
     ) -> None:
         self._name = f"s3://{bucket}"
         self._requests = Requests(self._name, bucket, Clients(options or {}) if clients is None else clients)
-        self._can = BucketCan(True, least_part_nbytes=int((options or {}).get("part_nbytes", _LEAST_PART)))
+        self._can = BucketCan(True, least_part_nbytes=_least_part_of(self._name, options or {}))
         self._was_reached = False  # an object or a listing was seen, so the bucket is there
         self._knows_crc = True
 
