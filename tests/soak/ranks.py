@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import importlib
 import json
 import os
 import signal
@@ -92,6 +93,17 @@ SYSTEM_CALLS = ("open", "mkdir", "write", "writev", "pwrite", "pwritev", "trunca
 SYSTEM_CALLS += ("fsync", "fdatasync", "rename", "replace", "link", "symlink", "unlink", "remove", "rmdir")
 
 
+def place_of(order: dict[str, Any], number: int) -> tuple[Any, dict[str, Any]]:
+    """Where a save goes, and what it has to know about that place."""
+    mode, storage = order["mode"], order.get("storage_options")
+    if storage is None:
+        return path_of(Path(order["root"]), mode, number), {}
+    url = f"{order['root']}/{path_of(Path(), mode, number)}"
+    if "folder" not in order:
+        return url, {"storage_options": storage}
+    return path_of(Path(order["folder"]), mode, number), {"storage_options": storage, "upload_to": url}
+
+
 def path_of(root: Path, mode: str, number: int) -> Path:
     """Where a save goes."""
     return root / ("current" if mode.endswith("overwrite") else f"step-{number:06}")
@@ -113,7 +125,7 @@ def join(order: dict[str, Any], rank: int) -> None:
 
 def save_again_and_again(order: dict[str, Any], rank: int) -> None:
     """The life of a rank that saves. With `calls` it dies before the nth call that changes files, if it is the victim."""
-    root, mode, wrapper = Path(order["root"]), order["mode"], "plain"
+    mode, wrapper = order["mode"], "plain"
     if order["ranks"] > 1:
         join(order, rank)
         wrapper = order.get("wrapper", "FSDP2")
@@ -129,9 +141,12 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
         for number in range(order["first"], order["first"] + order["count"]):
             fill(one, number)
             note(order, rank, "begin", number)
-            done = save(path_of(root, mode, number), one.model, one.optim, extra={"number": number}, **options)
+            place, more = place_of(order, number)
+            done = save(place, one.model, one.optim, extra={"number": number}, **more, **options)
             if mode.startswith("async"):
-                done.wait(LIMIT)
+                done = done.wait(LIMIT)
+            if "upload_to" in more and done.upload is not None:
+                done.upload.wait(LIMIT)
             note(order, rank, "end", number)
 
 
@@ -204,6 +219,8 @@ def serve() -> None:
     """Fork ranks and collect them, as the lines of the input say."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     plain()  # an optimizer's first step imports much; the children have it then
     if len(os.listdir("/proc/self/task")) != 1:
         raise AssertionError("a process with several threads does not fork well")
@@ -262,12 +279,13 @@ LIVES: dict[str, Callable[[dict[str, Any], int], None]] = {"save": save_again_an
 class Ranks:
     """The forking process, and what its children have noted."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *modules: str) -> None:
+        """`modules`: are imported before ranks are forked."""
         self._folder = folder
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._trials = 0
         self._log = open(folder / "log", "wb")  # noqa: SIM115
-        command = [sys.executable, "-m", "soak.ranks"]
+        command = [sys.executable, "-m", "soak.ranks", *modules]
         tests = str(Path(__file__).parents[1])
         where = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path]), "CUDA_VISIBLE_DEVICES": ""}
         where |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -4,6 +4,7 @@ run/step-1000/<manifest>                 written last, on a condition; its token
 run/step-1000/model.safetensors          the files, where nothing was there before
 run/step-1000/<token>/model.safetensors  the files of a save over an older one, or beside one that is under way
 run/step-1000/.saving-<token>/claim      written again and again by a save under way, and removed at its end
+run/step-1000/.saving-<token>/dead       put by another save, which takes this one for dead and removes what it has left
 run/step-1000/.saving-<token>/done-3     a note of rank 3 in a background save
 """
 
@@ -61,6 +62,10 @@ class Place:
         """The key of the object that shows that a save is under way."""
         return self.note(token, "claim")
 
+    def tombstone(self, token: str) -> str:
+        """The key of the object by which another save says that this one is dead."""
+        return self.note(token, "dead")
+
     def note(self, token: str, name: str = "") -> str:
         """The key of a note of a save under way."""
         return f"{self.saving}{token}/{name}"
@@ -68,6 +73,12 @@ class Place:
     def token_of_note(self, key: str) -> str:
         """The token of the save that a claim or a note belongs to."""
         return key.removeprefix(self.saving).split("/")[0]
+
+    def name_in(self, key: str) -> str:
+        """The name of a file under a key, which may be in the folder of a save."""
+        name = key.removeprefix(self.inside)
+        found = _OF_SAVE.fullmatch(name)
+        return name if found is None or name.startswith(_SAVING) else name.partition("/")[2]
 
     def token_in(self, key: str) -> str | None:
         """The token of the save that has put an object under a key of its own; None for every other key."""

@@ -1,7 +1,10 @@
 """Saves under way in a bucket: each has a claim, which it writes again and again. A claim that grows old is that of a dead save.
 
 What a dead save has left is removed: its unfinished uploads, its objects, its claim and its notes. The checkpoint that the
-manifest names is never touched, and nor is an object whose name no save gives.
+manifest names is never touched, and nor is an object or an upload whose name no save gives.
+
+Other processes act at the same time, so what is to be removed is listed first, then the claims, then the manifest is read: a
+save puts its claim before everything else, and removes it after its manifest is there.
 """
 
 from __future__ import annotations
@@ -10,17 +13,19 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge
-from fsdp_optim.storage.objects.base import Bucket
-from fsdp_optim.storage.objects.keys import Place
+from fsdp_optim.storage.objects.base import Bucket, Found
+from fsdp_optim.storage.objects.keys import Place, new_token
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
 
 _BEATS = 5  # in the time after which a claim is that of a dead save
+_LOOKED_AT_ONCE = 16
 
 log = logging.getLogger("fsdp_optim")
 
@@ -34,34 +39,52 @@ class Claim:
     token: str
     dead_after: float
     _stop: threading.Event = field(default_factory=threading.Event)
+    _beating: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._put()
+        self.bucket.put(self.place.claim(self.token), self._content)
         threading.Thread(target=self._beat, name=f"fsdp_optim: saving {self.place.where}", daemon=True).start()
 
-    def _put(self) -> None:
-        self.bucket.put(self.place.claim(self.token), json.dumps({"token": self.token}).encode())
+    @property
+    def _content(self) -> bytes:
+        return json.dumps({"token": self.token}).encode()
 
     def _beat(self) -> None:
         while not self._stop.wait(self.dead_after / _BEATS):
-            with contextlib.suppress(OSError):  # the next one may come through
-                if self.is_held():
-                    self._put()
+            with contextlib.suppress(OSError), self._beating:  # the next one may come through
+                found = self.bucket.look(self.place.claim(self.token))
+                if found is not None and not self._stop.is_set():  # a claim that was removed does not come back
+                    self.bucket.put(found.key, self._content, only_if=found.version)
 
     def is_held(self) -> bool:
         """Whether the claim is still there: nobody has taken this save for dead."""
-        return self.bucket.look(self.place.claim(self.token)) is not None
+        keys = {found.key for found in self.bucket.list(self.place.note(self.token))}
+        return self.place.claim(self.token) in keys and self.place.tombstone(self.token) not in keys
 
     def others(self) -> list[str]:
         """The tokens of other saves that have a claim or notes here."""
         tokens = {self.place.token_of_note(found.key) for found in self.bucket.list(self.place.saving)}
         return sorted(tokens - {self.token})
 
+    def finish(self, judge: Judge[Any]) -> None:
+        """Remove what is neither of the checkpoint that is there nor of another save that is alive, and the claim."""
+        if not remove_strays(self.bucket, self.place, judge, self.dead_after, self.token):
+            # The other save may have looked already, so that nobody would remove what has become of no use.
+            mark_dead(self.bucket, self.place)
+        self.release()
+
+    def stop(self) -> None:
+        """Give no more signs of life."""
+        self._stop.set()
+
     def release(self) -> None:
         """Remove the claim and all notes of the save."""
-        self._stop.set()
-        notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
-        self.bucket.delete(sorted(notes, key=lambda key: key == self.place.claim(self.token)))  # the claim goes last
+        self.stop()
+        with self._beating:
+            notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
+            self.bucket.delete(
+                sorted(notes, key=lambda key: key == self.place.claim(self.token))
+            )  # the claim goes last
 
 
 def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:
@@ -71,42 +94,96 @@ def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | 
     return open_place(bucket, place, judge)
 
 
-def remove_dead(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float) -> None:
-    """Remove what dead saves have left in a place."""
-    newest: dict[str, float] = {}
-    for found in bucket.list(place.saving):
-        token = place.token_of_note(found.key)
-        newest[token] = min(found.age, newest.get(token, found.age))
-    dead = {token for token, age in newest.items() if age > dead_after}
-    if dead and len(dead) == len(newest):
+@dataclass(frozen=True)
+class _Saves:
+    """The tokens of the saves in a place that have a claim or notes."""
+
+    live: frozenset[str]
+    dead: frozenset[str]
+
+    @classmethod
+    def listed(cls, bucket: Bucket, place: Place, dead_after: float) -> _Saves:
+        ages: dict[str, float] = {}
+        for found in bucket.list(place.saving):
+            token = place.token_of_note(found.key)
+            age = float("inf") if found.key == place.tombstone(token) else found.age
+            known = ages.get(token, age)
+            ages[token] = max(known, age) if float("inf") in (known, age) else min(known, age)
+        dead = frozenset(token for token, age in ages.items() if age > dead_after)
+        return cls(frozenset(ages) - dead, dead)
+
+
+def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge: Judge[Any], dead_after: float) -> None:
+    """Remove what dead saves have left in several places under `parent`."""
+
+    def remove(place: Place) -> bool:
+        saves = remove_dead(bucket, place, judge, dead_after)
+        return not saves.live
+
+    if not places:
+        return
+    with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
+        idle = [place for place, is_idle in zip(places, pool.map(remove, places), strict=True) if is_idle]
+    is_own = judge.is_own(None)
+    for upload in list(bucket.uploads(parent)):
+        # Without a claim, only an upload into the folder of a save is surely that of a save.
+        its = next((place for place in idle if upload.key.startswith(place.inside)), None)
+        is_old = its is not None and upload.age > dead_after and its.token_in(upload.key) is not None
+        if its is not None and is_old and is_own(its.name_in(upload.key)):
+            bucket.drop_upload(upload.key, upload.version)
+
+
+def remove_dead(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float) -> _Saves:
+    """Remove what dead saves have left in a place. Returns the saves that were there."""
+    saves = _Saves.listed(bucket, place, dead_after)
+    if saves.dead:
         log.warning("%s: removing what a save that has died has left", place.where)
-        remove_strays(bucket, place, judge)
-    for token in dead:
-        if len(dead) < len(newest):  # only what has the token in its key is surely that of the dead save
-            bucket.delete([found.key for found in bucket.list(f"{place.inside}{token}/")])
-        bucket.delete([found.key for found in bucket.list(place.note(token))])
-    if not newest.keys() - dead:
-        for upload in list(bucket.uploads(place.inside)):
-            if upload.age > dead_after:
-                bucket.drop_upload(upload.key, upload.version)
+        for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
+            mark_dead(bucket, place, token)
+        bucket.delete([place.claim(token) for token in sorted(saves.dead)])
+        remove_strays(bucket, place, judge, dead_after)
+    return saves
 
 
-def remove_strays(bucket: Bucket, place: Place, judge: Judge[Any]) -> None:
-    """Remove all objects of saves in a place but those of the checkpoint that the manifest names. No save is under way."""
+def mark_dead(bucket: Bucket, place: Place, token: str | None = None) -> str:
+    """Say that all that has no manifest is to be removed, by this process or a later save; returns the key of the note."""
+    key = place.tombstone(token or new_token())
+    bucket.put(key, b"")
+    return key
+
+
+def remove_strays(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: str = "") -> bool:
+    """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
+
+    `mine`: the token of a save that is over, and removes its claim and its notes itself. Returns whether no save is alive, so
+    that nothing is left.
+    """
+    uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
+    live = _Saves.listed(bucket, place, dead_after).live - {mine}
     opened = current(bucket, place, judge)
-    kept = opened.files.token if opened is not None else None
-    is_own = judge.is_own(opened if kept is None else None)
-    for upload in list(bucket.uploads(place.inside)):
+    kept, is_own = opened.files.token if opened is not None else None, judge.is_own(None)
+
+    def is_stray(found: Found) -> bool:
+        token = place.token_in(found.key)
+        if not is_own(place.name_in(found.key)):
+            return False
+        return not live if token is None else token not in live
+
+    for upload in filter(is_stray, uploads):
         bucket.drop_upload(upload.key, upload.version)
-    strays = []
-    for found in bucket.list(place.inside):
-        name, token = found.key.removeprefix(place.inside), place.token_in(found.key)
-        if found.key == place.manifest(judge.manifest) or (token is not None and token == kept):
+    notes, strays = [], []
+    for found in objects:
+        token = place.token_in(found.key)
+        if found.key.startswith(place.saving):
+            if not live and token != mine:  # else they tell a later save that there is something to remove
+                notes.append(found.key)
+        elif found.key == place.manifest(judge.manifest) or (opened is not None and token == kept):
             continue
-        if token is None and (not is_own(name) or (opened is not None and kept is None)):
-            continue  # somebody else's, or of the checkpoint that is there
-        strays.append(found.key)
+        elif is_stray(found):
+            strays.append(found.key)
     bucket.delete(strays)
+    bucket.delete(notes)
+    return not live
 
 
 def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, judge: Judge[Any]) -> Iterator[str]:
@@ -124,7 +201,12 @@ def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, judge: Judge[A
 def check_held(claim: Claim) -> None:
     """Refuse to finish a save that another one has taken for dead, and may have removed."""
     if not claim.is_held():
-        raise CheckpointError(
-            f"{claim.place.where}: another save took this one for dead, because it gave no sign of life for "
-            f"{claim.dead_after:g} s, and has removed its objects: save again"
-        )
+        raise taken_for_dead(claim)
+
+
+def taken_for_dead(claim: Claim) -> CheckpointError:
+    """The error of a save that another one has taken for dead."""
+    return CheckpointError(
+        f"{claim.place.where}: another save took this one for dead, because it gave no sign of life for some time "
+        f"(dead_after, here {claim.dead_after:g} s), and has removed its objects: save again"
+    )

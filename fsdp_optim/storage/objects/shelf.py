@@ -11,7 +11,7 @@ from fsdp_optim.storage.base import BriefT, Judge, Shelf, Shelved, Standing, is_
 from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
-from fsdp_optim.storage.objects.saves import own_keys
+from fsdp_optim.storage.objects.saves import mark_dead, own_keys
 
 _LOOKED_AT_ONCE = 16
 
@@ -99,10 +99,12 @@ class ObjectShelf(Shelf[BriefT]):
             try:
                 opened = open_place(self._bucket, place, self._judge)
                 keys = list(own_keys(self._bucket, opened, place, self._judge))
+                note = mark_dead(self._bucket, place)  # a later save goes on where this one dies
                 self._bucket.delete(
                     [place.manifest(self._judge.manifest)]
                 )  # first: nobody takes the rest for a checkpoint
                 self._bucket.delete(keys)
+                self._bucket.delete([note])
             except OSError as error:
                 log.warning("%s cannot be removed, though %s: %s", one.where, reason, error)
                 continue

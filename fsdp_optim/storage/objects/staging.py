@@ -10,10 +10,10 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, Judge, Staging
-from fsdp_optim.storage.objects.base import ABSENT, Bucket, OvertakenError
+from fsdp_optim.storage.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.storage.objects.keys import Place, new_token, own_token
 from fsdp_optim.storage.objects.opened import OpenedObjects
-from fsdp_optim.storage.objects.saves import Claim, check_held, current, own_keys, remove_dead, remove_strays
+from fsdp_optim.storage.objects.saves import Claim, check_held, current, own_keys, remove_dead, taken_for_dead
 from fsdp_optim.storage.objects.writer import Address, SharedFile
 
 log = logging.getLogger("fsdp_optim")
@@ -35,14 +35,15 @@ class ObjectStaging(Staging):
     ) -> None:
         self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
         self._check_free(overwrite)
-        remove_dead(bucket, place, judge, dead_after)
+        found = remove_dead(bucket, place, judge, dead_after)
         self._token, self._shared = token or new_token(), dict[str, SharedFile]()
         self._has_folder, self._committed = True, False
         self._claim = Claim(bucket, place, self._token, dead_after)
         try:
             self._before = self._check_free(overwrite)
             is_empty = all(found.key.startswith(place.saving) for found in bucket.list(place.inside))
-            self._has_folder = not is_empty or bool(self._claim.others())
+            # A save that was slow, not dead, may still put objects where nobody else has a folder.
+            self._has_folder = not is_empty or bool(found.dead) or bool(self._claim.others())
         except BaseException:
             self.abandon()
             raise
@@ -98,10 +99,11 @@ class ObjectStaging(Staging):
                     f"{self._place.where}/{name}: nobody has put part {missing[0]} of its {num} parts"
                 )
             if file.upload:
-                self._bucket.end_upload(self._key(name), file.upload, [its[number] for number in range(num)])
+                parts = [its[number] for number in range(num)]
+                self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
-        self._bucket.put(self._key(name), data)
+        self._bucket.put(self._key(name), data, only_if=self._address.only_if)
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         check_held(self._claim)
@@ -109,53 +111,70 @@ class ObjectStaging(Staging):
             self._bucket.put(
                 self._key(manifest), data
             )  # the folder is a checkpoint by itself, and tells that it counts
-        condition = ABSENT if self._before is None else self._before.manifest_version
+        before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
+        if before is not None and self._before is not None and before[1] != self._before.manifest_version:
+            raise self._overtaken()
+        # Known now: the manifest that says it is replaced next.
+        older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._judge))
         try:
-            self._bucket.put(self._place.manifest(manifest), data, only_if=condition)
+            self._bucket.put(self._place.manifest(manifest), data, only_if=ABSENT if before is None else before[1])
         except OvertakenError as error:
             if not self._is_mine(manifest, data):  # a repeated request is overtaken by itself
                 raise self._overtaken() from error
         if not self._is_mine(manifest, data):  # where the store knows no conditions
             raise self._overtaken()
+        if not self._claim.is_held():
+            self._check_whole(manifest, None if before is None else before[0])
         self._committed = True
-        self._remove_older()
+        self._remove_older(older)
+
+    def _check_whole(self, manifest: str, before: bytes | None) -> None:
+        """Withdraw the manifest where another save took this one for dead at the last moment, and has removed its objects."""
+        found = current(self._bucket, self._place, self._judge)
+        if found is None:
+            return
+        has_files = found.files.token == (self._token if self._has_folder else None)
+        if has_files and self._judge.standing_in(found, whole=True).is_complete:
+            return
+        if before is None:
+            self._bucket.delete([self._place.manifest(manifest)])
+        else:
+            self._bucket.put(self._place.manifest(manifest), before, only_if=found.manifest_version)
+        raise taken_for_dead(self._claim)
 
     def _is_mine(self, manifest: str, data: bytes) -> bool:
-        return self._bucket.read(self._place.manifest(manifest))[0] == data
+        with contextlib.suppress(MissingObjectError):
+            return self._bucket.read(self._place.manifest(manifest))[0] == data
+        return False
 
     def _overtaken(self) -> CheckpointError:
         return CheckpointError(f"{self._place.where}: cannot be put in place: another save to this path was faster")
 
-    def _remove_older(self) -> None:
+    def _remove_older(self, older: Sequence[str]) -> None:
         """What cannot be removed now is removed by a later save: the new checkpoint is there."""
         try:
-            if self._before is not None:
-                self._bucket.delete(list(own_keys(self._bucket, self._before, self._place, self._judge)))
-            if not self._claim.others():
-                remove_strays(self._bucket, self._place, self._judge)
-            self._claim.release()
+            self._bucket.delete(older)
+            self._claim.finish(self._judge)
         except OSError as error:
             log.warning("%s: objects of an older save are left: %s", self._place.where, error)
+        finally:
+            self._claim.stop()
 
     def abandon(self) -> None:
+        """What cannot be removed now is removed by a later save, to which the claim shows it."""
         if self._committed:
             return
         with contextlib.suppress(OSError):
             for name, file in self._shared.items():
                 if file.upload:
                     self._bucket.drop_upload(self._key(name), file.upload)
-            if not self._may_count():
-                self._remove_own()
-            self._claim.release()
+            if self._may_count():
+                self._claim.release()
+            else:
+                self._claim.finish(self._judge)
+        self._claim.stop()
 
     def _may_count(self) -> bool:
         """Whether the manifest may be that of this save, though its `put` seemed to fail."""
         found = current(self._bucket, self._place, self._judge)
         return found is not None and own_token(self._judge.token_in(found)) in (self._token, None)
-
-    def _remove_own(self) -> None:
-        if self._has_folder:
-            own = [found.key for found in self._bucket.list(f"{self._place.inside}{self._token}/")]
-            self._bucket.delete(own)
-        elif not self._claim.others() and current(self._bucket, self._place, self._judge) is None:
-            remove_strays(self._bucket, self._place, self._judge)

@@ -11,7 +11,7 @@ from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.completion import ObjectCompletion
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
-from fsdp_optim.storage.objects.saves import remove_dead
+from fsdp_optim.storage.objects.saves import remove_all_dead
 from fsdp_optim.storage.objects.shelf import ObjectShelf
 from fsdp_optim.storage.objects.staging import ObjectStaging
 from fsdp_optim.storage.objects.writer import Address, ObjectWriter
@@ -67,9 +67,8 @@ class ObjectStore(Store):
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
         """As a Store does. An object store knows no durability: what it has answered for is stored."""
-        for sibling in self.shelf().places():
-            if sibling != self.place:
-                remove_dead(self.bucket, sibling, self._judge, self._dead_after)
+        siblings = [sibling for sibling in self.shelf().places() if sibling != self.place]
+        remove_all_dead(self.bucket, siblings, self.place.parent, self._judge, self._dead_after)
         return ObjectStaging(
             self.bucket,
             self.place,

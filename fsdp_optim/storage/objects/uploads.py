@@ -13,10 +13,14 @@ _MOST_AT_ONCE = 8
 
 @dataclass
 class Uploads:
-    """The uploads of one process. `budget_nbytes`: of parts that wait or are sent; one is held in any case."""
+    """The uploads of one process.
+
+    `budget_nbytes`: of parts that wait or are sent; one is held in any case. `only_if`: the condition for whole objects.
+    """
 
     bucket: Bucket
     budget_nbytes: int
+    only_if: str | None = None
     _held: int = 0
     _freed: threading.Condition = field(default_factory=threading.Condition)
     _futures: list[Future[str]] = field(default_factory=list)
@@ -42,7 +46,7 @@ class Uploads:
     def _send(self, key: str, upload: str, number: int, data: bytearray) -> str:
         try:
             if not upload:
-                return self.bucket.put(key, bytes(data))
+                return self.bucket.put(key, bytes(data), only_if=self.only_if)
             return self.bucket.put_part(key, upload, number, memoryview(data))
         finally:
             with self._freed:

@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import StoreWriter
 from fsdp_optim.storage.multipart import MultipartFile
-from fsdp_optim.storage.objects.base import Bucket
+from fsdp_optim.storage.objects.base import ABSENT, Bucket
 from fsdp_optim.storage.objects.keys import Files, Place
 from fsdp_optim.storage.objects.uploads import Uploads
 
@@ -39,6 +39,11 @@ class Address:
     most_parts: int
     shared: dict[str, SharedFile]
 
+    @property
+    def only_if(self) -> str | None:
+        """The condition for each object: files that have no folder of their own replace none, as those may be of another save."""
+        return None if self.has_folder else ABSENT
+
     def files(self, place: Place) -> Files:
         """Where the files are."""
         return Files(place, self.token if self.has_folder else None)
@@ -62,7 +67,7 @@ class ObjectWriter(StoreWriter):
     def __init__(self, bucket: Bucket, place: Place, address: Address, who: str, budget_nbytes: int) -> None:
         self._bucket, self._place, self._address, self._who = bucket, place, address, who
         self._files = address.files(place)
-        self._uploads = Uploads(bucket, budget_nbytes)
+        self._uploads = Uploads(bucket, budget_nbytes, address.only_if)
         self._open: dict[str, MultipartFile] = {}
         self._receipts: dict[str, dict[int, Future[str]]] = {}
         self._own: dict[str, str] = {}  # the uploads of files that this process alone writes, by name
@@ -99,7 +104,7 @@ class ObjectWriter(StoreWriter):
         opened.write(pieces, offset)
 
     def put(self, name: str, data: bytes) -> None:
-        self._bucket.put(self._files.key(name), data)
+        self._bucket.put(self._files.key(name), data, only_if=self._address.only_if)
 
     def finish(self) -> bytes:
         for name, opened in self._open.items():
@@ -111,7 +116,8 @@ class ObjectWriter(StoreWriter):
         found = {name: {number: one.result() for number, one in its.items()} for name, its in self._receipts.items()}
         for name, upload in list(self._own.items()):
             its = found.pop(name)
-            self._bucket.end_upload(self._files.key(name), upload, [its[number] for number in range(len(its))])
+            parts = [its[number] for number in range(len(its))]
+            self._bucket.end_upload(self._files.key(name), upload, parts, only_if=self._address.only_if)
             del self._own[name]
         self._uploads.close()
         return json.dumps({name: found[name] for name in found.keys() & self._address.shared.keys()}).encode()

@@ -1,0 +1,193 @@
+"""A save into a bucket that dies before any one of its requests, or while another save acts before any one of them.
+
+What is there afterwards is whole and of one save, and the next save, to any place beside it, leaves nothing but checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit.checkpoints import mine, scramble
+from kit.interrupted import STRANGERS, InterruptedBucket, left_over
+from kit.wrapping import Trained, adam, check_same, local_of
+from parameterized import parameterized
+from torch import nn
+
+from fsdp_optim.checkpoint.restore import restore
+from fsdp_optim.checkpoint.save import save
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.ours import OURS
+from fsdp_optim.options import LoadOptions, Options, SaveOptions
+from fsdp_optim.storage.objects.keys import Place
+from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
+from fsdp_optim.storage.objects.saves import remove_dead
+from fsdp_optim.storage.objects.store import ObjectStore
+
+ROOT = "run/"
+MINE, BESIDE, LAST = f"{ROOT}step-1", f"{ROOT}step-2", f"{ROOT}step-3"
+SHORT = 0.01  # seconds after which the saves that act meanwhile take others for dead
+PART_NBYTES = 600  # some files are uploads, and some are put whole
+
+
+class Small(nn.Module):
+    units = ("",)
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 5)
+
+
+def filled(number: int) -> Trained:
+    """Values that tell of which save they are."""
+    one = Trained("plain", adam, 1, Small)
+    with torch.no_grad():
+        for param in one.params:
+            local_of(param).fill_(number)
+    return one
+
+
+class RaceTest(unittest.TestCase):
+    every = 11  # of the requests, which one is tried
+
+    def setUp(self) -> None:
+        self.trained = {number: filled(number) for number in (1, 2, 10, 11, 99)}
+        self.reader = Trained("plain", adam, 0, Small)
+
+    def save(self, bucket: MemoryBucket, prefix: str, number: int, dead_after: float = 300, **options: Any) -> None:
+        store = ObjectStore(bucket, prefix, OURS.judge, part_nbytes=PART_NBYTES, dead_after=dead_after)
+        given = SaveOptions(Options(), durable=False, progress=False, extra={"number": number})
+        one = self.trained[number]
+        save(store, one.model, one.optim, SaveOptions(**{**vars(given), **options}))
+
+    def number_at(self, memory: Memory, prefix: str) -> int | None:
+        """Which save is in a place, all of it; None where none is. Raises where it is not whole."""
+        bucket = MemoryBucket(memory)
+        if bucket.look(f"{prefix}/{OURS.judge.manifest}") is None:
+            return None
+        scramble(self.reader)
+        store = ObjectStore(bucket, prefix, OURS.judge)
+        options = LoadOptions(Options(), progress=False, check="bitwise")
+        number = int(restore(store, self.reader.model, self.reader.optim, options)["number"])
+        check_same(f"{prefix}, save {number}", mine(self.reader), mine(self.trained[number]))
+        return number
+
+    def begun(self, how: str) -> Memory:
+        """A bucket with strangers' objects and uploads, and with the checkpoint that is to be replaced, if any."""
+        memory = Memory()
+        bucket = MemoryBucket(memory)
+        for name in STRANGERS:
+            bucket.put(f"{MINE}/{name}", b"of a user")
+        bucket.begin_upload(f"{MINE}/{STRANGERS[0]}")
+        if how == "first":
+            bucket.delete([f"{MINE}/{name}" for name in STRANGERS])
+        for number in range({"first": 0, "over": 1, "over twice": 2}[how]):
+            self.save(bucket, MINE, 10 + number, overwrite=True)
+        if how == "over":  # strangers came later: the first save has no folder of its own
+            memory2 = Memory()
+            bucket = MemoryBucket(memory2)
+            self.save(bucket, MINE, 10)
+            for name in STRANGERS:
+                bucket.put(f"{MINE}/{name}", b"of a user")
+            bucket.begin_upload(f"{MINE}/{STRANGERS[0]}")
+            return memory2
+        return memory
+
+    def check_end(self, memory: Memory, how: str) -> None:
+        """A save beside it tidies up, and strangers are as they were."""
+        time.sleep(1.2 * SHORT)
+        bucket = MemoryBucket(memory)
+        self.save(bucket, LAST, 99, dead_after=SHORT)
+        self.assertEqual(left_over(bucket, ROOT, OURS.judge), [])
+        if how != "first":
+            self.assertEqual({bucket.read(f"{MINE}/{name}")[0] for name in STRANGERS}, {b"of a user"})
+        self.assertEqual([one.key for one in bucket.uploads("")], [f"{MINE}/{STRANGERS[0]}"])
+
+    def every_request(self, how: str, conditions: bool, then: Any, judge: Any, **options: Any) -> None:
+        """A save, which is stopped before its first request, before its second one, and so on."""
+        kills = then is None
+        first = len(how + judge.__qualname__) % self.every
+        for nth in itertools.count(first, self.every):
+            memory = self.begun(how)
+            act: Callable[[], object] = str if kills else lambda memory=memory: then(memory)
+            bucket = InterruptedBucket(memory, nth, act, kills=kills, conditions=conditions)
+            error = None
+            try:
+                self.save(bucket, MINE, 1, overwrite=how != "first", **options)
+            except (CheckpointError, OSError) as caught:
+                error = caught
+            what = bucket.calls[nth] if nth < len(bucket.calls) else "the end"
+            with self.subTest(f"{how}, request {nth}, {what}, {error}"):
+                judge(memory, error)
+                self.check_end(memory, how)
+            if nth >= len(bucket.calls):
+                self.assertGreater(nth, 15)
+                return
+
+    @parameterized.expand([("first",), ("over",), ("over twice",)])
+    def test_death(self, how: str) -> None:
+        before = {"first": None, "over": 10, "over twice": 11}[how]
+        ends: set[int | None] = set()
+
+        def judge(memory: Memory, error: Exception | None) -> None:
+            found = self.number_at(memory, MINE)
+            ends.add(found)
+            self.assertIn(found, (before, 1) if error is not None else (1,))
+
+        self.every_request(how, True, None, judge)
+        self.assertEqual(ends, {before, 1})
+
+    @parameterized.expand([("first",), ("over",), ("over twice",)])
+    def test_taken_for_dead(self, how: str) -> None:
+        """The save that is taken for dead fails, or it was committed; it never commits what another one has removed."""
+        before = {"first": None, "over": 10, "over twice": 11}[how]
+
+        def then(memory: Memory) -> None:
+            time.sleep(1.2 * SHORT)
+            remove_dead(MemoryBucket(memory), Place(f"memory://bucket/{MINE}", MINE), OURS.judge, SHORT)
+
+        def judge(memory: Memory, error: Exception | None) -> None:
+            found = self.number_at(memory, MINE)
+            self.assertIn(found, (before, 1) if error is not None else (1,))
+
+        self.every_request(how, True, then, judge)
+
+    @parameterized.expand(itertools.product(("first", "over", "over twice"), (True, False)))
+    def test_another_save_to_the_same_place(self, how: str, conditions: bool) -> None:
+        """With conditions one of two first saves wins, and the other raises."""
+        before = {"first": None, "over": 10, "over twice": 11}[how]
+        told: list[Exception | None] = []
+
+        def then(memory: Memory) -> None:
+            try:
+                self.save(InterruptedBucket(memory, conditions=conditions), MINE, 2, overwrite=how != "first")
+                told.append(None)
+            except CheckpointError as error:
+                told.append(error)
+
+        def judge(memory: Memory, error: Exception | None) -> None:
+            found = self.number_at(memory, MINE)
+            self.assertNotEqual(found, before)
+            if told:
+                other = told.pop()
+                if how == "first" and conditions:
+                    self.assertEqual((error is None, other is None).count(True), 1, (error, other))
+                self.assertTrue(error is None or other is None)
+                self.assertIn(found, [number for number, its in ((1, error), (2, other)) if its is None])
+
+        self.every_request(how, conditions, then, judge)
+
+
+@pytest.mark.slow
+class EveryRaceTest(RaceTest):
+    every = 1
+
+
+if __name__ == "__main__":
+    unittest.main()

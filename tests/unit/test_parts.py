@@ -1,0 +1,138 @@
+"""Files in equal parts: who puts which byte, for any placements, dtypes and sizes, beside an oracle of one byte at a time."""
+
+from __future__ import annotations
+
+import unittest
+from itertools import groupby
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.oracle import RANKS, held, layouts, shapes
+
+from fsdp_optim.checkpoint.contents import SavedValue
+from fsdp_optim.checkpoint.files import File
+from fsdp_optim.checkpoint.parts import PartedFile, cuts_of, stretches_on
+from fsdp_optim.formats.base import PlannedFile
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+LEAST_PART = 8
+
+
+@st.composite
+def files(draw: st.DrawFn) -> File:
+    """One file of a few values, placed anyhow, after a head of any length."""
+    of = {f"p{i}": shape for i, shape in enumerate(draw(st.lists(shapes, max_size=5)))}
+    layout = draw(layouts(of)).placements if of else {}
+    values = tuple(SavedValue(fqn, "", draw(st.sampled_from(DTYPES)), layout[fqn], stored_name=fqn) for fqn in of)
+    starts, end = [], 0
+    for value in values:
+        starts.append(end)
+        end += value.nbytes
+    head = bytes(draw(st.integers(LEAST_PART, 60)))
+    plan = PlannedFile("file", "model", head, (), tuple(starts), end, 0, lambda start, stop: "")
+    return File(plan, values)
+
+
+cases = st.tuples(st.lists(files(), min_size=1, max_size=2), st.integers(LEAST_PART, 70))
+
+
+def parted(of: list[File], part_nbytes: int) -> list[PartedFile]:
+    loads = dict.fromkeys(RANKS, 0)
+    found = [PartedFile.of(file, part_nbytes, loads) for file in of]
+    assert sum(loads.values()) == sum(file.plan.nbytes for file in of), "each byte is counted once"
+    return found
+
+
+def owners_of_bytes(file: PartedFile) -> list[int]:
+    """The owner of the part of each byte."""
+    return [file.owners[byte // file.part_nbytes] for byte in range(file.file.plan.nbytes)]
+
+
+@settings(max_examples=50)
+@given(cases)
+def test_every_byte_is_put_once_by_the_owner_of_its_part(case: tuple[list[File], int]) -> None:
+    found = parted(*case)
+    assert [file.owners for file in found] == [file.owners for file in parted(*case)], "all ranks compute the same"
+    for file in found:
+        assert len(file.owners) == -(-file.file.plan.nbytes // file.part_nbytes)
+        assert set(file.owners) <= set(RANKS)
+        put: dict[int, int] = {}
+        for rank in RANKS:
+            ranges = list(file.heads_on(rank))
+            mine = stretches_on([file], rank)
+            ranges += [(one.start, one.stop) for one in mine.values()]
+            for start, stop in ranges:
+                assert start < stop
+                for byte in range(start, stop):
+                    assert byte not in put, f"byte {byte} is put by {put[byte]} and by {rank}"
+                    put[byte] = rank
+        assert [put.get(byte) for byte in range(file.file.plan.nbytes)] == owners_of_bytes(file)
+
+
+@settings(max_examples=50)
+@given(cases)
+def test_each_owner_holds_what_it_puts(case: tuple[list[File], int]) -> None:
+    """A rank's stretch has no holes, and its run in the cut has all elements with bytes in it, and no others."""
+    found = parted(*case)
+    for file in found:
+        cuts = cuts_of([file])
+        owners = owners_of_bytes(file)
+        for value, start in zip(file.file.values, file.file.plan.starts, strict=True):
+            size, begin = value.dtype.itemsize, file.file.plan.offset + start
+            its = owners[begin : begin + value.nbytes]
+            assert len([owner for owner, _ in groupby(its)]) == len(set(its)), "a hole"
+            needed: dict[int, set[int]] = {}
+            for byte, owner in enumerate(its):
+                needed.setdefault(owner, set()).add(byte // size)
+            cut = cuts[value.key]
+            runs = zip(cut.by, cut.starts, cut.stops, strict=True)
+            assert {rank: set(range(first, last)) for rank, first, last in runs} == needed
+            assert cut.shape == value.placement.shape
+
+
+@settings(max_examples=50)
+@given(cases)
+def test_who_has_most_of_a_part_puts_it(case: tuple[list[File], int]) -> None:
+    """Unless its stretch of a value would have a hole then. Where ranks hold runs of elements that nobody else has."""
+    for file in parted(*case):
+        owners, values = file.owners, list(zip(file.file.values, file.file.plan.starts, strict=True))
+        for number, owner in enumerate(owners):
+            start, stop = number * file.part_nbytes, min((number + 1) * file.part_nbytes, file.file.plan.nbytes)
+            shares: dict[int, int] = {}
+            excluded: set[int] = set()
+            for value, at in values:
+                begin, size = file.file.plan.offset + at, value.dtype.itemsize
+                elements = sorted(
+                    {(byte - begin) // size for byte in range(max(start, begin), min(stop, begin + value.nbytes))}
+                )
+                if elements and begin < start:
+                    excluded = {*owners[begin // file.part_nbytes : number]} - {owners[number - 1]}
+                holders: dict[int, list[int]] = {}
+                for rank, local in held(value.placement).items():
+                    for element in local.values():
+                        holders.setdefault(element, []).append(rank)
+                shards = range(value.placement.num_shards)
+                has_runs = all(value.placement.run(shard) is not None for shard in shards)
+                if elements and (not has_runs or any(len(holders.get(element, ())) != 1 for element in elements)):
+                    break
+                for element in elements:
+                    (rank,) = holders[element]
+                    shares[rank] = shares.get(rank, 0) + size
+            else:
+                best = max(shares, key=shares.__getitem__, default=None)
+                if best is not None and best not in excluded and shares[best] > 0.6 * sum(shares.values()):
+                    assert owner == best, f"part {number} of {owners}: {shares}"
+
+
+class NamedTest(unittest.TestCase):
+    def test_a_file_of_a_head_alone(self) -> None:
+        """The rank with least to do puts it, whole."""
+        plan = PlannedFile("file", "model", bytes(50), (), (), 0, 0, lambda start, stop: "")
+        found = PartedFile.of(File(plan, ()), 8, {0: 5, 1: 3})
+        self.assertEqual(found.owners, (1,) * 7)
+        self.assertEqual(list(found.heads_on(1))[-1], (48, 50))
+
+
+if __name__ == "__main__":
+    unittest.main()
