@@ -1,0 +1,99 @@
+"""How many bytes and requests a save to an object store and a load from it take, counted between the ranks and the store."""
+
+from __future__ import annotations
+
+import unittest
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from kit.checkpoints import mine
+from kit.proxy import Proxy
+from kit.servers import Options, new_bucket, port_of, serving
+from kit.wrapping import Trained, adam, check_same, cpu, local_of
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.testing import run_on_ranks
+
+WRAPS = {"FSDP2": "FSDP2", "fairscale flat": "DDP", "HSDP": "fairscale flat", "DDP": "FSDP2"}
+"""In which wrapper 4 ranks save, and in which 3 ranks load that."""
+
+PART_NBYTES = 1 << 20
+SAVES_BESIDE_PARTS = 40  # requests; docs/storage.md says which
+LOADS_PER_RANK = 24
+
+
+class Layers(nn.Module):
+    """Some 7 MB, and 20 MB with Adam's state."""
+
+    units = ("layers.0", "layers.1", "")
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(640, 691) for _ in range(4))
+
+
+def trained(wrap: str, steps: int) -> Trained:
+    one = Trained(wrap, adam, steps, Layers)
+    one.forget_gradients()
+    return one
+
+
+def save_one(url: str, wrap: str, options: Options) -> int:
+    with cpu():
+        one = trained(wrap, 1)
+        asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
+        return fsdp_optim.save(url, one.model, one.optim, **asked).nbytes
+
+
+def load_one(url: str, wrap: str, options: Options) -> None:
+    with cpu():
+        one, expected = trained(wrap, 1), trained(wrap, 1)
+        with torch.no_grad():
+            for param in one.params:
+                local_of(param).fill_(-1)
+        asked: Options = {"process_group": one.process_group, "progress": False, "storage_options": options}
+        fsdp_optim.load(url, one.model, one.optim, **asked)
+        check_same(wrap, mine(one), mine(expected))
+
+
+class BytesTest(unittest.TestCase):
+    options: Options
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        held = ExitStack()
+        cls.addClassCleanup(held.close)
+        cls.options = {**held.enter_context(serving("rclone")), "part_nbytes": PART_NBYTES}
+
+    def test_bytes_and_requests(self) -> None:
+        name = new_bucket(self.options)
+        bucket = S3Bucket(name, self.options)
+        for wrap, target in WRAPS.items():
+            prefix = f"{wrap.replace(' ', '-')}/step-1"
+            with self.subTest(f"{wrap} into {target}"):
+                with Proxy(port_of(self.options)) as proxy:
+                    nbytes = run_on_ranks(save_one, 4, f"s3://{name}/{prefix}", wrap, proxy.options(self.options))[0]
+                    files = {one.key: one.nbytes for one in bucket.list(prefix) if one.nbytes > PART_NBYTES}
+                    put = {key: sent for key, sent in proxy.by_key("PUT").items() if key in files}
+                    self.assertEqual(put, files, "every byte is put once")
+                    parts = sum(-(-size // PART_NBYTES) for size in files.values())
+                    beside = proxy.num_requests() - parts
+                with Proxy(port_of(self.options)) as proxy:
+                    run_on_ranks(load_one, 3, f"s3://{name}/{prefix}", target, proxy.options(self.options))
+                    read, loads = proxy.body_nbytes(method="GET"), proxy.num_requests()
+                    ranges = sum(one.received > 64 << 10 for one in proxy.requests(method="GET"))
+                print(
+                    f"{wrap}: {nbytes} bytes, {parts} parts, {beside} more; read {read}, {loads}, of them {ranges} ranges"
+                )
+                headers = 3 * 4 * (64 << 10)  # each rank reads the beginning of each file
+                self.assertLess(read, 1.05 * nbytes + headers)
+                self.assertLessEqual(beside, SAVES_BESIDE_PARTS)
+                self.assertLessEqual(loads - ranges, 3 * LOADS_PER_RANK)
+
+
+if __name__ == "__main__":
+    unittest.main()
