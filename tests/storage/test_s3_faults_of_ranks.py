@@ -1,0 +1,108 @@
+"""Faults between several ranks and an object store: the data is right, or all ranks raise one clear error in time."""
+
+from __future__ import annotations
+
+import time
+import unittest
+from contextlib import ExitStack
+from typing import Any
+
+import torch.distributed as dist
+from kit.checkpoints import mine, scramble
+from kit.proxy import Fault, Proxy
+from kit.servers import Options, new_bucket, port_of, serving
+from kit.wrapping import Trained, adam, check_same, cpu, error_text
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.testing import run_on_ranks
+
+RETRY_SECONDS = 2
+SLACK = 60  # seconds, on a machine with much to do
+
+
+def save_and_load(url: str, options: Options) -> None:
+    with cpu():
+        one, other = Trained("FSDP2", adam), Trained("fairscale flat", adam, steps=0)
+        scramble(other)
+        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False, extra={"a": 1})
+        found = fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
+        check_same("loaded", mine(other), mine(Trained("fairscale flat", adam)))
+        check_same("extra", dict(found), {"a": 1})
+
+
+def fail(verb: str, url: str, options: Options) -> tuple[str, str, float]:
+    """The error of a save or a load on this rank, and after how many seconds."""
+    with cpu():
+        one = Trained("FSDP2", adam)
+        call: Any = fsdp_optim.save if verb == "save" else fsdp_optim.load
+        dist.barrier()
+        began = time.monotonic()
+        kind, text = error_text(lambda: call(url, one.model, one.optim, storage_options=options, progress=False))
+        return kind, text, time.monotonic() - began
+
+
+def save_plainly(url: str, options: Options) -> None:
+    with cpu():
+        one = Trained("FSDP2", adam)
+        fsdp_optim.save(url, one.model, one.optim, storage_options=options, progress=False)
+
+
+class FaultsTest(unittest.TestCase):
+    options: Options
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        held = ExitStack()
+        cls.addClassCleanup(held.close)
+        cls.options = {**held.enter_context(serving("rclone")), "part_nbytes": 512}
+
+    def test_faults_that_pass(self) -> None:
+        """Credentials that expire in the middle of a save are asked for again."""
+        script = [
+            Fault("ExpiredToken", method="PUT", key=".safetensors", skip=3),
+            Fault("SlowDown", times=4, every=5),
+            Fault("TooMany", method="PUT", times=2, every=4),
+            Fault("ResetRequest", method="PUT", key=".safetensors", times=2, every=5),
+            Fault("ResetAnswer", method="PUT", key=".safetensors", times=1, skip=4),
+            Fault("Truncate", method="GET", key=".safetensors", times=3, every=2),
+            Fault("Delay", times=3, every=7, seconds=0.2),
+        ]
+        name = new_bucket(self.options)
+        with Proxy(port_of(self.options), script, seed=3) as proxy:
+            run_on_ranks(save_and_load, 3, f"s3://{name}/run/step-1", proxy.options(self.options))
+        for fault in script:
+            self.assertGreater(fault.num_done, 0, fault)
+
+    @parameterized.expand(
+        [
+            ("save", "SlowDown", "PUT", "optim.safetensors", "HTTP 503"),
+            ("save", "ResetRequest", "PUT", "model.safetensors", "model.safetensors"),
+            ("load", "TooMany", "GET", "optim.safetensors", "HTTP 429"),
+            ("load", "Truncate", "GET", "model.safetensors", "model.safetensors"),
+            ("load", "ExpiredToken", "GET", "model.safetensors", "credentials"),
+        ]
+    )
+    def test_faults_that_stay(self, verb: str, kind: Any, method: str, key: str, words: str) -> None:
+        """All ranks raise the same error, which names the object, within the stated time; a save leaves nothing."""
+        name = new_bucket(self.options)
+        url = f"s3://{name}/run/step-1"
+        if verb == "load":
+            run_on_ranks(save_plainly, 2, url, self.options)
+        fault = Fault(kind, method=method, key=key, times=-1, where=0.5 if kind != "Truncate" else 0.0)
+        with Proxy(port_of(self.options), [fault]) as proxy:
+            options = {**proxy.options(self.options), "retry_seconds": RETRY_SECONDS}
+            found = run_on_ranks(fail, 2, verb, url, options)
+        self.assertEqual({(one, text) for one, text, _ in found}, {found[0][:2]})
+        error, text, _ = found[0]
+        self.assertEqual(error, "CheckpointError", text)
+        self.assertIn(f"{url}/{key}", text)
+        self.assertIn(words, text)
+        self.assertLess(max(seconds for *_, seconds in found), RETRY_SECONDS + SLACK)
+        if verb == "save":
+            self.assertEqual([one.key for one in S3Bucket(name, self.options).list("")], [])
+
+
+if __name__ == "__main__":
+    unittest.main()
