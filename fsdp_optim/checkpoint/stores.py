@@ -13,6 +13,7 @@ from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.base import Shelf, Store
 from fsdp_optim.storage.cached import CachedStore
 from fsdp_optim.storage.posix.blocks import BlockFolder
+from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.storage.schemes import scheme_of, store_of_url
 
@@ -53,7 +54,7 @@ def with_cache(store: Store, folder: str | os.PathLike[str] | None, format: Form
 
 def shelf_at(root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS) -> Shelf[Any]:
     """The shelf that a folder, or a prefix of a bucket, is."""
-    inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else Path(root, "_")
+    inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else absolute(root) / "_"
     return store_at(inside, format, options).shelf()
 
 

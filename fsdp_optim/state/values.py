@@ -64,7 +64,7 @@ class Scalars:
             if type(value) is torch.Tensor and value.dim() == 0 and value.dtype in _STACKED and not value.is_meta:
                 alike.setdefault((value.dtype, value.device), []).append(value)
         for (dtype, _), tensors in alike.items():
-            for tensor, number in zip(tensors, torch.stack(tensors).detach().tolist(), strict=True):
+            for tensor, number in zip(tensors, torch.stack(tensors).detach().cpu().tolist(), strict=True):
                 if number == number:  # a NaN keeps its own bits, which its key does not show
                     self._keys[id(tensor)] = tensor, key_of_number(number, dtype)
 

@@ -411,7 +411,7 @@ class OtherReadersTest(unittest.TestCase):
         names = sorted(oracle.names, reverse=True)
         theirs = {"state": state, "param_groups": [{**group, "params": names}]}
         error = error_text(lambda: fsdp_optim.rekey_optim_state_dict(theirs, oracle.model, "id"))
-        check_refused("neither order", [error], "StateError", "not known", "optim=")
+        check_refused("neither order", [error], "StateError", "unknown", "optim=")
         kept = fsdp_optim.rekey_optim_state_dict(theirs, oracle.model, "name")
         check_same("by name", kept["param_groups"][0]["params"], names)
         rekeyed = fsdp_optim.rekey_optim_state_dict(theirs, oracle.model, "id", optim=oracle.optim)

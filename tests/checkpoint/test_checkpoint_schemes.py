@@ -1,4 +1,4 @@
-"""Paths that are no folders: URLs are refused by name, `~` is the home folder; and lists of no optimizer."""
+"""Paths that are no folders: unknown schemes are refused by name, `~` is the home folder; and lists of no optimizer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "load without a model": fsdp_optim.load,
     "latest": fsdp_optim.latest,
 }
-URLS = (
-    "s3://bucket/x",
-    "gs://bucket/x",
-    "hf://owner/name",
-    "file:///x",
-    "abfss://c@a.dfs.core.windows.net/x",
-    Path("s3://bucket/x"),
-)
+URLS = {  # and the words of the error
+    "nosuch://bucket/x": ("nosuch",),
+    "gs://bucket/x": ("gcsfs",),
+    "abfs://c@a.dfs.core.windows.net/x": ("adlfs",),
+    "s3:///x": ("s3://",),
+    Path("s3://bucket/x"): ("str", "s3://"),
+    "s3:/bucket/x": ("str", "s3://"),
+}
 
 
 def refused_on_ranks(path: str) -> tuple[str, str]:
@@ -63,13 +63,18 @@ class SchemeTest(InFolder):
     def test_a_url_is_refused_by_its_scheme(self, what: str, call: Callable[[Any], Any], url: Any) -> None:
         kind, text = error_text(lambda: call(url))
         check_same("kind", kind, "CheckpointError")
-        for word in (str(url), str(url).split("/")[0], "folder"):
+        for word in (str(url).split(":")[0], *URLS[url]):
             self.assertIn(word, text)
         self.check_only()
 
+    def test_options_of_a_path(self) -> None:
+        kind, text = error_text(lambda: fsdp_optim.load("run/step-1", storage_options={"region_name": "x"}))
+        check_same("kind", kind, "CheckpointError")
+        self.assertIn("storage_options", text)
+
     def test_on_all_ranks(self) -> None:
-        errors = run_on_ranks(refused_on_ranks, 2, "s3://bucket/x")
-        check_refused("a URL", errors, "CheckpointError", "s3:")
+        errors = run_on_ranks(refused_on_ranks, 2, "nosuch://bucket/x")
+        check_refused("a URL", errors, "CheckpointError", "nosuch")
 
     def test_a_folder_that_is_called_so(self) -> None:
         for name in ("./s3:/x", "a:b/x", "1:/x", "./~/x"):

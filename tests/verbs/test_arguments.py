@@ -205,7 +205,7 @@ class AskedTest(unittest.TestCase):
     )
 
     def test_every_field_is_compared_or_may_differ_by_name(self) -> None:
-        differs = {"name_of", "timeout", "extra", "progress"}
+        differs = {"name_of", "timeout", "extra", "progress", "storage_options", "local_cache"}
         for asked in self.options:
             names = {f.name for one in (asked, asked.call) for f in dataclasses.fields(one)} - {"call"}
             said = {part.split("=")[0] for part in asked.compared_text().split(", ") if "=" in part}

@@ -41,8 +41,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     scheme = _SCHEME.match(text)
     if scheme is not None:
         raise CheckpointError(
-            f"{text}: checkpoints are folders, and {scheme[1]}: addresses are not supported: save to a folder that all ranks see "
-            f"and copy that folder, or load a copy; if {text} is the name of a folder, give ./{text}"
+            f"{text}: a path makes one slash of two, so give a URL as a str ('{scheme[1]}://...'); if {text} is the name of a "
+            f"folder, give ./{text}"
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
