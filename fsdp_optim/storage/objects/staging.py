@@ -111,9 +111,8 @@ class ObjectStaging(Staging):
             self._bucket.put(
                 self._key(manifest), data
             )  # the folder is a checkpoint by itself, and tells that it counts
+        self._check_not_overtaken(manifest)
         before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
-        if before is not None and self._before is not None and before[1] != self._before.manifest_version:
-            raise self._overtaken()
         # Known now: the manifest that says it is replaced next.
         older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._judge))
         try:
@@ -127,6 +126,13 @@ class ObjectStaging(Staging):
             self._check_whole(manifest, None if before is None else before[0])
         self._committed = True
         self._remove_older(older)
+
+    def _check_not_overtaken(self, manifest: str) -> None:
+        """Raise where the manifest is not the one of the beginning: a store that knows no conditions would not tell."""
+        found = self._bucket.look(self._place.manifest(manifest))
+        at_begin = None if self._before is None else self._before.manifest_version
+        if (None if found is None else found.version) != at_begin:
+            raise self._overtaken()
 
     def _check_whole(self, manifest: str, before: bytes | None) -> None:
         """Withdraw the manifest where another save took this one for dead at the last moment, and has removed its objects."""

@@ -1,0 +1,42 @@
+"""What a Store promises, kept by an ObjectStore on servers that speak S3."""
+
+from __future__ import annotations
+
+import unittest
+from contextlib import ExitStack
+from typing import Any
+
+from kit.servers import PART_NBYTES, Server, new_bucket, serving
+
+from fsdp_optim.storage.base import Store
+from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.storage.objects.s3_client import Clients
+from fsdp_optim.storage.objects.store import ObjectStore
+from fsdp_optim.testing import StoreConformance
+
+
+class OnServer(StoreConformance):
+    kind: Server
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        held = ExitStack()
+        cls.addClassCleanup(held.close)  # type: ignore[attr-defined]
+        cls.options = held.enter_context(serving(cls.kind))
+        cls.clients = Clients(cls.options)  # shared, because making a client takes a tenth of a second
+
+    def make_store(self, judge: Any) -> Store:
+        self.bucket = S3Bucket(new_bucket(self.options), self.options, clients=self.clients)
+        self.judge = judge
+        return self.another_handle(None)
+
+    def another_handle(self, store: Any) -> Store:
+        return ObjectStore(self.bucket, "run/step-1", self.judge, part_nbytes=PART_NBYTES)
+
+
+class TestMoto(OnServer, unittest.TestCase):
+    kind = "moto"
+
+
+class TestRclone(OnServer, unittest.TestCase):
+    kind = "rclone"
