@@ -44,8 +44,8 @@ def copy_of_part(
 ) -> Copy:
     """The copy of one part, from the block to the run or the other way."""
     rows, columns, in_block, in_run = part
-    if rows == 1:
-        sizes: Shape = (columns,)
+    if rows == 1 or columns == block.box.sizes[1] == shape[1]:  # in one row, or in whole rows of both
+        sizes: Shape = (rows * columns,)
         of_block: Shape = (1,)
         of_run: Shape = (1,)
     elif columns == 1:

@@ -5,6 +5,7 @@ What is there afterwards is whole and of one save, and the next save, to any pla
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import unittest
@@ -142,6 +143,27 @@ class RaceTest(unittest.TestCase):
 
         self.every_request(how, True, None, judge)
         self.assertEqual(ends, {before, 1})
+
+    def test_beside_somebody_elses_model(self) -> None:
+        """A pretrained model where a save goes has the names of our files; it stays, whatever becomes of the save."""
+        names = ("model.safetensors", "model.safetensors.index.json", "optim.safetensors", "extra/common.safetensors")
+        for nth in itertools.count(0, 3):
+            memory = Memory()
+            for name in names:
+                MemoryBucket(memory).put(f"{MINE}/{name}", b"of a user")
+            bucket = InterruptedBucket(memory, nth, str, kills=True)
+            with contextlib.suppress(CheckpointError, OSError):
+                self.save(bucket, MINE, 1)
+            time.sleep(1.2 * SHORT)
+            self.save(MemoryBucket(memory), LAST, 99, dead_after=SHORT)
+            self.assertIn(self.number_at(memory, MINE), (None, 1))
+            self.save(MemoryBucket(memory), MINE, 2, overwrite=True, dead_after=SHORT)
+            with self.subTest(nth):
+                self.assertEqual({MemoryBucket(memory).read(f"{MINE}/{name}")[0] for name in names}, {b"of a user"})
+                self.assertEqual(self.number_at(memory, MINE), 2)
+                self.assertEqual([key for key, *_ in memory.listed(f"{MINE}/.saving-")], [])
+            if nth >= len(bucket.calls):
+                return
 
     @parameterized.expand([("first",), ("over",), ("over twice",)])
     def test_taken_for_dead(self, how: str) -> None:

@@ -5,6 +5,7 @@ run/step-1000/model.safetensors          the files, where nothing was there befo
 run/step-1000/<token>/model.safetensors  the files of a save over an older one, or beside one that is under way
 run/step-1000/.saving-<token>/claim      written again and again by a save under way, and removed at its end
 run/step-1000/.saving-<token>/dead       put by another save, which takes this one for dead and removes what it has left
+run/step-1000/.saving-<token>/plain      the save has put, or replaces, files that have no folder of their own
 run/step-1000/.saving-<token>/done-3     a note of rank 3 in a background save
 """
 
@@ -65,6 +66,10 @@ class Place:
     def tombstone(self, token: str) -> str:
         """The key of the object by which another save says that this one is dead."""
         return self.note(token, "dead")
+
+    def plain(self, token: str) -> str:
+        """The key of the object that shows that files without a folder of their own are those of saves, not of somebody else."""
+        return self.note(token, "plain")
 
     def note(self, token: str, name: str = "") -> str:
         """The key of a note of a save under way."""

@@ -32,12 +32,16 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass
 class Claim:
-    """The claim of one save, held by its leader. `dead_after`: seconds without a sign of life."""
+    """The claim of one save, held by its leader.
+
+    `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called.
+    """
 
     bucket: Bucket
     place: Place
     token: str
     dead_after: float
+    is_plain: bool = False
     _stop: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,6 +65,11 @@ class Claim:
         keys = {found.key for found in self.bucket.list(self.place.note(self.token))}
         return self.place.claim(self.token) in keys and self.place.tombstone(self.token) not in keys
 
+    def mark_plain(self) -> None:
+        """Show that files without a folder of their own are this save's, or those of the checkpoint that it replaces."""
+        self.is_plain = True
+        self.bucket.put(self.place.plain(self.token), b"")
+
     def others(self) -> list[str]:
         """The tokens of other saves that have a claim or notes here."""
         tokens = {self.place.token_of_note(found.key) for found in self.bucket.list(self.place.saving)}
@@ -68,9 +77,9 @@ class Claim:
 
     def finish(self, judge: Judge[Any]) -> None:
         """Remove what is neither of the checkpoint that is there nor of another save that is alive, and the claim."""
-        if not remove_strays(self.bucket, self.place, judge, self.dead_after, self.token):
+        if not remove_strays(self.bucket, self.place, judge, self.dead_after, self):
             # The other save may have looked already, so that nobody would remove what has become of no use.
-            mark_dead(self.bucket, self.place)
+            mark_dead(self.bucket, self.place, is_plain=self.is_plain)
         self.release()
 
     def stop(self) -> None:
@@ -82,9 +91,8 @@ class Claim:
         self.stop()
         with self._beating:
             notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
-            self.bucket.delete(
-                sorted(notes, key=lambda key: key == self.place.claim(self.token))
-            )  # the claim goes last
+            self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
+            self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees what is left
 
 
 def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:
@@ -145,29 +153,45 @@ def remove_dead(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: flo
     return saves
 
 
-def mark_dead(bucket: Bucket, place: Place, token: str | None = None) -> str:
-    """Say that all that has no manifest is to be removed, by this process or a later save; returns the key of the note."""
-    key = place.tombstone(token or new_token())
-    bucket.put(key, b"")
-    return key
+def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plain: bool = False) -> list[str]:
+    """Say that all that has no manifest is to be removed, by this process or a later save; returns the keys of the notes.
+
+    `is_plain`: also files that have no folder of their own.
+    """
+    token = token or new_token()
+    keys = [place.plain(token)] if is_plain else []
+    keys.append(place.tombstone(token))
+    for key in keys:
+        bucket.put(key, b"")
+    return keys
 
 
-def remove_strays(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: str = "") -> bool:
+def remove_strays(
+    bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: Claim | None = None
+) -> bool:
     """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
 
-    `mine`: the token of a save that is over, and removes its claim and its notes itself. Returns whether no save is alive, so
+    An object that has no token in its key is a save's only where a note says so: else somebody has put it there, a pretrained
+    `model.safetensors` for example.
+
+    `mine`: the claim of a save that is over, and removes the claim and its notes itself. Returns whether no save is alive, so
     that nothing is left.
     """
+    mine_token = mine.token if mine is not None else ""
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
-    live = _Saves.listed(bucket, place, dead_after).live - {mine}
+    live = _Saves.listed(bucket, place, dead_after).live - {mine_token}
     opened = current(bucket, place, judge)
     kept, is_own = opened.files.token if opened is not None else None, judge.is_own(None)
+
+    notes_of = {found.key: place.token_of_note(found.key) for found in objects if found.key.startswith(place.saving)}
+    is_noted = any(key == place.plain(token) for key, token in notes_of.items())
+    has_plain = not live and (is_noted or (mine is not None and mine.is_plain))
 
     def is_stray(found: Found) -> bool:
         token = place.token_in(found.key)
         if not is_own(place.name_in(found.key)):
             return False
-        return not live if token is None else token not in live
+        return has_plain if token is None else token not in live
 
     for upload in filter(is_stray, uploads):
         bucket.drop_upload(upload.key, upload.version)
@@ -175,7 +199,7 @@ def remove_strays(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: f
     for found in objects:
         token = place.token_in(found.key)
         if found.key.startswith(place.saving):
-            if not live and token != mine:  # else they tell a later save that there is something to remove
+            if not live and token != mine_token:  # else they tell a later save that there is something to remove
                 notes.append(found.key)
         elif found.key == place.manifest(judge.manifest) or (opened is not None and token == kept):
             continue

@@ -99,12 +99,11 @@ class ObjectShelf(Shelf[BriefT]):
             try:
                 opened = open_place(self._bucket, place, self._judge)
                 keys = list(own_keys(self._bucket, opened, place, self._judge))
-                note = mark_dead(self._bucket, place)  # a later save goes on where this one dies
-                self._bucket.delete(
-                    [place.manifest(self._judge.manifest)]
-                )  # first: nobody takes the rest for a checkpoint
+                is_plain = opened.files.token is None
+                notes = mark_dead(self._bucket, place, is_plain=is_plain)  # a later save goes on where this one dies
+                self._bucket.delete([place.manifest(self._judge.manifest)])  # first: the rest is no checkpoint then
                 self._bucket.delete(keys)
-                self._bucket.delete([note])
+                self._bucket.delete(notes)
             except OSError as error:
                 log.warning("%s cannot be removed, though %s: %s", one.where, reason, error)
                 continue

@@ -44,6 +44,8 @@ class ObjectStaging(Staging):
             is_empty = all(found.key.startswith(place.saving) for found in bucket.list(place.inside))
             # A save that was slow, not dead, may still put objects where nobody else has a folder.
             self._has_folder = not is_empty or bool(found.dead) or bool(self._claim.others())
+            if not self._has_folder:
+                self._claim.mark_plain()
         except BaseException:
             self.abandon()
             raise
@@ -111,6 +113,8 @@ class ObjectStaging(Staging):
             self._bucket.put(
                 self._key(manifest), data
             )  # the folder is a checkpoint by itself, and tells that it counts
+        if self._before is not None and self._before.files.token is None:
+            self._claim.mark_plain()
         self._check_not_overtaken(manifest)
         before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
         # Known now: the manifest that says it is replaced next.
