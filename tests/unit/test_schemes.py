@@ -1,0 +1,80 @@
+"""Schemes of third parties, and the sizes of parts."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from typing import Any
+from unittest import mock
+
+import torch
+from kit.wrapping import check_same, error_text
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.storage import schemes
+from fsdp_optim.storage.base import Capabilities, Judge, Store
+from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
+
+MEMORY = Memory()
+
+
+def open_store(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
+    """A scheme whose objects are in the memory of this process."""
+    return ObjectStore(MemoryBucket(MEMORY, name="mine://x"), url.removeprefix("mine://x/"), judge, **options)
+
+
+def save_and_load() -> None:
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    asked: dict[str, Any] = {"storage_options": {"part_nbytes": 100}}
+    for step in (1, 2):
+        fsdp_optim.save(f"mine://x/run/step-{step}", model, step=step, extra={"step": step}, overwrite=True, **asked)
+    newest = fsdp_optim.latest("mine://x/run", **asked)
+    check_same("newest", newest, "mine://x/run/step-2")
+    restored = fsdp_optim.load(str(newest), other, **asked)
+    check_same("loaded", (restored["step"], other.weight), (2, model.weight))
+    handle = fsdp_optim.async_save("mine://x/run/step-3", model, **asked)
+    check_same("in the background", handle.wait().path, "mine://x/run/step-3")
+
+
+class SchemeTest(unittest.TestCase):
+    def setUp(self) -> None:
+        MEMORY.delete([key for key, *_ in MEMORY.listed("")])
+
+    def test_a_program_handles_a_scheme(self) -> None:
+        with schemes.use_stores({"MINE": open_store}):
+            save_and_load()
+        kind, text = error_text(lambda: fsdp_optim.latest("mine://x/run"))
+        self.assertEqual(kind, "CheckpointError")
+        self.assertIn("mine", text)
+
+    def test_an_installed_package_handles_a_scheme(self) -> None:
+        point = EntryPoint("mine", f"{__name__}:open_store", schemes.GROUP)
+        with mock.patch.object(schemes, "entry_points", return_value=[point]):
+            save_and_load()
+
+    def test_a_package_that_cannot_be_loaded(self) -> None:
+        point = EntryPoint("mine", "kit.no_such_module:open_store", schemes.GROUP)
+        with mock.patch.object(schemes, "entry_points", return_value=[point]):
+            kind, text = error_text(lambda: fsdp_optim.latest("mine://x/run"))
+        self.assertEqual(kind, "CheckpointError")
+        for words in ("mine://", "kit.no_such_module"):
+            self.assertIn(words, text)
+
+    def test_a_bucket_without_a_name_in_it(self) -> None:
+        with schemes.use_stores({"mine": open_store}):
+            kind, text = error_text(lambda: fsdp_optim.load("mine://x/", torch.nn.Linear(3, 2)))
+        self.assertEqual(kind, "CheckpointError", text)
+
+    @parameterized.expand([(1, 8), (80_000, 8), (80_001, 16), (160_001, 32)])
+    def test_parts_grow_where_there_would_be_too_many(self, nbytes: int, expected: int) -> None:
+        """Doubled, so that every rank finds the same size; no file has more than 10,000 parts."""
+        size = Capabilities("parts", renames=False, part_nbytes=8, most_parts=10_000).part_nbytes_of(nbytes)
+        self.assertEqual(size, expected)
+        self.assertLessEqual(-(-nbytes // size), 10_000)
+
+
+if __name__ == "__main__":
+    unittest.main()
