@@ -67,7 +67,7 @@ class ObjectWriter(StoreWriter):
     def __init__(self, bucket: Bucket, place: Place, address: Address, who: str, budget_nbytes: int) -> None:
         self._bucket, self._place, self._address, self._who = bucket, place, address, who
         self._files = address.files(place)
-        self._uploads = Uploads(bucket, budget_nbytes, address.only_if)
+        self._uploads = Uploads(bucket, budget_nbytes - address.part_nbytes, address.only_if)
         self._open: dict[str, MultipartFile] = {}
         self._receipts: dict[str, dict[int, Future[str]]] = {}
         self._own: dict[str, str] = {}  # the uploads of files that this process alone writes, by name
