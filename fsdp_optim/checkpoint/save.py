@@ -223,6 +223,7 @@ def begin(
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
     extras = _encode_extras(writer, options, callers)
     prepared: Prepared | None = None
+    plan: FilePlan | None = None
     staging, claim, content = None, None, b""
 
     def planned(strategy: str, shared: str, can: Capabilities) -> FilePlan:
@@ -237,7 +238,8 @@ def begin(
             can = staging.capabilities
             strategy, shared = strategy_for(can, options.strategy), prepared.shared
             if strategy in (IN_PLACE, IN_PARTS):
-                make_files(staging, planned(strategy, shared, can).files)
+                plan = planned(strategy, shared, can)
+                make_files(staging, plan.files)
             durable = options.durable or _removes(store, staging, options, prepared.content)
             parts = can.part_nbytes, can.most_parts
             content = json.dumps([store.where, staging.address, strategy, shared, durable, *parts]).encode()
@@ -252,9 +254,10 @@ def begin(
             strategy = IN_PLACE if told.alike else PER_RANK
             if strategy == IN_PLACE:
                 if staging is not None:
-                    make_files(staging, planned(strategy, shared, can).files)
+                    plan = planned(strategy, shared, can)
+                    make_files(staging, plan.files)
                 agree(callers, "files are made")
-        plan = planned(strategy, shared, can)
+        plan = planned(strategy, shared, can) if plan is None else plan
         token = staging.token if staging is not None else ""
         upload = Upload.begin(callers, options, format, plan.files, token)
         job = Job(

@@ -115,9 +115,15 @@ class OpenedObjects(Opened):
         """There is nothing to release."""
 
 
+def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:
+    """The checkpoint of a place; None where there is no manifest."""
+    found = bucket.look(place.manifest(judge.manifest))
+    return None if found is None else OpenedObjects(bucket, place, judge, found)
+
+
 def open_place(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects:
     """Open the checkpoint of a place. Raises MissingObjectError where there is none."""
-    found = bucket.look(place.manifest(judge.manifest))
-    if found is None:
+    opened = current(bucket, place, judge)
+    if opened is None:
         raise MissingObjectError(f"{place.where}: there is no checkpoint: no object {judge.manifest}")
-    return OpenedObjects(bucket, place, judge, found)
+    return opened

@@ -22,7 +22,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge
 from fsdp_optim.storage.objects.base import Bucket, Found
 from fsdp_optim.storage.objects.keys import Place, new_token
-from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
+from fsdp_optim.storage.objects.opened import OpenedObjects, current
 
 _BEATS = 5  # in the time after which a claim is that of a dead save
 _LOOKED_AT_ONCE = 16
@@ -93,13 +93,6 @@ class Claim:
             notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
             self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
             self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees what is left
-
-
-def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:
-    """The checkpoint that is there; None where there is no manifest."""
-    if bucket.look(place.manifest(judge.manifest)) is None:
-        return None
-    return open_place(bucket, place, judge)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, Judge, Staging
 from fsdp_optim.storage.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.storage.objects.keys import Place, new_token, own_token
-from fsdp_optim.storage.objects.opened import OpenedObjects
-from fsdp_optim.storage.objects.saves import Claim, check_held, current, own_keys, remove_dead, taken_for_dead
+from fsdp_optim.storage.objects.opened import OpenedObjects, current
+from fsdp_optim.storage.objects.saves import Claim, check_held, own_keys, remove_dead, taken_for_dead
 from fsdp_optim.storage.objects.writer import Address, SharedFile
 
 log = logging.getLogger("fsdp_optim")
@@ -110,9 +110,8 @@ class ObjectStaging(Staging):
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         check_held(self._claim)
         if self._has_folder:
-            self._bucket.put(
-                self._key(manifest), data
-            )  # the folder is a checkpoint by itself, and tells that it counts
+            # The folder is a checkpoint by itself, and its manifest tells that the folder counts.
+            self._bucket.put(self._key(manifest), data)
         if self._before is not None and self._before.files.token is None:
             self._claim.mark_plain()
         self._check_not_overtaken(manifest)

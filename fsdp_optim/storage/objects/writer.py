@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import StoreWriter
+from fsdp_optim.storage.base import Capabilities, StoreWriter
 from fsdp_optim.storage.multipart import MultipartFile
 from fsdp_optim.storage.objects.base import ABSENT, Bucket
 from fsdp_optim.storage.objects.keys import Files, Place
@@ -44,6 +44,10 @@ class Address:
         """The condition for each object: files that have no folder of their own replace none, as those may be of another save."""
         return None if self.has_folder else ABSENT
 
+    def part_nbytes_of(self, nbytes: int) -> int:
+        """The size of the parts of a file of `nbytes` bytes."""
+        return Capabilities(part_nbytes=self.part_nbytes, most_parts=self.most_parts).part_nbytes_of(nbytes)
+
     def files(self, place: Place) -> Files:
         """Where the files are."""
         return Files(place, self.token if self.has_folder else None)
@@ -73,9 +77,7 @@ class ObjectWriter(StoreWriter):
         self._own: dict[str, str] = {}  # the uploads of files that this process alone writes, by name
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
-        part_nbytes, upload = self._address.part_nbytes, ""
-        while self._address.most_parts and part_nbytes * self._address.most_parts < nbytes:
-            part_nbytes *= 2
+        part_nbytes, upload = self._address.part_nbytes_of(nbytes), ""
         if nbytes > part_nbytes:
             upload = self._own[name] = self._bucket.begin_upload(self._files.key(name))
         elif not nbytes:
