@@ -1,4 +1,4 @@
-"""A sharded dict, of which every rank has a part: the description of a rank's part, and the merge of all parts."""
+"""A sharded dict: the description of one rank's part, and the merge of the parts of all ranks."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ class StoreConformance(MixIn):
         self._check(store, files, b"two")
 
     def test_a_save_that_stops_halfway_is_no_checkpoint(self) -> None:
-        """After the death of a process without a word to the store, the next save works and stays."""
+        """After a process has died without telling the store, the next save works and stays."""
         store, files = self._new(), {"model.safetensors": b"12345678"}
         staging = self._begin(store)
         self._write(store, staging, {"model.safetensors": b"other"})

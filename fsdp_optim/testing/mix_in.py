@@ -1,4 +1,4 @@
-"""The base of the conformance classes, each of which is mixed into a `unittest.TestCase`."""
+"""The base of the conformance classes. Each conformance class is mixed into a `unittest.TestCase`."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class WholeEnd(End):
 
 @dataclass(frozen=True)
 class DictEnd(End):
-    """The values of a dict, of which this rank has all or a part. `elements(fqn, name)`: these elements, or None."""
+    """The values of a dict; this rank has all or a part of them. `elements(fqn, name)`: these elements, or None."""
 
     placement_of: Callable[[StateValue], Placement]
     elements: Callable[[str, str], torch.Tensor | None]

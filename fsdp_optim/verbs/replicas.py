@@ -27,7 +27,7 @@ _NONE = bytes(_NBYTES)  # the digest of a rank that holds nothing
 
 @dataclass(frozen=True)
 class _Shared:
-    """A thing of which several ranks hold replicas: a live parameter, or one placed value of its state.
+    """Something that several ranks hold replicas of: a live parameter, or one placed value of its state.
 
     `fqns`: its original parameters. `value`: the name of the placed value; None for the parameter.
     """

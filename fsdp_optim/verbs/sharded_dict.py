@@ -1,4 +1,4 @@
-"""Redistribute: moves a sharded dict, of which every rank has its part, to the shards of a live optimizer."""
+"""Redistribute: moves a sharded dict to the shards of a live optimizer. Every rank has its own part of the dict."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def hsdp_over_tp(model: Any) -> Any:
 
 
 def fsdp2_beside_plain(model: Any) -> Any:
-    """A model of which one module is sharded, with ordinary parameters, equal on all ranks, in the rest."""
+    """A model with one sharded module. The other parameters are ordinary, and equal on all ranks."""
     fully_shard(model.block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 

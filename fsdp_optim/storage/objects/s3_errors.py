@@ -63,7 +63,7 @@ class Answered(Exception):
 
     @property
     def words(self) -> set[str | int]:
-        """The status and the code, one of which a caller may expect."""
+        """The status and the code of the answer. A caller may expect either."""
         return {self.status, self.code}
 
     @property
