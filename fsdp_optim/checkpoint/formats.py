@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import Format, FormatReader, replaced_error
 from fsdp_optim.formats.ours import OURS
+from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store
 
 GROUP = "fsdp_optim.formats"
 """The group of entry points by which other packages add formats. Each names an object that is a `Format`."""
 
 FORMATS: tuple[Format, ...] = (OURS,)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The choices of a caller about the format that is written.
+
+    Attributes:
+        world_size: the number of ranks whose shards are written; None for a format with one copy of each tensor.
+        key_by: whether parameters of the optimizer are called by "id" or by "name"; None: as the format does it by itself.
+    """
+
+    world_size: int | None = None
+    key_by: KeyBy | None = None
+
+
+def _ours(wanted: Wanted) -> Format:
+    if wanted.world_size is not None:
+        raise CheckpointError(
+            'world_size is for formats with a part for each rank: the format "safetensors" has one copy of each tensor, which '
+            "loads at any world size"
+        )
+    if wanted.key_by == "id":
+        raise CheckpointError('a checkpoint of the format "safetensors" calls parameters by name: leave key_by out')
+    return OURS
+
+
+WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {"safetensors": _ours}
+"""The formats that can be written, by the names that callers give."""
+
+
+def format_named(name: str, wanted: Wanted = Wanted()) -> Format:
+    """The format that a caller has named. Raises CheckpointError for an unknown name, and for choices it does not have."""
+    if not isinstance(name, str) or name not in WRITTEN:
+        raise CheckpointError(f"format has to be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")
+    return WRITTEN[name](wanted)
+
 
 _LOOKS = 5  # times, for a place where another checkpoint replaces the one that is being opened
 
