@@ -29,6 +29,7 @@ from fsdp_optim.options import (
     NameOf,
     OnReplicaMismatch,
     Options,
+    Rename,
     SaveOptions,
     ScatterOptions,
     Strategy,
@@ -498,6 +499,7 @@ def load(
     groups: GroupsFrom = "saved",
     keep: Sequence[str] = (),
     cast: bool = False,
+    rename: Rename | None = None,
     verify: bool = True,
     check: Check | None = None,
     allow_pickle: bool = False,
@@ -526,7 +528,9 @@ def load(
         cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
             dtype, unless the live optimizer has another dtype for it, or is one of torch.optim and the state had the saved
             dtype of the weights: then the state follows the weights.
-        verify: compare the checksums of all bytes that are read.
+        rename: names in the checkpoint that the model has under others: a function from a stored name to the model's name, or
+            a dict of beginnings of names, such as `{"model.": ""}`; the longest beginning that fits is replaced.
+        verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have none.
         check: "bitwise": at the end, read the checkpoint again and compare it with the live model and optimizer.
         allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. Without it, the
             model loads, and only the access to a pickled value of the extras raises CheckpointError. A pickled value of a
@@ -562,6 +566,7 @@ def load(
             allow_pickle=allow_pickle,
             progress=progress,
             cast=cast,
+            rename=rename,
             local_cache=local_cache,
             storage_options=storage_options,
         )

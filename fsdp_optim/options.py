@@ -29,6 +29,9 @@ Check = Literal["bitwise"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
+Rename = Callable[[str], str] | Mapping[str, str]
+"""A name in a checkpoint -> the model's name for it; or beginnings of such names, each with what takes its place."""
+
 _MOST_SECONDS = 366 * 24 * 3600.0
 _MOST_STEPS = 1 << 63
 
@@ -223,6 +226,7 @@ class LoadOptions(Arguments):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     cast: bool = False
+    rename: Rename | None = field(default=None, metadata=MAY_DIFFER)
     local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
 
@@ -232,3 +236,10 @@ class LoadOptions(Arguments):
         names = self.keep if isinstance(self.keep, (list, tuple, set, frozenset)) else [None]
         if not all(isinstance(name, str) for name in names):
             raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {self.keep!r}")
+        renames = self.rename.items() if isinstance(self.rename, Mapping) else ()
+        if not isinstance(self.rename, Mapping):
+            check_callable("rename", self.rename)
+        if not all(isinstance(old, str) and isinstance(new, str) for old, new in renames):
+            raise StateError(
+                f"rename has to map beginnings of names to others, as in {{'model.': ''}}, not {self.rename!r}"
+            )

@@ -8,14 +8,18 @@ from importlib.metadata import entry_points
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import Format, FormatReader, replaced_error
+from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.options import KeyBy
-from fsdp_optim.storage.base import Opened, Store
+from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
 
 GROUP = "fsdp_optim.formats"
 """The group of entry points by which other packages add formats. Each names an object that is a `Format`."""
 
 FORMATS: tuple[Format, ...] = (OURS,)
+
+FOREIGN: tuple[Format, ...] = (HUGGING_FACE,)
+"""The formats of other libraries, in the order in which they are asked whether they recognise the files of a place."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,13 @@ def format_named(name: str, wanted: Wanted = Wanted()) -> Format:
 _LOOKS = 5  # times, for a place where another checkpoint replaces the one that is being opened
 
 
-def format_of(opened: Opened) -> Format:
-    """The format that recognises an open checkpoint; else this library's own, whose reader raises an error with the reason."""
-    for built_in in FORMATS:
+def format_of(opened: Opened) -> Format | None:
+    """The format that recognises an open checkpoint; None if no format does."""
+    is_any = opened.is_any
+    for built_in in FOREIGN if is_any else FORMATS:
         if built_in.recognises(opened):
             return built_in
-    return next((installed for installed in _installed() if installed.recognises(opened)), OURS)
+    return next((one for one in _installed() if one.is_foreign == is_any and one.recognises(opened)), None)
 
 
 def _installed() -> Iterator[Format]:
@@ -82,9 +87,9 @@ def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None)
     Raises CheckpointError that names the damaged file.
     """
     for attempt in range(1, _LOOKS + 1):
-        opened = store.open()
+        opened, found = _opened(store, format)
         try:
-            return (format if format is not None else format_of(opened)).open(opened, verify=verify)
+            return found.open(opened, verify=verify)
         except BaseException as error:
             was_replaced = isinstance(error, CheckpointError) and opened.was_replaced()
             opened.close()
@@ -93,3 +98,45 @@ def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None)
             if attempt == _LOOKS:
                 raise replaced_error(opened.where) from error
     raise ReplacedError(f"{store.where}: unreachable")
+
+
+def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
+    """The files of a store, and their format. If no format recognises them, this library's own says what is missing."""
+    if format is not None:
+        return (store.open_any() if format.is_foreign else store.open()), format
+    try:
+        opened = store.open()
+    except CheckpointError as error:  # there may be a file, or objects of another library
+        foreign = _foreign(store) if is_sure_that_not(error) else None
+        if foreign is None:
+            raise
+        return foreign
+    try:
+        found = format_of(opened)
+        foreign = _foreign(store) if found is None else None
+    except BaseException:
+        opened.close()
+        raise
+    if foreign is not None:
+        opened.close()
+        return foreign
+    return opened, found or OURS
+
+
+def _foreign(store: Store) -> tuple[Opened, Format] | None:
+    """The files of another library's checkpoint, and their format; None if no format recognises them."""
+    try:
+        opened = store.open_any()
+    except CheckpointError as error:
+        if is_sure_that_not(error):
+            return None
+        raise
+    try:
+        found = format_of(opened)
+    except BaseException:
+        opened.close()
+        raise
+    if found is None:
+        opened.close()
+        return None
+    return opened, found

@@ -9,18 +9,15 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
-from fsdp_optim.checkpoint.contents import RECORDS, WEIGHT, check_not_empty, weights_of
-from fsdp_optim.checkpoint.described import full_dict
+from fsdp_optim.checkpoint.contents import WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.matching import check_twins, find_stored, renamed_names
 from fsdp_optim.checkpoint.module_values import StoredModuleValues
-from fsdp_optim.checkpoint.reading import StoredValue, read_constants
-from fsdp_optim.errors import CheckpointError, StateError, counted_noun
+from fsdp_optim.checkpoint.reading import StoredValue
+from fsdp_optim.checkpoint.stored_state import StoredState
+from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.formats.base import FormatReader, StoredTensor
-from fsdp_optim.formats.description import OptimDescription
-from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.layout import Shape
 from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions
-from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
@@ -29,7 +26,7 @@ from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.verbs.call import Local, meet, read_local
+from fsdp_optim.verbs.call import Local, meet, names_of_picture, read_local
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
 
 _MOST_NAMED = 20  # differences in one error
@@ -59,9 +56,10 @@ class Weights:
             callers, lambda: weights_of(reader, callers.ranks, options), asked, f"the model, {about}", with_state=False
         )
         check_not_empty(picture, reader)
-        aliases = checkpoint.aliases
-        stored = _by_name(picture, local, checkpoint.model, aliases)
-        used = {one.key for one in stored.values()}
+        names = renamed_names(names_of_picture(picture, local.view), checkpoint, asked.rename)
+        stored, twins = find_stored(picture.params, names, local.view.aliases, checkpoint)
+        check_twins(checkpoint, twins, callers)
+        used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins}
         missing = [fqn for fqn in picture.params if fqn not in stored]
         unexpected = [key for key in checkpoint.model if key not in used]
         values = StoredModuleValues.find(
@@ -101,22 +99,6 @@ class Weights:
                 param.handle.install(next(iter(flats.values())))
             elif flats:
                 param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
-
-
-def _by_name(
-    picture: Picture, local: Local, stored: Mapping[str, StoredTensor], saved_aliases: Mapping[str, str]
-) -> dict[str, StoredTensor]:
-    """The stored tensor of each parameter, found by any of its names."""
-    others: dict[str, list[str]] = {}
-    for alias, fqn in local.view.aliases.items():
-        others.setdefault(fqn, []).append(alias)
-    by_fqn = {}
-    for fqn in picture.params:
-        for name in (fqn, saved_aliases.get(fqn), *others.get(fqn, ())):
-            if name is not None and name in stored:
-                by_fqn[fqn] = stored[name]
-                break
-    return by_fqn
 
 
 def _check_model(
@@ -168,8 +150,7 @@ class State:
     local: Local
     picture: Picture
     full: FullState
-    keys: Mapping[tuple[str, str], str]
-    optim: Mapping[str, StoredTensor]
+    tensors: Mapping[tuple[str, str], StoredTensor]
     fit: Fit
     load_plan: LoadPlan
     flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
@@ -194,12 +175,9 @@ class State:
             with_state=False,
         )
         live = local.live_optimizer(picture)
-        names = live.names
-        keys: dict[tuple[str, str], str] = {}
-        with distrusted(f"{checkpoint.where}: the optimizer"):
-            as_dict = full_dict(_CheckpointFiles(checkpoint), _description(checkpoint, options), names, keys)
-        full = normalize(as_dict, names)
-        full, fit = live.fit(full, strict=options.call.strict, groups=options.call.groups)
+        names = renamed_names(live.names, checkpoint, options.rename)
+        found = StoredState.of(checkpoint, names, live.shapes, allow_pickle=options.allow_pickle)
+        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
         load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
@@ -209,7 +187,7 @@ class State:
             for p, summary in load_plan.receiving
         }
         stored = weights.stored if options.cast else {}
-        return cls(local, picture, full, keys, checkpoint.optim, fit, load_plan, flats, stored)
+        return cls(local, picture, full, found.tensors, fit, load_plan, flats, stored)
 
     def stored_values(self) -> Iterator[StoredValue]:
         for fqn, param in self.picture.params.items():
@@ -217,7 +195,7 @@ class State:
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     mine = self.local.by_fqn.get(fqn)
                     flat = self.flats.get(mine.local_id, {}).get(name) if mine is not None else None
-                    stored = self.optim[self.keys[fqn, name]]
+                    stored = self.tensors[fqn, name]
                     yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
 
     @property
@@ -251,29 +229,3 @@ def check_filled(full: FullState, summaries: Summaries) -> None:
                 raise StateError(
                     f"{fqn}: {name} would be cut like the parameter, but no file has it as a tensor of the parameter's shape"
                 )
-
-
-def _description(checkpoint: FormatReader, options: LoadOptions) -> OptimDescription:
-    if not checkpoint.has_optim:
-        raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
-    return checkpoint.description(allow_pickle=options.allow_pickle, records=RECORDS)
-
-
-@dataclass(frozen=True)
-class _CheckpointFiles:
-    """The `StateFiles` of a checkpoint."""
-
-    checkpoint: FormatReader
-
-    def described(self, key: str) -> tuple[Shape, str]:
-        stored = _stored(self.checkpoint, key)
-        return stored.shape, stored.dtype
-
-    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
-        return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
-
-
-def _stored(checkpoint: FormatReader, key: str) -> StoredTensor:
-    if key not in checkpoint.optim:
-        raise CheckpointError(f"{checkpoint.where}: the description of the optimizer names {key}, which is in no file")
-    return checkpoint.optim[key]

@@ -143,6 +143,14 @@ class FormatReader(Protocol):
     @property
     def identity(self) -> Mapping[str, Any]: ...
     @property
+    def full_dict(self) -> Mapping[str, Any] | None:
+        """The optimizer's full dict as another library has it, with a StoredTensor in the place of each tensor.
+
+        None: `description` describes the optimizer.
+        """
+        return None
+
+    @property
     def where(self) -> str:
         """The name of the place of the checkpoint."""
 
@@ -287,7 +295,12 @@ class FormatWriter(Protocol):
 
 
 class Format(Protocol):
-    """One format of checkpoints. `name`: its name for users; `judge`: the object that stores ask before they remove anything."""
+    """One format of checkpoints. `name`: its name for users; `judge`: the object that stores ask before they remove anything.
+
+    `is_foreign`: whether other libraries write it, so that it is opened by `Store.open_any`.
+    """
+
+    is_foreign: bool = False
 
     @property
     def name(self) -> str: ...

@@ -117,6 +117,10 @@ class Checkpoint:
         return cls(opened, manifest, files, halves["model"], halves["optim"], verify, version)
 
     @property
+    def full_dict(self) -> None:
+        return None
+
+    @property
     def aliases(self) -> Mapping[str, str]:
         return self.manifest.model.aliases
 

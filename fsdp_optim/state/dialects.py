@@ -43,7 +43,7 @@ class Flattened:
         return is_flattened(full)
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
-        return Named().read(unflatten(full, names.groups), names)
+        return Named().read(unflatten(full, names.groups, names.canonical), names)
 
 
 class NoFullDict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdp_optim.errors import StateError
@@ -14,8 +14,17 @@ def is_flattened(full: Mapping[str, Any]) -> bool:
     return "param_groups" not in full and any(str(key).startswith("param_groups.") for key in full)
 
 
-def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def fqns_of_flattened(full: Mapping[str, Any]) -> set[str]:
+    """The FQNs in the keys of a flattened dict."""
+    return {str(key).partition(".")[2].rpartition(".")[0] for key in full}
+
+
+def unflatten(
+    full: Mapping[str, Any], groups: Sequence[Sequence[str]], canonical: Callable[[str], str] = lambda fqn: fqn
+) -> dict[str, Any]:
     """The nested form of a flattened dict, by name. `groups`: the FQNs of each group, which a flattened dict does not have.
+
+    `canonical`: the FQN for a name in the dict.
 
     Raises StateError where parameters of one group have different hyperparameters.
     """
@@ -27,7 +36,7 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
         {"state": state, "param_groups": hyper}.get(section, {}).setdefault(fqn, {})[name] = value
     made: list[dict[str, Any]] = []
     for fqns in map(frozenset, groups):
-        known = [fqn for fqn in hyper if fqn in fqns]  # as the optimizer listed them
+        known = [fqn for fqn in hyper if canonical(fqn) in fqns]  # as the optimizer listed them
         for fqn in known[1:]:
             if not same(hyper[fqn], hyper[known[0]]):
                 raise StateError(
@@ -35,7 +44,7 @@ def unflatten(full: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[
                     f"the full dict: {hyper[known[0]]} and {hyper[fqn]}: build the optimizer with the saved groups"
                 )
         made.append({**(hyper[known[0]] if known else {}), "params": known})
-    others = [fqn for fqn in hyper if not any(fqn in fqns for fqns in groups)]
+    others = [fqn for fqn in hyper if not any(canonical(fqn) in fqns for fqns in groups)]
     if others and made:
         # These are refused later, by name, as parameters that the model does not have.
         made[0]["params"] = [*made[0]["params"], *others]

@@ -38,6 +38,12 @@ from fsdp_optim.errors import CheckpointError, causes_of
 
 _NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
+MOST_DEPTH = 3
+"""The number of folders above a file in a place of any content."""
+
+MOST_FILES = 1_000_000
+"""The number of files that a listing of a place of any content may have."""
+
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 """The error numbers that mean a missing file. ELOOP: the name is a symbolic link, and a checkpoint has none."""
 
@@ -63,6 +69,17 @@ def check_name(where: str, name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(f"{where}: names the file {name!r}, which is not one of a checkpoint's own")
     return name
+
+
+def check_inside(where: str, name: object) -> str:
+    """Return a file name of any format that stays inside its place: relative, with "/" between folders, and without `..`.
+
+    Raises CheckpointError for any other name. `where`: the place that gave the name, for the error.
+    """
+    parts = name.split("/") if isinstance(name, str) and "\0" not in name else [""]
+    if any(part in ("", ".", "..") for part in parts):
+        raise CheckpointError(f"{where}: names the file {name!r}, which is not inside the checkpoint")
+    return str(name)
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,14 @@ class Store(Protocol):
 
     def open(self) -> Opened:
         """Open the checkpoint that is there now. Raises CheckpointError where there is none."""
+
+    def open_any(self) -> Opened:
+        """Open the files that are there now, whoever wrote them. Symbolic links are followed, and a file's name may be any path
+        inside the place. Where the place is one file, or the common beginning of the names of files, `selected` names it.
+
+        Raises CheckpointError where there is nothing.
+        """
+        raise CheckpointError(f"{self.where}: this store opens no files of other libraries")
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> Staging:
         """Begin a save, and remove the leftovers of saves that died.
@@ -140,11 +165,25 @@ class Opened(Protocol):
     num_requests: int = 1
     """How many `read_into` are best under way at the same time."""
 
+    is_any: bool = False
+    """Whether `Store.open_any` opened the files."""
+
+    selected: str = ""
+    """The name of the only file that was asked for, or the name that files such as `<name>-shard0.pt` have in common; else ""."""
+
     @property
     def where(self) -> str: ...
 
     def has(self, name: str) -> bool:
         """Whether a file or anything else has this name. True where the store cannot tell."""
+
+    def names(self) -> list[str]:
+        """The names of all files, sorted, with "/" between folders. Only for `Store.open_any`. Raises CheckpointError."""
+        raise CheckpointError(f"{self.where}: cannot be listed")
+
+    def versions(self) -> list[tuple[str, tuple[object, ...] | None]]:
+        """The names of all files, each with its `version_of` as of now or of the listing."""
+        return [(name, self.version_of(name)) for name in self.names()]
 
     def version_of(self, name: str) -> tuple[object, ...] | None:
         """A value that changes when the file is written again. None: the file is gone."""

@@ -45,6 +45,16 @@ class CachedStore(Store):
             opened.close()
             raise
 
+    def open_any(self) -> Opened:
+        """The files, each read through the cache by its own version."""
+        opened = self.store.open_any()
+        try:
+            versions = [one for one in opened.versions() if opened.selected in ("", one[0])]
+            return CachedOpened(opened, self._folder.blocks_of(self.where, versions), "", self._block_nbytes)
+        except BaseException:
+            opened.close()
+            raise
+
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> Staging:
         return self.store.begin(overwrite=overwrite, durable=durable, token=token)
 
@@ -86,12 +96,16 @@ class _Held:
 
 
 class CachedOpened(Opened):
-    """The files of one checkpoint, read through a cache. Its manifest, and what is asked about files, come from the store."""
+    """The files of one checkpoint, read through a cache. Its manifest, and what is asked about files, come from the store.
+
+    `manifest`: the name of the manifest; "" where there is none.
+    """
 
     def __init__(self, opened: Opened, blocks: Blocks, manifest: str, block_nbytes: int) -> None:
         self._opened, self._blocks, self._manifest, self._block_nbytes = opened, blocks, manifest, block_nbytes
         self._held = _Held()
         self.request_nbytes, self.num_requests = opened.request_nbytes, opened.num_requests
+        self.selected, self.is_any = opened.selected, opened.is_any
 
     @property
     def where(self) -> str:
@@ -99,6 +113,9 @@ class CachedOpened(Opened):
 
     def has(self, name: str) -> bool:
         return self._opened.has(name)
+
+    def names(self) -> list[str]:
+        return self._opened.names()
 
     def version_of(self, name: str) -> tuple[object, ...] | None:
         return self._opened.version_of(name)

@@ -11,6 +11,7 @@ from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.completion import ObjectCompletion
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
+from fsdp_optim.storage.objects.opened_any import OpenedAny
 from fsdp_optim.storage.objects.saves import remove_all_dead
 from fsdp_optim.storage.objects.shelf import ObjectShelf
 from fsdp_optim.storage.objects.staging import ObjectStaging
@@ -64,6 +65,9 @@ class ObjectStore(Store):
             return open_place(self.bucket, self.place, self._judge)
         except MissingObjectError as error:
             raise CheckpointError(str(error)) from error
+
+    def open_any(self) -> OpenedAny:
+        return OpenedAny.at(self.bucket, self.place)
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
         """As a Store does. An object store knows no durability: what it has answered for is stored."""

@@ -14,7 +14,8 @@ from fsdp_optim.storage.posix.files import close_quietly, read_into
 
 _MOST_OPEN = 64  # files; the least recently used one is closed first
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a pipe would wait
+ANY_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_FILE = ANY_FILE | os.O_NOFOLLOW  # O_NONBLOCK: opening a pipe would wait
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
@@ -53,10 +54,13 @@ class OpenFolder(Opened):
         while self._files:
             close_quietly(self._files.popitem()[1])
 
+    def _stat(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
     def has(self, name: str) -> bool:
         """Whether a file or anything else has this name; True where the system cannot tell."""
         try:
-            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            self._stat(name)
         except OSError as error:
             return error.errno not in (errno.ENOENT, errno.ENOTDIR)  # a read of the file reports the problem
         return True
@@ -64,7 +68,7 @@ class OpenFolder(Opened):
     def version_of(self, name: str) -> tuple[int, ...] | None:
         """Numbers that change when the file is written again or replaced. None: the file is gone."""
         try:
-            found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            found = self._stat(name)
         except OSError:
             return None
         return (found.st_ino, found.st_size, found.st_mtime_ns)
@@ -98,7 +102,7 @@ class OpenFolder(Opened):
 
     def nbytes_of(self, name: str) -> int:
         """The size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
-        found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        found = self._stat(name)
         return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
@@ -109,7 +113,7 @@ class OpenFolder(Opened):
         read_into(fd, path, pieces, offset)
 
     def _open(self, name: str) -> int:
-        path = self.path / check_name(str(self.path), name)
+        path = self.path / self._checked(name)
         try:
             fd = self._open_at(name)
         except FileNotFoundError:
@@ -129,6 +133,9 @@ class OpenFolder(Opened):
             close_quietly(fd)
             raise
         return fd
+
+    def _checked(self, name: str) -> str:
+        return check_name(str(self.path), name)
 
     def _open_at(self, name: str) -> int:
         try:

@@ -17,6 +17,7 @@ from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFolder
+from fsdp_optim.storage.posix.opened_any import OpenFiles
 from fsdp_optim.storage.posix.shelf import FolderShelf
 from fsdp_optim.storage.posix.writer import FolderWriter
 
@@ -47,6 +48,9 @@ class Folder(Store):
 
     def _open(self) -> OpenFolder:
         return OpenFolder(existing(self.path, self._judge), asked=self.path)
+
+    def open_any(self) -> OpenFiles:
+        return OpenFiles.at(self.path)
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:
         staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable, token=token)

@@ -1,0 +1,166 @@
+"""The optimizer's state in a checkpoint as a `FullState`: of this library's description, or of another library's full dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fsdp_optim.checkpoint.contents import RECORDS
+from fsdp_optim.checkpoint.described import full_dict
+from fsdp_optim.checkpoint.reading import read_constants
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.formats.base import FormatReader, StoredTensor
+from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.foreign import tensors_in
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.state.dialects import normalize
+from fsdp_optim.state.full import FullState
+from fsdp_optim.state.kinds import Kind
+from fsdp_optim.state.names import Names
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """The optimizer's state in a checkpoint.
+
+    Attributes:
+        full: the state by FQN. Tensors whose elements are in files are meta tensors.
+        tensors: (FQN, name) -> the stored tensor of each of these.
+    """
+
+    full: FullState
+    tensors: Mapping[tuple[str, str], StoredTensor]
+
+    @classmethod
+    def of(
+        cls, checkpoint: FormatReader, names: Names, shapes: Mapping[str, Shape], *, allow_pickle: bool = False
+    ) -> StoredState:
+        """The state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
+
+        Raises StateError if no optimizer was saved, or if the checkpoint cannot say whose state it has.
+        """
+        if not checkpoint.has_optim:
+            raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
+        if checkpoint.full_dict is not None:
+            return _of_foreign(checkpoint, names, shapes)
+        keys: dict[tuple[str, str], str] = {}
+        description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
+        with distrusted(f"{checkpoint.where}: the optimizer"):
+            as_dict = full_dict(_CheckpointFiles(checkpoint), description, names, keys)
+        return cls(normalize(as_dict, names), {place: _stored(checkpoint, key) for place, key in keys.items()})
+
+
+@dataclass(frozen=True)
+class _CheckpointFiles:
+    """The `StateFiles` of a checkpoint."""
+
+    checkpoint: FormatReader
+
+    def described(self, key: str) -> tuple[Shape, str]:
+        stored = _stored(self.checkpoint, key)
+        return stored.shape, stored.dtype
+
+    def constants(self, keys: Sequence[str]) -> list[torch.Tensor]:
+        return read_constants(self.checkpoint, [_stored(self.checkpoint, key) for key in keys])
+
+
+def _stored(checkpoint: FormatReader, key: str) -> StoredTensor:
+    if key not in checkpoint.optim:
+        raise CheckpointError(f"{checkpoint.where}: the description of the optimizer names {key}, which is in no file")
+    return checkpoint.optim[key]
+
+
+# ------------------------------------------------------------------------------------------- other libraries
+
+
+def _of_foreign(checkpoint: FormatReader, names: Names, shapes: Mapping[str, Shape]) -> StoredState:
+    where = f"{checkpoint.where}: the optimizer"
+    tree: Any = checkpoint.full_dict
+    stand_ins = _StandIns(checkpoint, [stored for stored in tensors_in(tree) if _numel(stored) <= 1])
+    with distrusted(where):
+        full = normalize(stand_ins.in_place_of_stored(tree), names)
+        evidence = full.evidence(shapes)
+        sharded = {
+            (fqn, name): stored
+            for fqn, values in full.state.items()
+            for name, value in values.items()
+            if (stored := stand_ins.stored_of(value)) is not None
+            and full.kind_of(fqn, name, value, shapes.get(fqn, stored.shape), evidence) is Kind.SHARDED
+        }
+        whole = stand_ins.read_others(frozenset(id(full.state[fqn][name]) for fqn, name in sharded))
+        full = replace(
+            full,
+            state={
+                fqn: {
+                    name: value if (fqn, name) in sharded else _mapped(value, whole) for name, value in values.items()
+                }
+                for fqn, values in full.state.items()
+            },
+            groups=tuple((_mapped(hyper, whole), fqns) for hyper, fqns in full.groups),
+            other_keys=_mapped(full.other_keys, whole),
+        )
+    return StoredState(full, sharded)
+
+
+def _numel(stored: StoredTensor) -> int:
+    return stored.placement.numel
+
+
+class _StandIns:
+    """Meta tensors in the place of stored tensors; those of at most one element are read, because readers look at them."""
+
+    def __init__(self, checkpoint: FormatReader, small: Sequence[StoredTensor]) -> None:
+        self._checkpoint = checkpoint
+        unique = {stored.key: stored for stored in small}
+        self._small = dict(zip(unique, read_constants(checkpoint, list(unique.values())), strict=True))
+        self._metas: dict[
+            int, tuple[torch.Tensor, StoredTensor]
+        ] = {}  # by id; the tensors are kept, so ids stay unique
+
+    def in_place_of_stored(self, tree: Any) -> Any:
+        return _replaced(tree, self._stand_in)
+
+    def _stand_in(self, stored: StoredTensor) -> torch.Tensor:
+        if stored.key in self._small:
+            return self._small[stored.key]
+        meta = torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
+        self._metas[id(meta)] = (meta, stored)
+        return meta
+
+    def stored_of(self, value: object) -> StoredTensor | None:
+        found = self._metas.get(id(value))
+        return found[1] if found is not None else None
+
+    def read_others(self, but: frozenset[int]) -> Callable[[object], Any]:
+        """A function that returns the elements of a stand-in, read whole, and every other value as it is.
+
+        `but`: the ids of stand-ins that stay.
+        """
+        others = [(number, stored) for number, (_, stored) in self._metas.items() if number not in but]
+        read = read_constants(self._checkpoint, [stored for _, stored in others])
+        by_id = {number: value for (number, _), value in zip(others, read, strict=True)}
+        return lambda value: by_id.get(id(value), value)
+
+
+def _replaced(tree: Any, of: Callable[[StoredTensor], torch.Tensor]) -> Any:
+    """The same dicts and lists with another value in the place of each StoredTensor."""
+    if isinstance(tree, StoredTensor):
+        return of(tree)
+    if isinstance(tree, Mapping):
+        return {key: _replaced(value, of) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replaced(value, of) for value in tree)
+    return tree
+
+
+def _mapped(tree: Any, of: Callable[[object], Any]) -> Any:
+    """The same dicts and lists with another value in the place of each leaf."""
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, of) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(value, of) for value in tree)
+    return of(tree)

@@ -1,0 +1,249 @@
+"""Checkpoints of other libraries: what each of their formats gives, and the reader that all of them share.
+
+A format of another library recognises its files, and its `open` returns a `ForeignReader`: the weights by name, and the
+optimizer's full dict as that library has it, both with StoredTensors in the place of tensors. The loader resolves ids to FQNs,
+strips what wrappers add to names, and reads the elements that a rank needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError, ReplacedError
+from fsdp_optim.formats.base import (
+    COMMON,
+    ExtraValues,
+    Format,
+    FormatWriter,
+    StoredTensor,
+    rank_extra_name,
+)
+from fsdp_optim.formats.codec import Withheld
+from fsdp_optim.formats.description import OptimDescription
+from fsdp_optim.formats.extents import DataSection, Extent, read_extents
+from fsdp_optim.storage.base import Judge, Opened, Standing
+
+
+@dataclass(frozen=True)
+class Source:
+    """The bytes under a name that a StoredTensor gives: a part of a file, or memory.
+
+    Attributes:
+        file: the file.
+        start: the byte of the file at which the part begins, or a function that finds it out, called at the first read.
+        memory: the bytes themselves, of a tensor that cannot be read by ranges; then there is no file.
+    """
+
+    file: str = ""
+    start: int | Callable[[], int] = 0
+    memory: memoryview | None = None
+
+    @cached_property
+    def first_byte(self) -> int:
+        """The byte of the file at which the part begins."""
+        return self.start() if callable(self.start) else self.start
+
+
+class NoJudge(Judge[Any]):
+    """The judge of formats that are only read: nothing in a place is this library's own."""
+
+    manifest = ""
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Any]:
+        return Standing(has_manifest=False, reason="is a checkpoint of another library")
+
+    def token_in(self, opened: Opened) -> str | None:
+        return None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return lambda name: False
+
+
+NO_JUDGE = NoJudge()
+
+
+class ForeignFormat(Format):
+    """The parent of the formats of other libraries; a child gives `name`, `recognises` and `open`."""
+
+    is_foreign = True
+    judge: Judge[Any] = NO_JUDGE
+
+    def writer(self) -> FormatWriter:
+        raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")
+
+    def sequence_in(self, opened: Opened) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class ForeignReader:
+    """An open checkpoint of another library.
+
+    Attributes:
+        opened: the files.
+        format_name: the name of the format, for errors.
+        model: the weights and buffers, by the names in the checkpoint.
+        full_dict: the optimizer's full dict in any dialect that `fsdp_optim.state.dialects` reads, with a StoredTensor in the
+            place of each tensor; None if no optimizer was saved.
+        sources: what the names of files in the StoredTensors mean, where these are not simply files of the place.
+        aliases: other names of weights, each with the stored name.
+        extra: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are none.
+        rank_extras: the values of each rank, in the order of the ranks that saved.
+        pickled: a function that returns `extra` with all pickles loaded; None if no value is withheld.
+        metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
+    """
+
+    opened: Opened
+    format_name: str
+    model: Mapping[str, StoredTensor]
+    full_dict: Mapping[str, Any] | None = None
+    sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extra_values: Mapping[str, Any] | None = None
+    rank_extras: Sequence[Any] = ()
+    pickled: Callable[[], Mapping[str, Any]] | None = None
+    world_size: int = 0
+    step: int | None = None
+    metadata_digest: str = ""
+    _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
+        sizes: dict[str, int] = {}
+        for stored in (*self.model.values(), *self.optim.values()):
+            for name, start, nbytes in _places(stored):
+                source = self._source(name)
+                if callable(source.start):
+                    continue  # not known before the first read, which fails at the end of the file
+                where = self.opened.named(source.file) if source.memory is None else name
+                if source.memory is not None:
+                    size = source.memory.nbytes
+                elif source.file in sizes:
+                    size = sizes[source.file]
+                else:
+                    size = sizes[source.file] = self.opened.size_of(source.file)
+                if start < 0 or source.start + start + nbytes > size:
+                    raise CheckpointError(
+                        f"{where}: {stored.key} ends at byte {source.start + start + nbytes}, but the file has {size} bytes: it "
+                        "was cut short or changed"
+                    )
+        for name in sizes:
+            self._versions[name] = self.opened.version_of(name) if self.opened.num_requests == 1 else ()
+
+    def _source(self, name: str) -> Source:
+        return self.sources[name] if name in self.sources else Source(name)
+
+    @cached_property
+    def optim(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the optimizer's full dict, by their keys."""
+        found: dict[str, StoredTensor] = {}
+        for stored in tensors_in(self.full_dict):
+            if found.setdefault(stored.key, stored) is not stored and found[stored.key] != stored:
+                raise CheckpointError(f"{self.where}: two tensors of the optimizer have the name {stored.key}")
+        return found
+
+    @property
+    def extras(self) -> Collection[str]:
+        of_ranks = [rank_extra_name(position) for position in range(len(self.rank_extras))]
+        return [*([COMMON] if self.extra_values is not None else []), *of_ranks]
+
+    @property
+    def has_optim(self) -> bool:
+        return self.full_dict is not None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {
+            "format": self.format_name,
+            "digest": self.metadata_digest,
+            "model": [[one.key, one.dtype, list(one.shape)] for one in self.model.values()],
+            "optim": [[one.key, one.dtype, list(one.shape)] for one in self.optim.values()],
+        }
+
+    @property
+    def where(self) -> str:
+        return self.opened.where
+
+    def named(self, name: str) -> str:
+        return self.opened.named(self._source(name).file or name)
+
+    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
+        raise CheckpointError(f"{self.where}: a checkpoint of the format {self.format_name} has no description")
+
+    def extra(self, name: str, *, verify: bool) -> ExtraValues:
+        if name == COMMON:
+            return ForeignValues(self.extra_values, self.pickled)
+        return ForeignValues(dict(zip(self.extras, (self.extra_values, *self.rank_extras), strict=False))[name], None)
+
+    def read(
+        self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        for name, ranges in extents.items():
+            source = self._source(name)
+            if source.memory is not None:
+                for extent in ranges:
+                    extent.memory[:] = source.memory[extent.start : extent.stop]
+                    did_read(len(extent.memory))
+                continue
+            fill = partial(self.opened.read_into, source.file)
+            path = self.opened.named(source.file)
+            section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
+            read_extents(section, ranges, None, did_read)
+
+    def verified(self) -> ForeignReader:
+        return self
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if a file was written again since the checkpoint was opened. Object stores notice it at a read."""
+        for name, version in self._versions.items():
+            if version != () and self.opened.version_of(name) != version:
+                raise ReplacedError(f"{self.opened.named(name)}: was written again during the load: load it once more")
+
+    def close(self) -> None:
+        self.opened.close()
+
+
+@dataclass(frozen=True)
+class ForeignValues(ExtraValues):
+    """Values of the trainer. `pickled`: a function that returns the values with all pickles loaded."""
+
+    values: Any
+    pickled: Callable[[], Any] | None
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        values = self.decoded_each(allow_pickle=allow_pickle)
+        for value in values.values() if isinstance(values, Mapping) else [values]:
+            if isinstance(value, Withheld):
+                raise CheckpointError(value.why)
+        return values
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.pickled() if allow_pickle and self.pickled is not None else self.values
+
+
+def tensors_in(tree: Any) -> Iterator[StoredTensor]:
+    """All StoredTensors in dicts and lists."""
+    if isinstance(tree, StoredTensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def _no_names(start: int, stop: int) -> str:
+    """The tensors in a range, which only errors about checksums name; these files have none."""
+    return "a tensor"
+
+
+def _places(stored: StoredTensor) -> Iterator[tuple[str, int, int]]:
+    """The name, first byte and number of bytes of each chunk that has elements."""
+    for rank in stored.placement.ranks:
+        nbytes = stored.placement.numel_on(rank) * stored.itemsize
+        if nbytes:
+            yield *stored.place_on(rank), nbytes
