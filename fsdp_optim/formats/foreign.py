@@ -21,6 +21,7 @@ from fsdp_optim.formats.base import (
     StoredTensor,
     rank_extra_name,
 )
+from fsdp_optim.formats.bools import check_bytes
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
@@ -183,15 +184,29 @@ class ForeignReader:
     ) -> None:
         for name, ranges in extents.items():
             source = self._source(name)
+            path = self.opened.named(source.file)
             if source.memory is not None:
                 for extent in ranges:
                     extent.memory[:] = source.memory[extent.start : extent.stop]
                     did_read(len(extent.memory))
-                continue
-            fill = partial(self.opened.read_into, source.file)
-            path = self.opened.named(source.file)
-            section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
-            read_extents(section, ranges, None, did_read)
+            else:
+                fill = partial(self.opened.read_into, source.file)
+                section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
+                read_extents(section, ranges, None, did_read)
+            for extent in ranges if name in self._bools else ():
+                for start, stop, key in self._bools[name]:
+                    first, last = max(start, extent.start), min(stop, extent.stop)
+                    if first < last:
+                        check_bytes(path, key, extent.memory[first - extent.start : last - extent.start])
+
+    @cached_property
+    def _bools(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
+        """By file, the first and last byte of each bool tensor, and its key."""
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for stored in (*self.model.values(), *self.optim.values()):
+            for name, start, nbytes in _places(stored) if stored.dtype == "bool" else ():
+                found.setdefault(name, []).append((start, start + nbytes, stored.key))
+        return found
 
     def verified(self) -> ForeignReader:
         return self

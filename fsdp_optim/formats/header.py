@@ -156,7 +156,9 @@ def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
             raise CheckpointError(f"{name}: {entry.key} begins at byte {entry.start}, not {at}: it {problem}")
         at = entry.stop
     if at != data_nbytes:
-        raise CheckpointError(f"{name}: its tensors end at byte {at}, but its data at byte {data_nbytes}")
+        raise CheckpointError(
+            f"{name}: its tensors end at byte {at}, but its data at byte {data_nbytes}: the file was cut short or changed"
+        )
     return Header(tuple(entries), metadata)
 
 

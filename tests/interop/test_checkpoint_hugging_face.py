@@ -6,9 +6,7 @@ transformers is imported by the ranks of a pool of this file's own, which are to
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import os
 import tempfile
 import traceback
 import unittest
@@ -20,9 +18,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.pretrained import build, tensors_of, ties_of
 from kit.wrapping import WRAPPERS, Differs, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_optim
 from fsdp_optim.testing import RankPool
@@ -42,57 +41,6 @@ IN_EVERY_WRAPPER = (
     "resnet, with buffers",
 )  # the files are the same whatever wrote them: see test_checkpoint
 SMALL = 3000  # bytes of one file, where a model is split
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
-
-
-def transformers() -> Any:
-    """The package, without network and without bars."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    package = importlib.import_module("transformers")
-    package.utils.logging.set_verbosity_error()
-    package.utils.logging.disable_progress_bar()
-    return package
-
-
-def build(name: str) -> Any:
-    """The same values at every call; `units` are what gets a wrapper of its own."""
-    torch.default_generator.manual_seed(7)
-    model, layers = _made(transformers(), name)
-    model.units = (*layers, "")
-    for index, buffer in enumerate(model.buffers()):
-        if buffer.is_floating_point() and "resnet" in name:
-            buffer.uniform_(0.5, 1.5)
-        elif "resnet" in name:
-            buffer.fill_(1000 + index)
-    return model
-
-
-def _made(package: Any, name: str) -> tuple[Any, list[str]]:
-    """A model, and the paths of its layers."""
-    kind = name.partition(",")[0]
-    if kind == "llama":
-        config = package.LlamaConfig(**SIZES, num_key_value_heads=1, tie_word_embeddings="tied" in name)
-        model = package.LlamaForCausalLM(config)
-        for param in model.parameters() if "bfloat16" in name else ():
-            param.data = param.data.bfloat16()  # and not the buffers, which Hugging Face leaves as they are
-        return model, _numbered("model.layers")
-    if kind == "gpt2":
-        ends = {"bos_token_id": 0, "eos_token_id": 0}
-        config = package.GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=12, **ends)
-        return package.GPT2LMHeadModel(config), _numbered("transformer.h")
-    if kind == "t5":
-        config = package.T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2)
-        return package.T5ForConditionalGeneration(config), [*_numbered("encoder.block"), *_numbered("decoder.block")]
-    if kind == "resnet":
-        config = package.ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic")
-        return package.ResNetForImageClassification(config), _numbered("resnet.encoder.stages")
-    config = package.BertConfig(**SIZES, max_position_embeddings=12)
-    cls = package.BertForSequenceClassification if kind == "bert" else package.BertForMaskedLM
-    return cls(config), _numbered("bert.encoder.layer")
-
-
-def _numbered(path: str) -> list[str]:
-    return [f"{path}.{number}" for number in range(2)]
 
 
 def stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -102,20 +50,6 @@ def stepped(model: nn.Module) -> torch.optim.Optimizer:
         param.grad = torch.full_like(param, 0.25)
     optim.step()
     return optim
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by all their names, those that are not persistent too."""
-    found = {**model.state_dict(), **dict(model.named_buffers())}
-    return {name: found[name].detach() for name in sorted(found)}
-
-
-def ties_of(model: nn.Module) -> list[list[str]]:
-    """Names of one and the same parameter."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    return sorted(sorted(some) for some in names.values() if len(some) > 1)
 
 
 CASES = [
