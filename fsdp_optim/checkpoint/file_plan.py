@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fsdp_optim.checkpoint.contents import SavedHalf
 from fsdp_optim.checkpoint.files import File, planned_files, written_cut
-from fsdp_optim.checkpoint.parts import PartedFile, Stretch, cuts_of, stretches_on
+from fsdp_optim.checkpoint.parts import FramesOfParts, PartedFile, Stretch, cuts_of, stretches_on
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import FormatWriter, Half
 from fsdp_optim.layout import Placement
@@ -85,11 +85,14 @@ class FilePlan:
         return [file for file in self.files if self.owners.get(file.name) == rank]
 
     def write_heads(self, store_writer: StoreWriter, rank: int) -> None:
-        """Write the ranges of file heads that lie in parts of this rank."""
+        """Write what lies in parts of this rank of the files' heads."""
         for parted in self.parted:
-            head = memoryview(parted.file.plan.head)
-            for start, stop in parted.heads_on(rank):
-                store_writer.write(parted.file.name, [head[start:stop]], start)
+            for start, content in parted.head_on(rank):
+                store_writer.write(parted.file.name, [content], start)
+
+    def frames_on(self, rank: int) -> Mapping[str, FramesOfParts]:
+        """What a rank uploads of the frames of files in parts, by file."""
+        return {parted.file.name: parted.frames_on(rank) for parted in self.parted if parted.file.plan.between}
 
     def stretches_on(self, rank: int) -> Mapping[Key, Stretch]:
         """The stretch of each value that a rank uploads, of the files in parts."""

@@ -4,14 +4,17 @@
 # parts   |      0       |       1       |       2        |     3       |     equal, but for the last one
 # put by  |    rank 0    |    rank 1     |     rank 1     |   rank 0    |     whoever has the most of a part already
 
-Every rank computes the same owners from the placements. Only elements that lie in a part of another rank are sent.
+Every rank computes the same owners from the placements. Only elements that lie in a part of another rank are sent. Bytes of
+values are counted in the data, without the head and the frames, so that the parts have different numbers of these bytes.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.layout import FlatRuns, Placement
@@ -24,9 +27,13 @@ _AS_GOOD = 0.9
 """A rank that has this share of what the best one has may put a part too, where it has less to do."""
 
 
+FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
+"""What one rank puts of a file's frames, by their index: each range's first byte in the file, and its bytes."""
+
+
 @dataclass(frozen=True)
 class Stretch:
-    """A value's bytes [start, stop) of a file that one rank puts, and the elements that have them: the outer two in part."""
+    """A value's bytes [start, stop) of the data that one rank puts, and the elements that have them: the outer two in part."""
 
     start: int
     stop: int
@@ -47,36 +54,59 @@ class PartedFile:
         """Choose the owners. `loads`: by rank the bytes that it puts already, to which those of this file are added."""
         owners: list[int] = []
         values = _Values(file)
-        for start in range(0, file.plan.nbytes, part_nbytes):
-            stop = min(start + part_nbytes, file.plan.nbytes)
-            owner = _owner(values, range(start, stop), owners, part_nbytes, loads)
+        borders = _borders(file, part_nbytes)
+        for number, (start, stop) in enumerate(itertools.pairwise(borders)):
+            owner = _owner(values, start, stop, owners, borders, loads)
             owners.append(owner)
-            loads[owner] += stop - start
+            loads[owner] += min(part_nbytes, file.plan.nbytes - number * part_nbytes)
         return cls(file, part_nbytes, tuple(owners))
 
-    def heads_on(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The ranges [start, stop) of the file's head that are in parts of a rank."""
-        for number, owner in enumerate(self.owners):
-            start, stop = number * self.part_nbytes, min((number + 1) * self.part_nbytes, self.file.plan.offset)
-            if owner == rank and start < stop:
-                yield start, stop
+    def head_on(self, rank: int) -> Iterator[tuple[int, memoryview]]:
+        """What a rank puts of the file's head: the byte of the file at which it begins, and the bytes."""
+        return self._on(rank, 0, self.file.plan.head)
+
+    def frames_on(self, rank: int) -> FramesOfParts:
+        """What a rank puts of the file's frames."""
+        frames = self.file.plan.frames
+        parts = (list(self._on(rank, *one)) for one in zip(frames.starts, frames.contents, strict=True))
+        return {index: found for index, found in enumerate(parts) if found}
+
+    def _on(self, rank: int, start: int, content: bytes) -> Iterator[tuple[int, memoryview]]:
+        """The ranges of some bytes of the file that are in parts of a rank."""
+        memory, stop = memoryview(content), start + len(content)
+        for number in range(start // self.part_nbytes, -(-stop // self.part_nbytes)):
+            first, last = max(start, number * self.part_nbytes), min(stop, (number + 1) * self.part_nbytes)
+            if self.owners[number] == rank and first < last:
+                yield first, memory[first - start : last - start]
 
     def stretches(self) -> Iterator[tuple[StateValue, dict[int, Stretch]]]:
         """Each value of the file, with the stretch of every rank that puts some of it, in the order of the elements."""
+        borders = _borders(self.file, self.part_nbytes)
         for value, begin in zip(self.file.values, self.file.plan.starts, strict=True):
-            yield value, self._stretches_of(value, self.file.plan.offset + begin)
+            yield value, self._stretches_of(value, begin, borders)
 
-    def _stretches_of(self, value: StateValue, begin: int) -> dict[int, Stretch]:
+    def _stretches_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> dict[int, Stretch]:
         size, end = value.dtype.itemsize, begin + value.nbytes
         found: dict[int, Stretch] = {}
         if begin == end:
             return found
-        numbers = range(begin // self.part_nbytes, (end - 1) // self.part_nbytes + 1)
+        numbers = range(_part_with(begin, borders), _part_with(end - 1, borders) + 1)
         for owner, its in itertools.groupby(numbers, self.owners.__getitem__):
             listed = list(its)
-            start, stop = max(listed[0] * self.part_nbytes, begin), min((listed[-1] + 1) * self.part_nbytes, end)
+            start, stop = max(borders[listed[0]], begin), min(borders[listed[-1] + 1], end)
             found[owner] = Stretch(start, stop, (start - begin) // size, -((begin - stop) // size))
         return found
+
+
+def _borders(file: File, part_nbytes: int) -> list[int]:
+    """The byte of the data at which each part begins, and the end of the data."""
+    frames, nbytes = file.plan.frames, file.plan.nbytes
+    return [frames.data_before(start) for start in range(0, nbytes, part_nbytes)] + [file.plan.nbytes_of_data]
+
+
+def _part_with(byte: int, borders: Sequence[int]) -> int:
+    """The number of the part that has a byte of the data."""
+    return bisect.bisect_right(borders, byte) - 1
 
 
 def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns]:
@@ -99,10 +129,8 @@ class _Values:
     """The values of a file by their bytes, asked for from the beginning to the end."""
 
     def __init__(self, file: File) -> None:
-        offset = file.plan.offset
         self._ranges = [
-            (offset + start, offset + start + value.nbytes, value)
-            for value, start in zip(file.values, file.plan.starts, strict=True)
+            (start, start + value.nbytes, value) for value, start in zip(file.values, file.plan.starts, strict=True)
         ]
         self._first = 0
 
@@ -117,15 +145,17 @@ class _Values:
                 yield begin, end, value
 
 
-def _owner(values: _Values, part: range, owners: Sequence[int], part_nbytes: int, loads: Mapping[int, int]) -> int:
-    """The rank that puts a part, a range of bytes, after the parts that have `owners`."""
+def _owner(
+    values: _Values, start: int, stop: int, owners: Sequence[int], borders: Sequence[int], loads: Mapping[int, int]
+) -> int:
+    """The rank that puts the part with the bytes [start, stop) of the data, after the parts that have `owners`."""
     shares: dict[int, float] = {}
     excluded: set[int] = set()  # a rank's stretch of one value has no holes
-    for begin, end, value in values.within(part.start, part.stop):
+    for begin, end, value in values.within(start, stop) if start < stop else ():
         size = value.dtype.itemsize
-        if begin < part.start:
-            excluded = {*owners[begin // part_nbytes :]}
-        first, last = max(part.start - begin, 0) // size, -((begin - min(part.stop, end)) // size)
+        if begin < start:
+            excluded = {*owners[_part_with(begin, borders) :]}
+        first, last = max(start - begin, 0) // size, -((begin - min(stop, end)) // size)
         for rank, numel in _shares(value.placement, first, last):
             shares[rank] = shares.get(rank, 0) + numel * size
     if owners:

@@ -126,6 +126,7 @@ class Job:
             checksums=self.options.checksums,
             budget=budget.share(2, "copies of device memory on the host"),
             stretches=self.plan.stretches_on(rank),
+            frames=self.plan.frames_on(rank),
         )
 
     @property

@@ -16,10 +16,12 @@ from fsdp_optim.checkpoint.local_extents import (
     in_host_memory,
     ranges_of,
 )
-from fsdp_optim.checkpoint.parts import Stretch
+from fsdp_optim.checkpoint.parts import FramesOfParts, Stretch
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import PlannedFile
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
+from fsdp_optim.formats.frames import Pieces
 from fsdp_optim.layout import FlatRuns, Placement
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
@@ -30,8 +32,8 @@ from fsdp_optim.storage.base import StoreWriter
 class RankWriter:
     """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
-    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`: the bytes that this
-    rank uploads of values whose files go to the store in parts.
+    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`, `frames`: the bytes
+    that this rank uploads of values, and of frames, whose files go to the store in parts.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RankWriter:
         checksums: bool,
         budget: Budget,
         stretches: Mapping[Key, Stretch],
+        frames: Mapping[str, FramesOfParts] = {},
     ) -> None:
         self.nbytes = 0
         self.store_writer, self.receipt = store_writer, b""
@@ -56,6 +59,7 @@ class RankWriter:
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
         self._rank, self._checksums, self._stretches = rank, checksums, stretches
         self._budget = budget
+        self._frames = {name: dict(its) for name, its in frames.items()}
 
     @property
     def rows(self) -> dict[str, Rows]:
@@ -74,8 +78,7 @@ class RankWriter:
             if isinstance(part.cut, FlatRuns):
                 if stretch is not None and memory is not None and part.flat is not None:
                     extent = memory.extent(begin + (stretch.first + part.start) * itemsize, 0, part.flat.numel())
-                    offset = self._files[name].plan.offset
-                    extents.setdefault(name, []).append(clipped(extent, stretch.start - offset, stretch.stop - offset))
+                    extents.setdefault(name, []).append(clipped(extent, stretch.start, stretch.stop))
                 continue
             for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
@@ -109,15 +112,36 @@ class RankWriter:
         """Write extents to their files."""
         for name, extents in extents_by_file.items():
             file = self._files[name].plan
-            section = DataSection(name, partial(self.store_writer.write, name), file.offset, file.tensors_in)
+            section = self._section(file)
             for batch in in_host_memory(extents, self._budget):
                 batch.copy_to_host()
                 grid = file.segment_nbytes if self._checksums else 0
                 self._rows[name].append(write_extents(section, batch.extents, grid))
                 self.nbytes += sum(len(extent.memory) for extent in batch.extents)
 
+    def _section(self, file: PlannedFile) -> DataSection:
+        """The data of a file, whose frames are written with it: in files in parts by the rank that has the part."""
+        if file.name not in self._frames:
+            return file.section(partial(self.store_writer.write, file.name))
+
+        def write(pieces: Pieces, start: int) -> None:
+            stop = start + sum(map(len, pieces))
+            for place, parts in file.frames.without_frames(pieces, start):
+                self.store_writer.write(file.name, parts, place)
+            for index in file.frames.touched(start, stop):
+                self._write_frame(file.name, index)
+
+        return DataSection(file.name, write, 0, file.tensors_in)
+
+    def _write_frame(self, name: str, index: int) -> None:
+        for place, content in self._frames[name].pop(index, ()):
+            self.store_writer.write(name, [content], place)
+
     def finish(self) -> None:
         """Return when all writes are complete, and on the disk if the save is durable."""
+        for name, frames in self._frames.items():
+            for index in list(frames):  # those in parts without a byte of a tensor
+                self._write_frame(name, index)
         self.receipt = self.store_writer.finish()
 
     def discard(self) -> None:

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from fsdp_optim.errors import ReplacedError
 from fsdp_optim.formats.checksums import Rows
 from fsdp_optim.formats.description import OptimDescription
-from fsdp_optim.formats.extents import Extent
+from fsdp_optim.formats.extents import DataSection, Extent
+from fsdp_optim.formats.frames import Frames, Pieces
 from fsdp_optim.layout import STORAGE, Placement, Shape, Whole
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Judge, Opened
@@ -193,10 +195,12 @@ class PlannedFile:
 
     Attributes:
         head: the first bytes of the file, which the process that creates the file writes.
-        tensors, starts: the tensors in the order of their bytes, and the byte after the head at which each tensor begins.
-        nbytes_of_data: the number of bytes after the head.
+        tensors, starts: the tensors in the order of their bytes, and the byte of the data at which each tensor begins. The data
+            are all bytes of the file but the head and the frames.
+        nbytes_of_data: the number of bytes of the data.
         segment_nbytes: the length of the segments that are hashed during the write, in bytes; 0: no hashes.
         tensors_in: a function that names the tensors in a range [start, stop) of the data, for errors.
+        between: bytes between and after the data, each with the byte of the data before which they stand: increasing, above 0.
     """
 
     name: str
@@ -207,15 +211,28 @@ class PlannedFile:
     nbytes_of_data: int
     segment_nbytes: int
     tensors_in: Callable[[int, int], str] = field(repr=False, compare=False)
+    between: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
 
-    @property
-    def offset(self) -> int:
-        """The byte of the file at which the data begins."""
-        return len(self.head)
+    @cached_property
+    def frames(self) -> Frames:
+        """The places of the data and of the frames in the file."""
+        at, contents = zip(*self.between, strict=True) if self.between else ((), ())
+        return Frames(len(self.head), self.nbytes_of_data, at, contents)
 
     @property
     def nbytes(self) -> int:
-        return self.offset + self.nbytes_of_data
+        return self.frames.nbytes
+
+    def section(self, write: Callable[[Pieces, int], None]) -> DataSection:
+        """The data as `write_extents` writes it, with the frames. `write`: writes pieces of memory at a byte of the file."""
+        if not self.between:
+            return DataSection(self.name, write, len(self.head), self.tensors_in)
+
+        def write_with_frames(pieces: Pieces, start: int) -> None:
+            place, joined = self.frames.with_frames(pieces, start)
+            write(joined, place)
+
+        return DataSection(self.name, write_with_frames, 0, self.tensors_in)
 
 
 @dataclass(frozen=True)

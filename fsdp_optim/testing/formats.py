@@ -43,7 +43,7 @@ from fsdp_optim.formats.description import (
     OptimDescription,
     ParamDescription,
 )
-from fsdp_optim.formats.extents import DataSection, Extent, write_extents
+from fsdp_optim.formats.extents import Extent, write_extents
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing.mix_in import MixIn
@@ -138,7 +138,7 @@ class FormatConformance(MixIn):
         rows = {}
         for file in files:
             store_writer.create(file.name, file.nbytes, file.head)
-            section = DataSection(file.name, partial(store_writer.write, file.name), file.offset, file.tensors_in)
+            section = file.section(partial(store_writer.write, file.name))
             extents = [
                 Extent(start, _bytes_of(halves[file.half][one.key]))
                 for one, start in zip(file.tensors, file.starts, strict=True)

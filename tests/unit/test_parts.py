@@ -30,8 +30,19 @@ def files(draw: st.DrawFn) -> File:
         starts.append(end)
         end += value.nbytes
     head = bytes(draw(st.integers(LEAST_PART, 60)))
-    plan = PlannedFile("file", "model", head, (), tuple(starts), end, 0, lambda start, stop: "")
+    at = sorted(draw(st.sets(st.integers(1, end), max_size=4))) if end else []
+    between = tuple((byte, bytes(draw(st.integers(1, 40)))) for byte in at)
+    plan = PlannedFile("file", "model", head, (), tuple(starts), end, 0, lambda start, stop: "", between)
     return File(plan, values)
+
+
+def data_of_bytes(plan: PlannedFile) -> list[int | None]:
+    """For each byte of the file, the byte of the data that it is; None for the head and the frames."""
+    found: list[int | None] = [None] * len(plan.head)
+    frames = dict(plan.between)
+    for byte in range(plan.nbytes_of_data + 1):
+        found += [None] * len(frames.get(byte, b"")) + ([byte] if byte < plan.nbytes_of_data else [])
+    return found
 
 
 cases = st.tuples(st.lists(files(), min_size=1, max_size=2), st.integers(LEAST_PART, 70))
@@ -59,12 +70,16 @@ def test_every_byte_is_put_once_by_the_owner_of_its_part(case: tuple[list[File],
         assert set(file.owners) <= set(RANKS)
         put: dict[int, int] = {}
         for rank in RANKS:
-            ranges = list(file.heads_on(rank))
+            others = [*file.head_on(rank), *(one for its in file.frames_on(rank).values() for one in its)]
             mine = stretches_on([file], rank)
-            ranges += [(one.start, one.stop) for one in mine.values()]
-            for start, stop in ranges:
-                assert start < stop
-                for byte in range(start, stop):
+            data = data_of_bytes(file.file.plan)
+            ranges = [range(start, start + len(content)) for start, content in others]
+            ranges += [range(data.index(one.start), data.index(one.stop - 1) + 1) for one in mine.values()]
+            for number, its in enumerate(ranges):
+                assert its
+                for byte in its:
+                    if number >= len(others) and data[byte] is None:
+                        continue  # a frame inside the value
                     assert byte not in put, f"byte {byte} is put by {put[byte]} and by {rank}"
                     put[byte] = rank
         assert [put.get(byte) for byte in range(file.file.plan.nbytes)] == owners_of_bytes(file)
@@ -77,9 +92,10 @@ def test_each_owner_holds_what_it_puts(case: tuple[list[File], int]) -> None:
     found = parted(*case)
     for file in found:
         cuts = cuts_of([file])
-        owners = owners_of_bytes(file)
-        for value, start in zip(file.file.values, file.file.plan.starts, strict=True):
-            size, begin = value.dtype.itemsize, file.file.plan.offset + start
+        data = data_of_bytes(file.file.plan)
+        owners = [owner for owner, byte in zip(owners_of_bytes(file), data, strict=True) if byte is not None]
+        for value, begin in zip(file.file.values, file.file.plan.starts, strict=True):
+            size = value.dtype.itemsize
             its = owners[begin : begin + value.nbytes]
             assert len([owner for owner, _ in groupby(its)]) == len(set(its)), "a hole"
             needed: dict[int, set[int]] = {}
@@ -97,17 +113,22 @@ def test_who_has_most_of_a_part_puts_it(case: tuple[list[File], int]) -> None:
     """Unless its stretch of a value would have a hole then. Where ranks hold runs of elements that nobody else has."""
     for file in parted(*case):
         owners, values = file.owners, list(zip(file.file.values, file.file.plan.starts, strict=True))
+        data = data_of_bytes(file.file.plan)
+        part_of = [at // file.part_nbytes for at, byte in enumerate(data) if byte is not None]
         for number, owner in enumerate(owners):
-            start, stop = number * file.part_nbytes, min((number + 1) * file.part_nbytes, file.file.plan.nbytes)
+            its = [byte for byte, part in enumerate(part_of) if part == number]
+            if not its:
+                continue
+            start, stop = its[0], its[-1] + 1
             shares: dict[int, int] = {}
             excluded: set[int] = set()
             for value, at in values:
-                begin, size = file.file.plan.offset + at, value.dtype.itemsize
+                begin, size = at, value.dtype.itemsize
                 elements = sorted(
                     {(byte - begin) // size for byte in range(max(start, begin), min(stop, begin + value.nbytes))}
                 )
                 if elements and begin < start:
-                    excluded = {*owners[begin // file.part_nbytes : number]} - {owners[number - 1]}
+                    excluded = {*owners[part_of[begin] : number]} - {owners[number - 1]}
                 holders: dict[int, list[int]] = {}
                 for rank, local in held(value.placement).items():
                     for element in local.values():
@@ -131,7 +152,7 @@ class NamedTest(unittest.TestCase):
         plan = PlannedFile("file", "model", bytes(50), (), (), 0, 0, lambda start, stop: "")
         found = PartedFile.of(File(plan, ()), 8, {0: 5, 1: 3})
         self.assertEqual(found.owners, (1,) * 7)
-        self.assertEqual(list(found.heads_on(1))[-1], (48, 50))
+        self.assertEqual([(at, len(its)) for at, its in found.head_on(1)][-1], (48, 2))
 
 
 if __name__ == "__main__":
