@@ -142,9 +142,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 @functools.lru_cache(maxsize=64)
 def dtype_named(name: str) -> torch.dtype:
     """The dtype that has a name such as `float32`; the inverse of `dtype_name`."""
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is not a dtype of torch")
+        raise TypeError(f"{name} is not a dtype of torch {torch.__version__}")
     return dtype
 
 

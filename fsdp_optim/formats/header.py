@@ -34,6 +34,10 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "I8": ("int8", 1),
     "F8_E5M2": ("float8_e5m2", 1),
     "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F4": ("float4_e2m1fn_x2", 1),
     "I16": ("int16", 2),
     "U16": ("uint16", 2),
     "F16": ("float16", 2),
@@ -46,6 +50,9 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "U64": ("uint64", 8),
     "C64": ("complex64", 8),
 }
+_IN_PAIRS = (
+    "F4"  # safetensors counts the numbers along the last dimension, torch the bytes, which have two numbers each
+)
 _CODES = {name: code for code, (name, _) in DTYPES.items()}
 
 
@@ -100,6 +107,10 @@ class Header:
                     f"{key!r}: cannot be a name in a safetensors file: {error.reason}: rename the parameter"
                 ) from error
             code = code_of(key, dtype)
+            if code == _IN_PAIRS and not shape:
+                raise CheckpointError(
+                    f"{key}: is a tensor of {dtype} without dimensions, which safetensors cannot store"
+                )
             stop = at + prod(shape) * DTYPES[code][1]
             entries.append(Entry(key, code, shape, at, stop))
             at = stop
@@ -122,7 +133,7 @@ class Header:
         for entry in self.entries:
             values[entry.key] = {
                 "dtype": entry.code,
-                "shape": list(entry.shape),
+                "shape": [*entry.shape[:-1], 2 * entry.shape[-1]] if entry.code == _IN_PAIRS else list(entry.shape),
                 "data_offsets": [entry.start, entry.stop],
             }
         text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
@@ -183,6 +194,10 @@ def _entry(name: str, key: str, value: Any) -> Entry:
     code, shape, (start, stop) = tensor.dtype, tensor.shape, tensor.data_offsets
     if code not in DTYPES:
         raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which this library does not know")
+    if code == _IN_PAIRS:
+        if not shape or shape[-1] % 2:
+            raise CheckpointError(f"{name}: {key} is {code} of shape {list(shape)}, but bytes have two numbers each")
+        shape = (*shape[:-1], shape[-1] // 2)
     if stop - start != prod(shape) * DTYPES[code][1]:
         raise CheckpointError(
             f"{name}: {key} is {code} of shape {list(shape)}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "
