@@ -255,6 +255,7 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer
+    "fsdp_optim.formats.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
 }
 
 

@@ -35,17 +35,23 @@ class Source:
     Attributes:
         file: the file.
         start: the byte of the file at which the part begins, or a function that finds it out, called at the first read.
-        memory: the bytes themselves, of a tensor that cannot be read by ranges; then there is no file.
+        memory: the bytes themselves, of a tensor that cannot be read by ranges, or a function that returns them, called at the
+            first read; then there is no file.
     """
 
     file: str = ""
     start: int | Callable[[], int] = 0
-    memory: memoryview | None = None
+    memory: memoryview | Callable[[], memoryview] | None = None
 
     @cached_property
     def first_byte(self) -> int:
         """The byte of the file at which the part begins."""
         return self.start() if callable(self.start) else self.start
+
+    @cached_property
+    def data(self) -> memoryview | None:
+        """The bytes of `memory`; None if a file has them."""
+        return self.memory() if callable(self.memory) else self.memory
 
 
 class NoJudge(Judge[Any]):
@@ -117,15 +123,14 @@ class ForeignReader:
         for stored in (*self.model.values(), *self.optim.values()):
             for name, start, nbytes in _places(stored):
                 source = self._source(name)
+                if callable(source.memory):
+                    continue  # not known before the first read, which checks it
+                if source.memory is None and source.file not in sizes:
+                    sizes[source.file] = self.opened.size_of(source.file)
                 if callable(source.start):
                     continue  # not known before the first read, which fails at the end of the file
                 where = self.opened.named(source.file) if source.memory is None else name
-                if source.memory is not None:
-                    size = source.memory.nbytes
-                elif source.file in sizes:
-                    size = sizes[source.file]
-                else:
-                    size = sizes[source.file] = self.opened.size_of(source.file)
+                size = sizes[source.file] if source.memory is None else source.memory.nbytes
                 if start < 0 or source.start + start + nbytes > size:
                     raise CheckpointError(
                         f"{where}: {stored.key} ends at byte {source.start + start + nbytes}, but the file has {size} bytes: it "
@@ -185,9 +190,9 @@ class ForeignReader:
         for name, ranges in extents.items():
             source = self._source(name)
             path = self.opened.named(source.file)
-            if source.memory is not None:
+            if source.data is not None:
                 for extent in ranges:
-                    extent.memory[:] = source.memory[extent.start : extent.stop]
+                    extent.memory[:] = source.data[extent.start : extent.stop]
                     did_read(len(extent.memory))
             else:
                 fill = partial(self.opened.read_into, source.file)
