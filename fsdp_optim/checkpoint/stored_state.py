@@ -92,11 +92,13 @@ def _of_foreign(checkpoint: FormatReader, names: Names, shapes: Mapping[str, Sha
             and full.kind_of(fqn, name, value, shapes.get(fqn, stored.shape), evidence) is Kind.SHARDED
         }
         whole = stand_ins.read_others(frozenset(id(full.state[fqn][name]) for fqn, name in sharded))
+        metas = {place: _meta_of(stored) for place, stored in sharded.items()}
         full = replace(
             full,
             state={
                 fqn: {
-                    name: value if (fqn, name) in sharded else _mapped(value, whole) for name, value in values.items()
+                    name: metas[fqn, name] if (fqn, name) in metas else _mapped(value, whole)
+                    for name, value in values.items()
                 }
                 for fqn, values in full.state.items()
             },
@@ -117,22 +119,24 @@ class _StandIns:
         self._checkpoint = checkpoint
         unique = {stored.key: stored for stored in small}
         self._small = dict(zip(unique, read_constants(checkpoint, list(unique.values())), strict=True))
-        self._metas: dict[
-            int, tuple[torch.Tensor, StoredTensor]
-        ] = {}  # by id; the tensors are kept, so ids stay unique
+        # By id; the tensors are kept, so ids stay unique.
+        self._metas: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
+        self._read: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
 
     def in_place_of_stored(self, tree: Any) -> Any:
         return _replaced(tree, self._stand_in)
 
     def _stand_in(self, stored: StoredTensor) -> torch.Tensor:
         if stored.key in self._small:
-            return self._small[stored.key]
-        meta = torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
+            value = self._small[stored.key].clone()  # one for each place of a tensor that has several
+            self._read[id(value)] = (value, stored)
+            return value
+        meta = _meta_of(stored)
         self._metas[id(meta)] = (meta, stored)
         return meta
 
     def stored_of(self, value: object) -> StoredTensor | None:
-        found = self._metas.get(id(value))
+        found = self._metas.get(id(value)) or self._read.get(id(value))
         return found[1] if found is not None else None
 
     def read_others(self, but: frozenset[int]) -> Callable[[object], Any]:
@@ -144,6 +148,10 @@ class _StandIns:
         read = read_constants(self._checkpoint, [stored for _, stored in others])
         by_id = {number: value for (number, _), value in zip(others, read, strict=True)}
         return lambda value: by_id.get(id(value), value)
+
+
+def _meta_of(stored: StoredTensor) -> torch.Tensor:
+    return torch.empty(stored.shape, dtype=dtype_named(stored.dtype), device="meta")
 
 
 def _replaced(tree: Any, of: Callable[[StoredTensor], torch.Tensor]) -> Any:

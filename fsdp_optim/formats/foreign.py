@@ -197,7 +197,8 @@ class ForeignReader:
             else:
                 fill = partial(self.opened.read_into, source.file)
                 section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
-                read_extents(section, ranges, None, did_read)
+                for apart in _without_overlaps(ranges):
+                    read_extents(section, apart, None, did_read)
             for extent in ranges if name in self._bools else ():
                 for start, stop, key in self._bools[name]:
                     first, last = max(start, extent.start), min(stop, extent.stop)
@@ -254,6 +255,18 @@ def tensors_in(tree: Any) -> Iterator[StoredTensor]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from tensors_in(value)
+
+
+def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
+    """The same ranges in lists in which no byte is read twice. Tensors of one file may share memory."""
+    rest = sorted(ranges, key=lambda extent: extent.start)
+    while rest:
+        apart: list[Extent] = []
+        others: list[Extent] = []
+        for extent in rest:
+            (others if apart and extent.start < apart[-1].stop else apart).append(extent)
+        yield apart
+        rest = others
 
 
 def _no_names(start: int, stop: int) -> str:
