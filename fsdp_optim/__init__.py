@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.api import (
     async_save,
+    convert,
     for_fairscale,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
@@ -46,6 +47,7 @@ __all__ = [
     "StateError",
     "WrapperError",
     "async_save",
+    "convert",
     "for_fairscale",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.checkpoint import background, catalog, restore
+from fsdp_optim.checkpoint import convert as conversion
 from fsdp_optim.checkpoint import save as saving
 from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restored import Restored
@@ -20,8 +21,10 @@ from fsdp_optim.checkpoint.stores import shelf_at
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
+    CONVERT_NBYTES,
     Check,
     Collect,
+    ConvertOptions,
     GatherOptions,
     GroupsFrom,
     KeyBy,
@@ -593,3 +596,72 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
     with checkpoint_errors(root):
         found = catalog.latest(shelf_at(root, storage_options))
         return found if found is None or scheme_of(root) is not None else Path(found)
+
+
+@ordinary_tensors()
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str = "safetensors",
+    world_size: int | None = None,
+    key_by: KeyBy | None = None,
+    memory: int = CONVERT_NBYTES,
+    names: Sequence[str] | None = None,
+    model: nn.Module | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    max_file_size: int = 4_000_000_000,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Saved:
+    """Write a checkpoint again in another format or in other files, bit for bit, without ranks and in bounded memory.
+
+    Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
+    default group make the call and each copies a share of the bytes. The new checkpoint is written aside and gets its name when
+    it is complete. A conversion into a folder that is killed or interrupted goes on where it stopped, if it is called again with
+    the same source, which has not changed, the same `dst` and the same options: what is there already is verified and not written
+    again. Any other save into the same parent folder removes such leftovers. After an error nothing is left.
+
+    Args:
+        src: the checkpoint: a path, or a URL as for save.
+        dst: the place of the new checkpoint: a path, or a URL as for save.
+        format: "safetensors": this library's own, as save writes it.
+        world_size: the number of ranks, for formats that have a part for each rank.
+        key_by: "id" or "name", for formats whose optimizer dict may have either.
+        memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
+            (names, shapes) comes on top.
+        names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
+        model: in the place of `names`: a model whose parameters have this order; it may be on the meta device.
+        overwrite, durable, max_file_size: as for save.
+        allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
+        progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
+        process_group, timeout: as for gather: other ranks than those of the default group.
+        storage_options: as for save, for both places that are URLs.
+
+    Returns:
+        A `Saved`; `nbytes_written` are the bytes that this process wrote, without those that a killed conversion had written.
+
+    Raises (the same on all ranks):
+        CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
+        StateError: the source has ids without names, and neither `names` nor `model` tells them; or the ranks differ.
+    """
+    with checkpoint_errors(dst):
+        options = ConvertOptions(
+            Options(process_group=process_group, timeout=timeout),
+            format=format,
+            world_size=world_size,
+            key_by=key_by,
+            memory=memory,
+            names=names,
+            overwrite=overwrite,
+            durable=durable,
+            max_file_size=max_file_size,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            storage_options=storage_options,
+        )
+        return conversion.convert(src, dst, options, model)

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, field, fields
 from datetime import timedelta
 from numbers import Integral, Real
 from os import PathLike
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from fsdp_optim.errors import CheckpointError, StateError
 
 BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
+
+CONVERT_NBYTES, LEAST_CONVERT_NBYTES = 512 << 20, 16 << 20
+"""Bytes that a process may hold for the elements of a checkpoint that it converts."""
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that ranks wait for each other before the missing ones are named."""
@@ -243,3 +246,33 @@ class LoadOptions(Arguments):
             raise StateError(
                 f"rename has to map beginnings of names to others, as in {{'model.': ''}}, not {self.rename!r}"
             )
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Arguments):
+    """The options of convert."""
+
+    call: Options
+    format: str = "safetensors"
+    world_size: int | None = None
+    key_by: KeyBy | None = None
+    memory: int = CONVERT_NBYTES
+    names: Sequence[str] | None = None
+    overwrite: bool = False
+    durable: bool = True
+    max_file_size: int = 4_000_000_000
+    allow_pickle: bool = False
+    progress: bool | None = field(default=None, metadata=MAY_DIFFER)
+    storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+
+    def validate(self) -> None:
+        super().validate()
+        check_at_least("memory", self.memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+        check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
+        if self.world_size is not None:
+            check_at_least("world_size", self.world_size, 1, error=CheckpointError)
+        if self.key_by is not None:
+            check_one_of("key_by", self.key_by, ("id", "name"), CheckpointError)
+        names = self.names if isinstance(self.names, (list, tuple, NoneType)) else [None]
+        if not all(isinstance(name, str) for name in names or ()):
+            raise StateError(f"names has to be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")

@@ -15,6 +15,7 @@ from fsdp_optim.adapters.dtensor import DTensorAdapter
 from fsdp_optim.adapters.fairscale import FairscaleAdapter
 from fsdp_optim.adapters.fsdp1 import FSDP1Adapter
 from fsdp_optim.adapters.replicated import ReplicatedAdapter
+from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN
 from fsdp_optim.errors import WrapperError
 
 GROUP = "fsdp_optim.adapters"
@@ -56,6 +57,11 @@ def all_adapters() -> tuple[Adapter, ...]:
     """
     installed = tuple(_loaded(point) for point in installed_points() if point.name in sys.modules)
     return (*_added.get(), *installed, *BUILT_IN)
+
+
+def wrapper_parts() -> frozenset[str]:
+    """The components of names that wrappers insert, and that are not part of an FQN."""
+    return TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in all_adapters()))
 
 
 @functools.cache

@@ -1,112 +1,345 @@
-"""Convert: rewrites a checkpoint in one process, without a model and without other ranks."""
+"""Convert: writes a checkpoint again, in another format or in other files, without a model and in bounded memory.
+
+All processes that make the call read the description of the source, plan the same files and units, and copy a share of the units
+each, in several threads. The new files are written aside and committed like a save. In a folder, what a killed conversion has
+left is recognised by a digest of the source and of the plan, and the next call goes on there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from fsdp_optim.checkpoint.contents import RECORDS, SavedValue
-from fsdp_optim.checkpoint.file_plan import FilePlan
-from fsdp_optim.checkpoint.files import planned_files
-from fsdp_optim.checkpoint.formats import open_checkpoint
-from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue
+import torch
+from torch import nn
+
+from fsdp_optim.checkpoint.alone import warn_if_alone
+from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
+from fsdp_optim.checkpoint.files import File, planned_files
+from fsdp_optim.checkpoint.formats import Wanted, format_named, open_checkpoint
+from fsdp_optim.checkpoint.lanes import JOURNAL, Share
+from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.save import (
-    Job,
-    abandoned_on_failure,
-    encode_written,
-    finish,
-)
-from fsdp_optim.checkpoint.stores import Place, store_at
-from fsdp_optim.formats.base import CheckpointContents, Format, FormatReader, FormatWriter, Prepared, StoredTensor
+from fsdp_optim.checkpoint.save import Job, encode_written, finish
+from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_of_leader
+from fsdp_optim.checkpoint.transcript import Naming, Transcript, transcribe
+from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Unit, plan_units
+from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base import Format, FormatReader, FormatWriter
+from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.ours import OURS
-from fsdp_optim.layout import Whole
-from fsdp_optim.move import move
-from fsdp_optim.options import Options, SaveOptions
+from fsdp_optim.options import ConvertOptions, Options, SaveOptions
+from fsdp_optim.storage.base import Opened, ResumableStaging, ResumableStore, Staging, Store, can_be_left, is_resumable
+from fsdp_optim.storage.schemes import scheme_of
+from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn, tell
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.world import alone
+from fsdp_optim.transport.world import world_here
+
+_UNIT_NBYTES, _MOST_LANES = 8 << 20, 16
+_SHARES = 4  # of a lane's memory: a unit, what is read around it, and what the store keeps of it
 
 
 def convert(
     source: Place,
     target: Place,
+    options: ConvertOptions,
+    model: nn.Module | None = None,
     *,
-    max_file_size: int,
-    overwrite: bool = False,
-    durable: bool = True,
     source_format: Format | None = None,
-    format: Format = OURS,
+    target_format: Format | None = None,
 ) -> Saved:
-    """Verify a checkpoint and write it again, in files of at most `max_file_size` bytes each.
+    """Verify a checkpoint and write it again. Called by all ranks of the process group.
 
-    Memory: one bucket of tensors at a time. Raises CheckpointError if the checkpoint is damaged, and then leaves nothing at
-    `target`. `source_format` None: the format is recognised.
+    `source_format` None: the format is recognised. `target_format` None: the format that the options name.
     """
-    here = alone("convert")
-    SaveOptions(Options(), max_file_size=max_file_size).validate()
-    opened = open_checkpoint(store_at(source, source_format or OURS), verify=True, format=source_format)
-    with closing(opened) as checkpoint:
-        step, writer = checkpoint.step, format.writer()
-        options = SaveOptions(Options(), step=step, max_file_size=max_file_size, overwrite=overwrite, durable=durable)
-        prepared, extras = _prepared(checkpoint, writer)
-        model, optim = _values(checkpoint.model, is_state=False), _values(checkpoint.optim, is_state=True)
-        files = planned_files(writer, "model", _saved(model), prepared.shared, most_nbytes=max_file_size, num_ranks=1)
-        if checkpoint.has_optim:
-            files += planned_files(
-                writer, "optim", _saved(optim), prepared.shared, most_nbytes=max_file_size, num_ranks=1
+    callers = _callers(options.call)
+    with in_turn(callers), all_hear(callers):
+        options.validate()
+        format = target_format or format_named(options.format, Wanted(options.world_size, options.key_by))
+        its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
+        with closing(open_checkpoint(its, verify=True, format=source_format)) as checkpoint:
+            naming, writer = Naming(options.names, model), format.writer()
+            transcript = transcribe(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
+            work = _Work.of(callers, checkpoint, transcript, writer, format, options)
+            if not compare(callers, "read", work.compared.encode()):
+                raise StateError(
+                    f"{checkpoint.where}: the processes that convert it see different checkpoints, or have other options: give "
+                    "all of them the same path and options"
+                )
+            return work.run(target)
+
+
+def _callers(options: Options) -> RankGroup:
+    """The ranks that make the call: those of the process group, or all ranks of the job."""
+    world, group = world_here(), options.process_group
+    ranks = world.ranks_of(group) if group is not None else range(world.size)
+    return world.group("convert", ranks, group, options.seconds, options.bucket_nbytes)
+
+
+def _options_of(place: Place, options: StorageOptions) -> StorageOptions:
+    """The options of a place: a path has none, because the other place of the call may be a URL."""
+    return options if isinstance(place, str) and scheme_of(place) is not None else None
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """The place of the new files, on every rank. `staging`: on the leader; `staged`: what a killed conversion has left there."""
+
+    store: Store
+    strategy: str
+    address: str
+    durable: bool
+    part_nbytes: Mapping[str, int]
+    staging: Staging | None = None
+    claim: Claim | None = None
+    staged: Opened | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A conversion as all ranks plan it."""
+
+    callers: RankGroup
+    checkpoint: FormatReader
+    transcript: Transcript
+    writer: FormatWriter
+    format: Format
+    options: ConvertOptions
+    files: tuple[File, ...]
+
+    @classmethod
+    def of(
+        cls,
+        callers: RankGroup,
+        checkpoint: FormatReader,
+        transcript: Transcript,
+        writer: FormatWriter,
+        format: Format,
+        options: ConvertOptions,
+    ) -> _Work:
+        shared, most = transcript.prepared.shared, options.max_file_size
+        files = planned_files(writer, "model", transcript.model, shared, most_nbytes=most, num_ranks=1)
+        if transcript.has_optim:
+            files += planned_files(writer, "optim", transcript.optim, shared, most_nbytes=most, num_ranks=1)
+        return cls(callers, checkpoint, transcript, writer, format, options, tuple(files))
+
+    @property
+    def compared(self) -> str:
+        """What ranks compare: the source, the options and the files."""
+        return f"{self.options.compared_text()} {self._described}"
+
+    @cached_property
+    def _described(self) -> str:
+        """What is read and written, and how it is cut, as text."""
+        files = [[file.name, file.plan.nbytes, hex_of(file.plan.head), self._frames_of(file)] for file in self.files]
+        small = {name: hex_of(data) for name, data in self.transcript.files.items()}
+        described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.identity]
+        return json.dumps(described, sort_keys=True, default=str)
+
+    def _frames_of(self, file: File) -> str:
+        return hex_of(b"".join(b"%d %d " % (at, len(content)) + content for at, content in file.plan.between))
+
+    @property
+    def note(self) -> str:
+        """The text by which the next call recognises what this one has left, if it is killed."""
+        digests = [hex_of(f"{salt}{self._described}{self.checkpoint.versions()}".encode()) for salt in ("a", "b")]
+        return f"fsdp_optim.convert {''.join(digests)}"
+
+    @property
+    def leads(self) -> bool:
+        return self.callers.rank == self.callers.ranks[0]
+
+    @property
+    def unit_nbytes(self) -> int:
+        """The length of units: it depends on nothing that may differ when a conversion goes on."""
+        return min(_UNIT_NBYTES, self.options.memory // (2 * _SHARES))
+
+    def run(self, target: Place) -> Saved:
+        """Write the new files and commit them."""
+        begun = self._begin(target)
+        job = self._job(begun)
+        with _given_up(job), ExitStack() as stack:
+            if begun.staged is not None:
+                stack.enter_context(begun.staged)
+            total = sum(file.plan.nbytes_of_data for file in self.files)
+            progress = stack.enter_context(
+                Progress(self.options.progress, "converting", total, shown=self.leads, rate=True)
             )
-        store = store_at(target, format)
-        staging = store.begin(overwrite=overwrite, durable=durable)
-        plan = FilePlan(tuple(files), {file.name: here.rank for file in files}, is_alone=True)
-        job = Job(here, options, store, format, staging.address, plan, (), writer, extras, prepared, staging)
-        with abandoned_on_failure(job):
-            rank_writer, failure = job.rank_writer(), Failure()
-            job.start(rank_writer)
-            source_end = CheckpointEnd(
-                checkpoint, here.rank, here.budget.share(2, "copies of device memory on the host")
-            )
-            target_end = job.target(lambda parts: rank_writer.write(rank_writer.extents_of(parts)))
-            try:
-                move([*model, *optim], source_end, target_end, here, here.budget, failure)
-                if failure.error is not None:
-                    raise failure.error
-                rank_writer.finish()
-            finally:
-                rank_writer.discard()
-            checkpoint.check_unchanged()
-            finish(job, [encode_written(job, rank_writer)])
-    return job.saved(rank_writer.nbytes)
+            share, failure = self._share(begun, progress), Failure()
+            with failure:
+                first = self._join(begun)
+                make_files(first, job.plan.own_files(self.callers.rank))
+                for name, data in job.extras.items():
+                    first.put(name, data)
+                share.run(first, self._num_lanes(begun))
+            with failure:
+                if failure.error is None:
+                    self.checkpoint.check_unchanged()
+            told = tell(self.callers, "written", encode_written(job, share), error=failure.error, fatal=failure.fatal)
+            with failure:
+                if self.leads:
+                    finish(job, [told.content_of(rank) for rank in self.callers.ranks])
+            agree(self.callers, "committed", failure.error)
+            progress.done()
+        return job.saved(share.nbytes_written)
+
+    # --------------------------------------------------------------------------------------- the place of the new files
+
+    def _begin(self, target: Place) -> _Begun:
+        """Agree on the place and on who writes what. In a folder, go on where a killed conversion has stopped."""
+        callers, for_target = self.callers, _options_of(target, self.options.storage_options)
+        store = store_at(target, self.format, for_target)
+        warn_if_alone(callers, store.where, has_group=self.options.call.process_group is not None)
+        is_one_machine = compare(callers, "machines", store.machine_id().encode())
+        staging: Staging | None = None
+        claim: Claim | None = None
+        content = b""
+        try:
+            if self.leads:
+                claim = Claim.lay(callers, store.where)
+                staging, strategy, is_resumed = self._stage(store, is_one_machine=is_one_machine)
+                can = staging.capabilities
+                durable = self.options.durable or staging.replaces
+                parts = {file.name: can.part_nbytes_of(file.plan.nbytes) for file in self.files if strategy == IN_PARTS}
+                content = json.dumps([store.where, staging.address, strategy, is_resumed, durable, parts]).encode()
+            told = tell(callers, "folder", content)
+            where, address, strategy, is_resumed, durable, parts = json.loads(told.content_of(callers.ranks[0]))
+            store = store_of_leader(target, store, where, self.format, for_target)
+            staged = store.staged(address) if is_resumed and is_resumable(store) else None
+            return _Begun(store, strategy, address, durable, parts, staging, claim, staged)
+        except BaseException:
+            if staging is not None:
+                staging.abandon()
+            if claim is not None:
+                claim.release()
+            raise
+
+    def _stage(self, store: Store, *, is_one_machine: bool) -> tuple[Staging, str, bool]:
+        """Begin the save of the new files, on the leader: (the save, the strategy, whether it is a killed one that goes on)."""
+        if is_resumable(store):
+            resumed = store.resume(self.note, overwrite=self.options.overwrite)
+            if (
+                resumed is not None
+                and self._strategy(resumed, is_one_machine) == IN_PLACE
+                and self._fits(resumed, store)
+            ):
+                return resumed, IN_PLACE, True
+            if resumed is not None:
+                resumed.abandon()
+        staging = store.begin(overwrite=self.options.overwrite, durable=self.options.durable)
+        try:
+            strategy = self._strategy(staging, is_one_machine)
+            if strategy in (IN_PLACE, IN_PARTS):
+                make_files(staging, self.files)
+            if strategy == IN_PLACE and can_be_left(staging):
+                staging.create(JOURNAL, len(self._units({})) * DIGEST_NBYTES, b"")
+                staging.keep(self.note)  # the last step: now all files are there
+        except BaseException:
+            staging.abandon()
+            raise
+        return staging, strategy, False
+
+    def _strategy(self, staging: Staging, is_one_machine: bool) -> str:
+        strategy, is_alone = strategy_for(staging.capabilities, "auto"), len(self.callers.ranks) == 1
+        if can_be_left(staging) and is_alone:
+            return IN_PLACE
+        return strategy if strategy != BY_MACHINES else IN_PLACE if is_one_machine else "per_rank_files"
+
+    def _fits(self, staging: ResumableStaging, store: ResumableStore) -> bool:
+        """Whether all planned files are there with their sizes and heads. Other files are removed: they are written again."""
+        wanted = {file.name: file.plan.nbytes for file in self.files}
+        wanted[JOURNAL] = len(self._units({})) * DIGEST_NBYTES
+        there = staging.names()
+        if not wanted.keys() <= set(there):
+            return False
+        staging.drop([name for name in there if name not in wanted])
+        with store.staged(staging.address) as files:
+            heads = (files.read(file.name, 0, len(file.plan.head)) == file.plan.head for file in self.files)
+            return all(files.size_of(name) == nbytes for name, nbytes in wanted.items()) and all(heads)
+
+    # --------------------------------------------------------------------------------------- this rank's share
+
+    def _job(self, begun: _Begun) -> Job:
+        """The conversion as a save, which ends like any other."""
+        ranks, options = self.callers.ranks, self.options
+        loads, owners = dict.fromkeys(ranks, 0), {}
+        for file in self.files if begun.strategy not in (IN_PLACE, IN_PARTS) else ():
+            owner = owners[file.name] = min(loads, key=lambda rank: (loads[rank], rank))
+            loads[owner] += file.plan.nbytes
+        as_save = SaveOptions(
+            options.call,
+            step=self.checkpoint.step,
+            max_file_size=options.max_file_size,
+            overwrite=options.overwrite,
+            durable=begun.durable,
+        )
+        return Job(
+            self.callers,
+            as_save,
+            begun.store,
+            self.format,
+            begun.address,
+            FilePlan(self.files, owners, is_alone=len(ranks) == 1),
+            (),
+            self.writer,
+            self.transcript.files if self.leads else {},
+            self.transcript.prepared if self.leads else None,
+            begun.staging,
+            begun.claim,
+        )
+
+    def _units(self, part_nbytes: Mapping[str, int]) -> list[Unit]:
+        return plan_units(self.files, self.unit_nbytes, part_nbytes)
+
+    def _share(self, begun: _Begun, progress: Progress) -> Share:
+        units, num, position = self._units(begun.part_nbytes), len(self.callers.ranks), self.callers.position
+        owners = self._job(begun).plan.owners
+        if owners:
+            mine: Sequence[Unit] = [unit for unit in units if owners[unit.file.name] == self.callers.rank]
+        else:
+            mine = units[len(units) * position // num : len(units) * (position + 1) // num]
+        return Share(
+            self.checkpoint,
+            self.transcript.stored,
+            self.files,
+            mine,
+            join=lambda: self._join(begun),
+            staged=begun.staged,
+            has_journal=begun.strategy == IN_PLACE and is_resumable(begun.store),
+            unit_nbytes=max((unit.nbytes for unit in mine), default=0),
+            shown=lambda nbytes: progress.up_to(nbytes * num),
+        )
+
+    def _join(self, begun: _Begun) -> Any:
+        who = f"rank {self.callers.rank}"
+        return begun.store.join(begun.address, durable=begun.durable, who=who, budget_nbytes=self.options.memory // 2)
+
+    def _num_lanes(self, begun: _Begun) -> int:
+        """The number of threads: one for each core, more where requests of a store are waited for, one where parts are sent."""
+        if not is_resumable(begun.store):
+            return 1
+        is_remote = any(one.request_nbytes for one in self.transcript.stored.values())
+        wanted = _MOST_LANES if is_remote else torch.get_num_threads()
+        return max(min(wanted, _MOST_LANES, self.options.memory // (_SHARES * self.unit_nbytes)), 1)
 
 
-def _prepared(checkpoint: FormatReader, writer: FormatWriter) -> tuple[Prepared, dict[str, bytes]]:
-    """What the target will say, and its small files: snapshot_of where the format stays, else decoded and encoded again."""
-    snapshot_of = writer.copied(checkpoint)
-    if snapshot_of is not None:
-        return snapshot_of, dict(snapshot_of.files)
-    contents = CheckpointContents(
-        world_size=max(checkpoint.world_size, 1),
-        params={key: stored.shape for key, stored in checkpoint.model.items()},
-        aliases=checkpoint.aliases,
-        optim=checkpoint.description(allow_pickle=False, records=RECORDS) if checkpoint.has_optim else None,
-    )
-    prepared = writer.prepare(contents, allow_pickle=False, records=RECORDS)
-    extras = dict(prepared.files)
-    for name in sorted(checkpoint.extras):
-        value = checkpoint.extra(name, verify=True).decoded(allow_pickle=False)
-        extras.update([writer.extra(name, value, allow_pickle=False)])
-    return prepared, extras
-
-
-def _values(stored: Mapping[str, StoredTensor], *, is_state: bool) -> list[StoredValue]:
-    """Stored tensors as values on this one process. The key of each tensor stands for an FQN."""
-    return [
-        StoredValue.of(key, "", tensor, Whole(tensor.shape, (0,)), None, is_state=is_state)
-        for key, tensor in stored.items()
-    ]
-
-
-def _saved(values: list[StoredValue]) -> list[SavedValue]:
-    """The same values as the target saves them."""
-    return [
-        SavedValue(value.fqn, value.name, value.dtype, value.placement, value.is_state, value.fqn) for value in values
-    ]
+@contextmanager
+def _given_up(job: Job) -> Iterator[None]:
+    """Remove the new files after an error; leave them for the next call where a user has interrupted this one."""
+    try:
+        yield
+    except BaseException as error:
+        if job.staging is not None:
+            if isinstance(error, Exception) or not can_be_left(job.staging):
+                job.staging.abandon()
+            else:
+                job.staging.leave()
+        if job.claim is not None:
+            job.claim.release()
+        raise

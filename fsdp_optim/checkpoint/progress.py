@@ -18,10 +18,13 @@ log = logging.getLogger("fsdp_optim")
 class Progress:
     """The progress of work on `total` bytes, shown if `shown` is True. `requested` None: only for long work.
 
-    `alone`: whether nothing else prints meanwhile. During training there is a bar only if `requested` is True.
+    `alone`: whether nothing else prints meanwhile. During training there is a bar only if `requested` is True. `rate`: whether
+    lines in the log have the bytes per second too.
     """
 
-    def __init__(self, requested: bool | None, label: str, total: int, *, shown: bool, alone: bool = True) -> None:
+    def __init__(
+        self, requested: bool | None, label: str, total: int, *, shown: bool, alone: bool = True, rate: bool = False
+    ) -> None:
         on_terminal = alone and sys.stderr.isatty()
         visible = shown and requested is not False and (requested is True or total >= _BAR_FROM)
         self._label, self._total = label, total
@@ -29,7 +32,8 @@ class Progress:
             tqdm(total=total, desc=label, unit="B", unit_scale=True) if visible and (on_terminal or requested) else None
         )
         self._logs = visible and self._bar is None
-        self._last_line = time.monotonic()
+        self._last_line = self._begin = time.monotonic()
+        self._rate = rate
 
     def __enter__(self) -> Progress:
         return self
@@ -43,7 +47,8 @@ class Progress:
             self._bar.update(done - self._bar.n)
         elif self._logs and time.monotonic() - self._last_line > _LINE_EVERY:
             self._last_line = time.monotonic()
-            log.info("%s: %d of %d bytes", self._label, done, self._total)
+            rate = f", {done / 1e6 / max(self._last_line - self._begin, 1e-9):.0f} MB/s" if self._rate else ""
+            log.info("%s: %d of %d bytes%s", self._label, done, self._total, rate)
 
     def done(self) -> None:
         """Show that all work has succeeded."""

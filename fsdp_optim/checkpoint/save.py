@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -373,7 +373,16 @@ def _prepared(
     return prepared
 
 
-def encode_written(job: Job, writer: RankWriter) -> bytes:
+class Written(Protocol):
+    """What a rank has written: the receipt of the store, and the segments of each file, in the order of the files."""
+
+    @property
+    def receipt(self) -> bytes: ...
+    @property
+    def rows(self) -> Mapping[str, Rows]: ...
+
+
+def encode_written(job: Job, writer: Written) -> bytes:
     """The results of a rank for the leader: the receipt of the store, its small files, and its segments of each file."""
     extras = json.dumps({name: job.writer.info_of(data) for name, data in job.extras.items()}).encode()
     parts = [writer.receipt, extras]

@@ -168,13 +168,20 @@ class FormatReader(Protocol):
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Fill memory from ranges of files, given by file name. `did_read` is called with the number of bytes after each read."""
+        """Fill memory from ranges of files, given by file name. `did_read` is called with the number of bytes after each read.
+
+        Several threads may read at the same time.
+        """
 
     def verified(self) -> FormatReader:
         """The same checkpoint, read with verification. Closing this reader closes both."""
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if another checkpoint was written over this one since it was opened."""
+
+    def versions(self) -> Sequence[object]:
+        """Values that change when any of the files is written again."""
+        return ()
 
     def close(self) -> None:
         """Close the files."""

@@ -87,7 +87,7 @@ class Checkpoint:
     optim: Mapping[str, StoredTensor]
     verifies: bool = True
     _manifest_version: tuple[object, ...] | None = None
-    _last_table: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last_table: dict[str, tuple[str, Sums | None]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
@@ -176,6 +176,10 @@ class Checkpoint:
         if version is not None and version != self._manifest_version:
             raise replaced_error(self.where)
 
+    def versions(self) -> Sequence[object]:
+        """Values that change when any of the files is written again."""
+        return [(name, self.opened.version_of(name)) for name in (NAME, *self.files)]
+
     def extra(self, name: str, *, verify: bool) -> Extra:
         return self._extra(file_of_extra(name), verify=verify)
 
@@ -223,10 +227,11 @@ class Checkpoint:
 
     def _table(self, file: StoredFile) -> Sums | None:
         """The table of checksums of a file. The table that was read last is kept."""
-        if file.name not in self._last_table:
-            self._last_table.clear()
-            self._last_table[file.name] = file.table(self.opened)
-        return self._last_table[file.name]
+        last = self._last_table.get("last")
+        if last is None or last[0] != file.name:
+            last = file.name, file.table(self.opened)
+            self._last_table["last"] = last  # one step, because several threads may read at the same time
+        return last[1]
 
 
 def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> StoredFile:

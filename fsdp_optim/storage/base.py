@@ -32,7 +32,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
 
 from fsdp_optim.errors import CheckpointError, causes_of
 
@@ -284,6 +284,49 @@ class StoreWriter(Protocol):
 
     def discard(self) -> None:
         """Release all files, after a failure. Raises nothing."""
+
+
+UNTIL_COMMIT = "resume."
+"""The beginning of the names of files that are needed to go on with a save, and that `commit` removes."""
+
+
+class ResumableStaging(Staging, Protocol):
+    """A save under way that another process can go on with after this one was killed."""
+
+    def keep(self, note: str) -> None:
+        """Keep the save for `ResumableStore.resume` with the same note, from now on until `commit` or `abandon`."""
+
+    def leave(self) -> None:
+        """Release the save without removing its files, so that `resume` finds them. Raises nothing."""
+
+    def names(self) -> list[str]:
+        """The names of the files that are there."""
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Remove files."""
+
+
+class ResumableStore(Store, Protocol):
+    """A store in which a save can go on after it was killed."""
+
+    def resume(self, note: str, *, overwrite: bool) -> ResumableStaging | None:
+        """Take over the save to this place that was kept with this note and that nobody goes on with; None if there is none.
+
+        Raises CheckpointError as `begin` does.
+        """
+
+    def staged(self, address: str) -> Opened:
+        """The files of a save under way as they are now, for all its processes."""
+
+
+def is_resumable(store: Store) -> TypeGuard[ResumableStore]:
+    """Whether saves in a store can go on after they were killed."""
+    return hasattr(store, "resume")
+
+
+def can_be_left(staging: Staging) -> TypeGuard[ResumableStaging]:
+    """Whether another process can go on with a save."""
+    return hasattr(staging, "leave")
 
 
 class Completion(Protocol):

@@ -13,7 +13,6 @@ from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
-from fsdp_optim.checkpoint.convert import convert
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective
@@ -61,7 +60,7 @@ class ConvertTest(unittest.TestCase):
         target.parent.mkdir(exist_ok=True)
         before = all_bytes(source)
         with mock.patch.object(collective.dist, "batch_isend_irecv", side_effect=AssertionError("a message was sent")):
-            done = convert(source, target, max_file_size=size, durable=False)
+            done = fsdp_optim.convert(source, target, max_file_size=size, durable=False)
         self.assertEqual(done.path, target)
         check_same("the source", all_bytes(source), before)
         check_folder(target)
@@ -110,7 +109,7 @@ class ConvertTest(unittest.TestCase):
         file.write_bytes(content)
         target = self.root / "from damaged"
         with self.assertRaisesRegex(CheckpointError, "optim.safetensors.*not those that were saved"):
-            convert(source, target, max_file_size=100, durable=False)
+            fsdp_optim.convert(source, target, max_file_size=100, durable=False)
         self.assertEqual([path.name for path in self.root.iterdir() if "from damaged" in path.name], [])
 
     def test_what_is_there_stays(self) -> None:
@@ -118,6 +117,6 @@ class ConvertTest(unittest.TestCase):
         target.mkdir()
         (target / "note").write_text("mine")
         with self.assertRaises(CheckpointError):
-            convert(source, target, max_file_size=100)
+            fsdp_optim.convert(source, target, max_file_size=100)
         self.assertEqual((target / "note").read_text(), "mine")
         self.assertTrue(torch.is_tensor(tensors_of(source, "model")["scale"]))

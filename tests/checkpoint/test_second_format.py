@@ -20,7 +20,7 @@ import fsdp_optim
 from fsdp_optim.checkpoint import background, formats, restore, save
 from fsdp_optim.checkpoint.convert import convert
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.options import LoadOptions, Options, SaveOptions
+from fsdp_optim.options import ConvertOptions, LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.store import Folder
@@ -80,8 +80,9 @@ class SecondFormatTest(unittest.TestCase):
         """From ours to the second one and back: the same tensors, extras and description, and it is loaded."""
         for wrapper in WRAPPERS:
             ours, there, back = (self.root / f"{name}-{wrapper}" for name in ("ours", "there", "back"))
-            convert(ours, there, max_file_size=10**9, durable=False, format=RAW)
-            convert(there, back, max_file_size=10**9, durable=False, source_format=RAW)
+            options = ConvertOptions(Options(), durable=False)
+            convert(ours, there, options, target_format=RAW)
+            convert(there, back, options, source_format=RAW)
             check_folder(back)
             for half in ("model", "optim"):
                 check_same(half, tensors_of(back, half), tensors_of(ours, half))
@@ -100,7 +101,8 @@ class SecondFormatTest(unittest.TestCase):
         run_on_ranks(load_all, 2, self.root, ("chunks-FSDP2", "chunks-FSDP1 flat"), False)
         with cpu():
             target = self.root / "from chunks"
-            convert(self.root / "chunks-FSDP2", target, max_file_size=10**9, durable=False, source_format=RAW)
+            options = ConvertOptions(Options(), durable=False)
+            convert(self.root / "chunks-FSDP2", target, options, source_format=RAW)
             check_same("state", tensors_of(target, "optim"), tensors_of(self.root / "ours-FSDP2", "optim"))
 
     def test_without_a_format_that_knows_it(self) -> None:

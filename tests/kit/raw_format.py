@@ -160,6 +160,8 @@ class RawWriter(FormatWriter):
 class RawReader:
     """The chunks of a tensor are equal runs of elements, in the order of its files."""
 
+    full_dict: Mapping[str, Any] | None = None
+
     def __init__(self, opened: Opened) -> None:
         self.opened, self.version = opened, opened.version_of(INDEX)
         self.index = index_in(opened)
@@ -254,6 +256,9 @@ class RawReader:
     def check_unchanged(self) -> None:
         if self.opened.version_of(INDEX) != self.version:
             raise replaced_error(self.where)
+
+    def versions(self) -> list[object]:
+        return [self.version]
 
     def close(self) -> None:
         self.opened.close()

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Capabilities, Judge, Staging
+from fsdp_optim.storage.base import UNTIL_COMMIT, Capabilities, Judge, ResumableStaging
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
 from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files, this_host
-from fsdp_optim.storage.posix.leftovers import LOCK, NEW, OLD, SAVING, remove_leftovers, restore_old
+from fsdp_optim.storage.posix.leftovers import LOCK, NEW, NOTE, OLD, SAVING, remove_leftovers, restore_old, take_over
 from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, is_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
@@ -51,7 +51,7 @@ class _Seen:
 
 
 @dataclass
-class FolderStaging(Staging):
+class FolderStaging(ResumableStaging):
     """A folder that is being written. One process creates the folder; the other processes get its path."""
 
     path: Path
@@ -81,6 +81,28 @@ class FolderStaging(Staging):
                     if attempt == _ATTEMPTS - 1:
                         raise
             raise FileNotFoundError(errno.ENOENT, "unreachable")
+        except OSError as error:
+            raise _failed(path, "cannot be saved", error) from None
+
+    @classmethod
+    def resume(cls, path: Path, judge: Judge[Any], note: str, *, overwrite: bool) -> FolderStaging | None:
+        """Take over the folder of a dead save that was kept with this note. Raises CheckpointError where `path` is taken."""
+        path = Path(os.path.abspath(path))
+        try:
+            _check_free(path, judge, overwrite=overwrite)
+            restore_old(path, judge, overwrite=overwrite)
+            found = take_over(path, note)
+            if found is None:
+                return None
+            folder, lock = found
+            staging = cls(path, folder, judge, overwrite, lock, _Seen.at(path, judge))
+            try:
+                remove_leftovers(path, judge)
+                _check_free(path, judge, overwrite=overwrite)
+            except BaseException:
+                staging.leave()
+                raise
+            return staging
         except OSError as error:
             raise _failed(path, "cannot be saved", error) from None
 
@@ -140,6 +162,7 @@ class FolderStaging(Staging):
 
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         self.put(manifest, data, durable=durable)
+        self.drop([name.name for name in self.folder.iterdir() if name.name.startswith(UNTIL_COMMIT)])
         self.take_place(durable=durable)
 
     def take_place(self, *, durable: bool) -> None:
@@ -198,6 +221,23 @@ class FolderStaging(Staging):
         if strangers:
             carry_over(self.path, self.folder, strangers)
             log.info("%s: carried over to the new checkpoint: %s", self.path, ", ".join(strangers))
+
+    def keep(self, note: str) -> None:
+        write_file(self.folder / NOTE, note.encode(), durable=False)
+
+    def leave(self) -> None:
+        self._unlock()
+
+    def names(self) -> list[str]:
+        files = (path for path in self.folder.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.folder).as_posix() for path in files if path.name not in (LOCK, NOTE))
+
+    def drop(self, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.folder / name}: cannot be removed: {error.strerror or error}") from None
 
     def abandon(self) -> None:
         """Remove the folder, after a failure. Raises nothing."""

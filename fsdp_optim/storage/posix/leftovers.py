@@ -20,17 +20,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import BriefT, Judge, Standing
+from fsdp_optim.storage.base import UNTIL_COMMIT, BriefT, Judge, Standing
 from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
 from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.looks import is_nothing, standing_of
 
 LOCK = "owner.lock"
+NOTE = f"{UNTIL_COMMIT}note"
+"""The file with the note of a save that can be resumed."""
+
 NEW, SAVING, OLD, GONE = ".new-", ".saving-", ".old-", ".gone-"
 UNFINISHED = (NEW, SAVING, GONE)
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
 _DEAD_AFTER = 3600.0  # seconds without a write, where the lock shows nothing
 _MOST_HOST_NBYTES = 256
+_MOST_NOTE_NBYTES = 1 << 12
 _TOKEN = re.compile("[0-9a-f]{16}")
 
 log = logging.getLogger("fsdp_optim")
@@ -159,6 +163,45 @@ def _is_held(folder: Path) -> bool:
     finally:
         close_quietly(lock)
     return host not in ("", this_host(folder)) and time.time() - _last_written(folder) < _DEAD_AFTER
+
+
+def take_over(path: Path, note: str) -> tuple[Path, int] | None:
+    """The folder of a dead save to `path` that has this note, and a file descriptor that holds its lock; None: there is none."""
+    for folder in _siblings(path, SAVING):
+        if _note_in(folder) != note.encode() or _is_held(folder):
+            continue
+        try:
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):  # else another save has removed it meanwhile
+                os.truncate(lock, 0)
+                os.pwrite(lock, this_host(folder).encode(), 0)
+                log.info("going on in %s, which a process that died has left", folder)
+                return folder, lock
+        except OSError:
+            pass  # another process was faster
+        except BaseException:
+            close_quietly(lock)
+            raise
+        close_quietly(lock)
+    return None
+
+
+def _note_in(folder: Path) -> bytes | None:
+    """The note of a save that can be resumed; None if there is none."""
+    try:
+        note = os.open(folder / NOTE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return os.read(note, _MOST_NOTE_NBYTES) if stat.S_ISREG(os.fstat(note).st_mode) else None
+    except OSError:
+        return None
+    finally:
+        close_quietly(note)
 
 
 def _last_written(folder: Path) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
 
 class OpenFolder(Opened):
-    """A folder and its files. Open files can still be read when another save has removed them.
+    """A folder and its files. Open files can still be read when another save has removed them. Several threads may read.
 
     Args:
         path: the folder.
@@ -31,6 +32,8 @@ class OpenFolder(Opened):
         self.path = path
         self._asked = asked or path
         self._files: dict[str, int] = {}
+        self._readers: dict[str, int] = {}  # how many threads read a file now
+        self._lock = threading.RLock()
         self._paths: dict[str, Path] = {}
         try:
             self._fd = os.open(path, _FOLDER)
@@ -45,14 +48,17 @@ class OpenFolder(Opened):
 
     def close(self) -> None:
         """Close the folder and its files."""
+        self._readers.clear()
         self._close_files()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             close_quietly(fd)
 
-    def _close_files(self) -> None:
-        while self._files:
-            close_quietly(self._files.popitem()[1])
+    def _close_files(self, num: int | None = None) -> None:
+        """Close the `num` files that were used first of those that no thread reads; None: all of them."""
+        idle = [name for name in self._files if name not in self._readers]
+        for name in idle[:num]:
+            close_quietly(self._files.pop(name))
 
     def _stat(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -88,17 +94,19 @@ class OpenFolder(Opened):
 
     def file(self, name: str) -> int:
         """A file descriptor of a regular file, valid until the next call of `file`. Symbolic links are refused."""
-        fd = self._files.pop(name, None)
-        if fd is None:
-            while len(self._files) >= _MOST_OPEN:
-                close_quietly(self._files.pop(next(iter(self._files))))
-            fd = self._open(name)
-        self._files[name] = fd
-        return fd
+        with self._lock:
+            fd = self._files.pop(name, None)
+            if fd is None:
+                if len(self._files) >= _MOST_OPEN:
+                    self._close_files(len(self._files) - _MOST_OPEN + 1)
+                fd = self._open(name)
+            self._files[name] = fd
+            return fd
 
     def size_of(self, name: str) -> int:
         """The size of a file in bytes."""
-        return os.fstat(self.file(name)).st_size
+        with self._lock:
+            return os.fstat(self.file(name)).st_size
 
     def nbytes_of(self, name: str) -> int:
         """The size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
@@ -107,10 +115,18 @@ class OpenFolder(Opened):
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         """Fill pieces of memory, one after the other, from a file from byte `offset` on."""
-        fd, path = self.file(name), self._paths.get(name)
-        if path is None:
-            path = self._paths[name] = self.path / name  # making a Path takes longer than reading a short range
-        read_into(fd, path, pieces, offset)
+        with self._lock:
+            fd, path = self.file(name), self._paths.get(name)
+            self._readers[name] = self._readers.get(name, 0) + 1
+        try:
+            if path is None:
+                path = self._paths[name] = self.path / name  # making a Path takes longer than reading a short range
+            read_into(fd, path, pieces, offset)
+        finally:
+            with self._lock:
+                self._readers[name] -= 1
+                if not self._readers[name]:
+                    del self._readers[name]
 
     def _open(self, name: str) -> int:
         path = self.path / self._checked(name)

@@ -1,0 +1,122 @@
+"""The lanes of a conversion: threads of one rank, each of which copies units until the share of the rank is done.
+
+What is done is noted in a journal among the new files: eight bytes for each unit, written after the unit. After a kill, a unit
+with a note is read from the new files, and copied again only if its segments do not have this digest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy
+
+from fsdp_optim.checkpoint.files import File
+from fsdp_optim.checkpoint.reading import CheckpointEnd
+from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Copier, Unit, digest_of
+from fsdp_optim.formats.base import FormatReader, StoredTensor
+from fsdp_optim.formats.checksums import Rows, rows_of
+from fsdp_optim.memory import Budget
+from fsdp_optim.move import Key
+from fsdp_optim.storage.base import UNTIL_COMMIT, Opened, StoreWriter
+from fsdp_optim.transport.world import alone
+
+JOURNAL = f"{UNTIL_COMMIT}journal"
+"""The name of the file of the journal."""
+
+
+@dataclass
+class Share:
+    """The units of one rank, and what becomes of them.
+
+    Attributes:
+        stored: the stored tensor of each value.
+        files: all new files.
+        join: gives a lane its access to the new files.
+        staged: the new files as a killed conversion has left them; None if there are none.
+        has_journal: whether the units are noted, so that they can be found after a kill.
+        unit_nbytes: the length of the longest unit.
+        shown: called with the number of bytes that are done.
+    """
+
+    reader: FormatReader
+    stored: Mapping[Key, StoredTensor]
+    files: Sequence[File]
+    units: Sequence[Unit]
+    join: Callable[[], StoreWriter]
+    staged: Opened | None
+    has_journal: bool
+    unit_nbytes: int
+    shown: Callable[[int], None] = lambda nbytes: None
+    nbytes_written: int = 0
+    nbytes_done: int = 0
+    receipt: bytes = b""
+    _rows: dict[str, list[Rows]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def rows(self) -> dict[str, Rows]:
+        """The segments of this rank, by file."""
+        return {file.name: numpy.concatenate([rows_of(()), *self._rows.get(file.name, ())]) for file in self.files}
+
+    def run(self, first: StoreWriter, num_lanes: int) -> None:
+        """Copy all units. `first`: the access of the first lane to the new files. Raises the first error of a lane."""
+        units, writers = iter(self.units), [first]
+        try:
+            writers += [self.join() for _ in range(min(num_lanes, len(self.units)) - 1)]
+            if len(writers) == 1:
+                self._lane(first, units)
+            else:
+                with ThreadPoolExecutor(len(writers), thread_name_prefix="fsdp_optim: convert") as pool:
+                    lanes = [pool.submit(self._lane, writer, units) for writer in writers]
+                    try:
+                        for lane in lanes:
+                            lane.result()
+                    except BaseException:
+                        self._stopped.set()
+                        raise
+            receipts = [writer.finish() for writer in writers]
+            self.receipt = receipts[0]  # several lanes write to a folder, which gives no receipts
+        finally:
+            for writer in writers:
+                writer.discard()
+
+    def _lane(self, writer: StoreWriter, units: Iterator[Unit]) -> None:
+        source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True)
+        copier = Copier(alone("convert"), source, self.stored, writer, self.unit_nbytes)
+        try:
+            while not self._stopped.is_set():
+                with self._lock:
+                    unit = next(units, None)
+                if unit is None:
+                    return
+                rows = self._found(copier, unit)
+                is_new = rows is None
+                if rows is None:
+                    rows = copier.copy(unit)
+                    if self.has_journal:
+                        writer.write(JOURNAL, [memoryview(digest_of(rows))], unit.number * DIGEST_NBYTES)
+                self._done(unit, rows, is_new=is_new)
+        except BaseException:
+            self._stopped.set()
+            raise
+
+    def _found(self, copier: Copier, unit: Unit) -> Rows | None:
+        """The segments of a unit that has been copied before a kill; None if it has to be copied."""
+        if self.staged is None:
+            return None
+        noted = self.staged.read(JOURNAL, unit.number * DIGEST_NBYTES, DIGEST_NBYTES)
+        if not any(noted):
+            return None
+        rows = copier.staged(unit, self.staged)
+        return rows if rows is not None and digest_of(rows) == noted else None
+
+    def _done(self, unit: Unit, rows: Rows, *, is_new: bool) -> None:
+        with self._lock:
+            self._rows.setdefault(unit.file.name, []).append(rows)
+            self.nbytes_written += unit.nbytes if is_new else 0
+            self.nbytes_done += unit.nbytes
+            self.shown(self.nbytes_done)

@@ -1,0 +1,213 @@
+"""What a conversion writes: the contents of an open checkpoint as a save would have them, without elements of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.adapters.registry import wrapper_parts
+from fsdp_optim.checkpoint.contents import RECORDS, SavedValue
+from fsdp_optim.checkpoint.stored_state import StoredState
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun
+from fsdp_optim.formats.base import CheckpointContents, FormatReader, FormatWriter, Prepared, StoredTensor
+from fsdp_optim.formats.description import (
+    OPAQUE,
+    SCALAR,
+    SCALAR_TENSOR,
+    TENSOR,
+    GroupDescription,
+    OptimDescription,
+    ParamDescription,
+)
+from fsdp_optim.layout import Shape, Whole
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.move import Key
+from fsdp_optim.state.classes import class_names_written
+from fsdp_optim.state.full import FullState, names_in, num_listed
+from fsdp_optim.state.kinds import Kind
+from fsdp_optim.state.names import Names
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The contents of a conversion.
+
+    Attributes:
+        model, optim: the tensors of the two halves in the order in which they are written.
+        stored: the place of each tensor in the source, without those that have a `constant`.
+        prepared: what the writer of the target says before anything is written; its small files are in `files`.
+        files: all small files.
+    """
+
+    model: tuple[SavedValue, ...]
+    optim: tuple[SavedValue, ...]
+    stored: Mapping[Key, StoredTensor]
+    prepared: Prepared
+    files: Mapping[str, bytes]
+    has_optim: bool
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names that a caller has given for a checkpoint without names.
+
+    `names`: FQNs in the order of the optimizer's ids. `model`: a model whose parameters have this order.
+    """
+
+    names: Sequence[str] | None = None
+    model: nn.Module | None = field(default=None, repr=False)
+
+
+def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *, allow_pickle: bool) -> Transcript:
+    """The contents of an open checkpoint for a writer. Reads small values only.
+
+    Raises StateError if the checkpoint has ids without names, and no names were given.
+    """
+    copied = writer.copied(checkpoint)
+    if copied is not None:
+        model, optim = _values(checkpoint.model, is_state=False), _values(checkpoint.optim, is_state=True)
+        stored = _stored(checkpoint.model, checkpoint.optim)
+        return Transcript(model, optim, stored, copied, dict(copied.files), checkpoint.has_optim)
+    weights, aliases = checkpoint.model, checkpoint.aliases
+    state, description = _values(checkpoint.optim, is_state=True), None
+    stored = _stored(weights, checkpoint.optim)
+    if checkpoint.full_dict is not None:
+        parts = wrapper_parts()
+        weights = _renamed(checkpoint, parts)
+        aliases = {_without(parts, alias): _without(parts, fqn) for alias, fqn in aliases.items()}
+        shapes = {fqn: one.shape for fqn, one in weights.items()}
+        found = StoredState.of(
+            checkpoint, _names(checkpoint, naming, weights, parts), shapes, allow_pickle=allow_pickle
+        )
+        description, state, tensors = _described(checkpoint, found, shapes)
+        stored = {**_stored(weights, {}), **tensors}
+    elif checkpoint.has_optim:
+        description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
+    elif getattr(checkpoint, "format_name", None) is not None:
+        weights = _renamed(checkpoint, wrapper_parts())
+        stored = _stored(weights, {})
+    contents = CheckpointContents(
+        world_size=max(checkpoint.world_size, 1),
+        params={key: one.shape for key, one in weights.items()},
+        aliases=aliases,
+        optim=description,
+    )
+    prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
+    files = dict(prepared.files)
+    for name in sorted(checkpoint.extras):
+        value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
+        files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
+    return Transcript(_values(weights, is_state=False), state, stored, prepared, files, description is not None)
+
+
+def _values(stored: Mapping[str, StoredTensor], *, is_state: bool) -> tuple[SavedValue, ...]:
+    """Stored tensors as values to save, whose keys stand for FQNs; those of large elements first, as a save writes them."""
+    values = [
+        SavedValue(key, "", dtype_named(one.dtype), Whole(one.shape, (0,)), is_state, key)
+        for key, one in stored.items()
+    ]
+    return tuple(sorted(values, key=lambda value: -value.dtype.itemsize))
+
+
+def _stored(weights: Mapping[str, StoredTensor], state: Mapping[str, StoredTensor]) -> dict[Key, StoredTensor]:
+    return {
+        **{(False, key, ""): one for key, one in weights.items()},
+        **{(True, key, ""): one for key, one in state.items()},
+    }
+
+
+# ------------------------------------------------------------------------------------------- other libraries
+
+
+def _without(parts: frozenset[str], name: str) -> str:
+    """A name without the parts that wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in parts)
+
+
+def _renamed(checkpoint: FormatReader, parts: frozenset[str]) -> dict[str, StoredTensor]:
+    """The weights by FQN. Raises CheckpointError if two of them have the same."""
+    found: dict[str, StoredTensor] = {}
+    for key, one in checkpoint.model.items():
+        fqn = _without(parts, key)
+        if fqn in found:
+            raise CheckpointError(f"{checkpoint.where}: {key} and {found[fqn].key} are both called {fqn}")
+        found[fqn] = one
+    return found
+
+
+def _names(
+    checkpoint: FormatReader, naming: Naming, weights: Mapping[str, StoredTensor], parts: frozenset[str]
+) -> Names:
+    """The names of the optimizer's parameters: those in its dict, or those that the caller gives for its ids."""
+    full, where = checkpoint.full_dict or {}, checkpoint.where
+    groups = full.get("param_groups")
+    view = ModelReader(naming.model).read() if naming.model is not None else None
+    aliases = {} if view is None else dict(view.aliases)
+    aliases.update(checkpoint.aliases)
+    order: Sequence[str] | None = naming.names if naming.names is not None else view.order if view is not None else None
+    if groups is None or names_in(full) is not None:
+        known = tuple(order) if order is not None else tuple(weights)
+        return Names((known,), aliases, wrapper_parts=parts, model_order=known)
+    nums = num_listed(groups)
+    if order is None:
+        raise StateError(
+            f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')} by ids without names: give names=[...], their "
+            "FQNs in the order of the ids, or model=, a model with these parameters (it may be on the meta device)"
+        )
+    if len(order) != sum(nums):
+        given = "names" if naming.names is not None else "the model"
+        raise StateError(
+            f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')}, and {given} has {len(order)}: give names= with "
+            "one FQN for each id"
+        )
+    left = iter(order)
+    by_group = tuple(tuple(next(left) for _ in range(num)) for num in nums)
+    units = view.unit_order if view is not None and view.unit_order is not None else tuple(order)
+    return Names(by_group, aliases, unit_order=units, wrapper_parts=parts, model_order=tuple(order))
+
+
+def _described(
+    checkpoint: FormatReader, found: StoredState, shapes: Mapping[str, Shape]
+) -> tuple[OptimDescription, tuple[SavedValue, ...], dict[Key, StoredTensor]]:
+    """The description of the state, its tensors to save, and the places of those that are in files."""
+    full, values, stored = found.full, list[SavedValue](), dict[Key, StoredTensor]()
+    evidence = full.evidence(shapes)
+    params = {}
+    for fqn in (fqn for _, fqns in full.groups for fqn in fqns):
+        listed: list[tuple[Any, str, Any]] = []
+        shape = shapes.get(fqn) or _shape_in(full, found, fqn)
+        for name, value in full.state.get(fqn, {}).items():
+            key = f"state.{fqn}.{name}"
+            if (fqn, name) in found.tensors:
+                one = found.tensors[fqn, name]
+                listed.append((name, TENSOR, key))
+                values.append(SavedValue(fqn, name, dtype_named(one.dtype), Whole(one.shape, (0,)), True, key))
+                stored[True, fqn, name] = one
+            elif isinstance(value, torch.Tensor) and not value.dim():
+                kind = full.kind_of(fqn, name, value, shape, evidence)
+                listed.append((name, TENSOR if kind is Kind.SHARDED else SCALAR_TENSOR, key))
+                values.append(SavedValue(fqn, name, value.dtype, Whole((), (0,)), True, key, constant=value))
+            elif full.kind_of(fqn, name, value, shape, evidence) is Kind.SCALAR:
+                listed.append((name, SCALAR, value))
+            else:
+                listed.append((name, OPAQUE, value))
+        params[fqn] = ParamDescription(shape, tuple(listed), fqn in full.state)
+    description = OptimDescription(
+        groups=tuple(GroupDescription(tuple(hyper.items()), fqns) for hyper, fqns in full.groups),
+        other_keys=dict(full.other_keys),
+        params=params,
+        optimizer_class=class_names_written(full.classes),
+    )
+    return description, tuple(sorted(values, key=lambda value: -value.dtype.itemsize)), stored
+
+
+def _shape_in(full: FullState, found: StoredState, fqn: str) -> Shape:
+    """The shape of a parameter whose weights are not in the checkpoint: that of a value which is cut like it."""
+    return next(
+        (found.tensors[fqn, name].shape for name in full.state.get(fqn, {}) if (fqn, name) in found.tensors), ()
+    )

@@ -1,0 +1,198 @@
+"""A conversion by several processes, in several threads, in bounded memory, and what is shown of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from kit.checkpoint_format import all_bytes
+from kit.compare import check_same
+from kit.conversions import MEMORY, check_converted, save_some
+from kit.scripts import run
+from kit.wrapping import error_text
+
+import fsdp_optim
+from fsdp_optim.checkpoint import progress
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.formats.ours import OURS
+from fsdp_optim.storage.base import Capabilities
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
+from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.testing import run_on_ranks
+
+
+@contextlib.contextmanager
+def no_shared_files() -> Iterator[None]:
+    """Each rank writes files of its own, as where several machines cannot write to one file."""
+    with mock.patch.object(FolderStaging, "capabilities", Capabilities("no")):
+        yield
+
+
+def convert_all(source: Path, root: Path) -> dict[str, Any]:
+    """On each rank."""
+    written = {}
+    for name, size in (("one", 10**9), ("several", 1 << 21)):
+        done = fsdp_optim.convert(source, root / name, memory=MEMORY, durable=False, max_file_size=size)
+        written[name] = done.nbytes_written
+    with no_shared_files():
+        done = fsdp_optim.convert(source, root / "own", memory=MEMORY, durable=False, max_file_size=1 << 21)
+        written["own"] = done.nbytes_written
+    return written
+
+
+def convert_alone(source: Path, target: Path) -> int | None:
+    """Rank 1 by itself, while the others do something else."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    if dist.get_rank() != 1:
+        return None
+    return fsdp_optim.convert(source, target, process_group=groups[1], durable=False).nbytes_written
+
+
+def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
+    """What ranks raise if they see different sources, or have other options, or one of them reads damage."""
+    mine = root / f"source-{dist.get_rank()}"
+    memory = MEMORY * (1 + dist.get_rank())
+    return {
+        "another source": error_text(lambda: fsdp_optim.convert(mine, root / "to", durable=False)),
+        "other options": error_text(
+            lambda: fsdp_optim.convert(root / "source-0", root / "to", memory=memory, durable=False)
+        ),
+        "damage": error_text(lambda: fsdp_optim.convert(root / "damaged", root / "to", durable=False, memory=MEMORY)),
+        "no source": error_text(lambda: fsdp_optim.convert(root / "nothing", root / "to")),
+    }
+
+
+IN_LITTLE_MEMORY = """
+from kit.peaks import Peak
+import torch, fsdp_optim
+fsdp_optim.convert({small!r}, {small!r} + "-to", durable=False)
+torch.set_num_threads(4)
+with Peak() as peak:
+    done = fsdp_optim.convert({source!r}, {target!r}, memory={memory}, durable=False, max_file_size={size})
+print(done.nbytes, peak.mib)
+"""
+
+
+class ConvertRanksTest(unittest.TestCase):
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        cls.source = cls.root / "source"
+        save_some(cls.source)
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(dir=self.root)
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def test_ranks_write_a_share_each_of_the_same_files(self) -> None:
+        first, second = run_on_ranks(convert_all, 2, self.source, self.folder)
+        for name, size in (("one", 10**9), ("several", 1 << 21), ("own", 1 << 21)):
+            wanted = self.folder / f"wanted-{name}"
+            done = fsdp_optim.convert(self.source, wanted, memory=MEMORY, durable=False, max_file_size=size)
+            check_converted(self.folder / name, wanted)
+            self.assertEqual(first[name] + second[name], done.nbytes)
+            self.assertLess(abs(first[name] - second[name]), done.nbytes / 2)
+
+    def test_one_rank_of_a_job_by_itself(self) -> None:
+        found = run_on_ranks(convert_alone, 2, self.source, self.folder / "to")
+        wanted = fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        self.assertEqual(found, [None, wanted.nbytes])
+        check_converted(self.folder / "to", self.folder / "wanted")
+
+    def test_an_error_of_one_rank_is_an_error_of_all(self) -> None:
+        save_some(self.folder / "source-0", seed=0)
+        save_some(self.folder / "source-1", seed=1)
+        shutil.copytree(self.source, self.folder / "damaged")
+        damaged = self.folder / "damaged" / "optim.safetensors"
+        content = bytearray(damaged.read_bytes())
+        content[-1] ^= 1  # in the share of rank 1
+        damaged.write_bytes(content)
+        found = run_on_ranks(fail_on_all, 2, self.folder)
+        for case in found[0]:
+            check_same(case, found[1][case], found[0][case])
+        self.assertRegex(found[0]["another source"][1], "see different checkpoints, or have other options")
+        self.assertRegex(found[0]["other options"][1], "see different checkpoints, or have other options")
+        self.assertRegex(found[0]["damage"][1], "optim.safetensors.*not those that were saved")
+        self.assertEqual(found[0]["damage"][0], "CheckpointError")
+        self.assertRegex(found[0]["no source"][1], "nothing")
+        self.assertEqual([one.name for one in self.folder.iterdir() if one.name.startswith("to")], [])
+
+    def test_threads_and_memory_do_not_show_in_the_files(self) -> None:
+        before = torch.get_num_threads()
+        self.addCleanup(torch.set_num_threads, before)
+        fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        for threads, memory in ((1, 16 << 20), (2, 32 << 20), (7, 512 << 20)):
+            torch.set_num_threads(threads)
+            fsdp_optim.convert(self.source, self.folder / "to", memory=memory, durable=False)
+            check_converted(self.folder / "to", self.folder / "wanted")
+            shutil.rmtree(self.folder / "to")
+
+    def test_the_memory_is_bounded(self) -> None:
+        """Ten times the memory; what the interpreter and the threads need besides is in the slack."""
+        big, small = self.folder / "big", self.folder / "small"
+        save_some(big, num_layers=3, width=2048)
+        save_some(small, num_layers=1, width=8)
+        place = {"source": str(big), "target": str(self.folder / "to"), "small": str(small), "memory": MEMORY}
+        done = run(IN_LITTLE_MEMORY.format(**place, size=10**9), preload=("torch", "fsdp_optim"))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        nbytes, mib = map(float, done.stdout.split())
+        self.assertGreater(nbytes, 9 * MEMORY)
+        self.assertLess(mib, MEMORY / 2**20 + 8)
+
+    def test_to_a_bucket_and_back(self) -> None:
+        bucket = MemoryBucket()
+        there = ObjectStore(bucket, "run/step", OURS.judge)
+        fsdp_optim.convert(self.source, self.folder / "wanted", durable=False)
+        done = fsdp_optim.convert(self.source, there)  # type: ignore[arg-type]
+        self.assertEqual(done.nbytes_written, done.nbytes)
+        fsdp_optim.convert(there, self.folder / "back", durable=False)  # type: ignore[arg-type]
+        found, wanted = (all_bytes(self.folder / name) for name in ("back", "wanted"))
+        for name in wanted:
+            if name.endswith(".safetensors"):
+                self.assertEqual(found[name], wanted[name], name)
+
+    def test_lines_in_the_log_say_how_fast_it_is(self) -> None:
+        with (
+            mock.patch.multiple(progress, _BAR_FROM=0, _LINE_EVERY=-1.0),
+            self.assertLogs("fsdp_optim", logging.INFO) as logs,
+        ):
+            fsdp_optim.convert(self.source, self.folder / "to", memory=MEMORY, durable=False)
+        lines = [line for line in logs.output if "converting" in line]
+        self.assertGreater(len(lines), 4)
+        for line in lines:
+            self.assertRegex(line, r"converting: \d+ of \d+ bytes, \d+ MB/s$")
+        with self.assertNoLogs("fsdp_optim", logging.INFO):
+            fsdp_optim.convert(self.source, self.folder / "again", progress=False, durable=False)
+
+    def test_wrong_arguments(self) -> None:
+        to = self.folder / "to"
+        cases: dict[str, dict[str, Any]] = {
+            "memory has to be at least 16777216 bytes": {"memory": 1 << 20},
+            "max_file_size has to be at least 1 byte": {"max_file_size": 0},
+            "format has to be one of 'safetensors'": {"format": "zip"},
+            "world_size has to be at least 1": {"world_size": 0},
+            "world_size is for formats with a part for each rank": {"world_size": 2},
+            "key_by has to be": {"key_by": "number"},
+            "leave key_by out": {"key_by": "id"},
+            "names has to be a list": {"names": "weight"},
+            "timeout has to be": {"timeout": -1},
+        }
+        for message, options in cases.items():
+            with self.assertRaisesRegex((CheckpointError, StateError), message):
+                fsdp_optim.convert(self.source, to, **options)
+        self.assertFalse(to.exists())
