@@ -57,6 +57,7 @@ def in_batches(
 
 _HUGE_PAGE_FROM = 4 << 20  # bytes; smaller tensors do not fill a few huge pages
 _IN_SLABS_FROM, _SLAB_NBYTES = 256 << 10, 32 << 20  # bytes; tensors larger than half a slab get separate pages
+_IN_PAGES_FROM = 256 << 10  # bytes
 _PIECE_NBYTES = 2 << 20
 _ALIGNMENT = 64  # bytes, as torch aligns tensors
 
@@ -87,6 +88,21 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type == "cpu" and tensor.nbytes >= _HUGE_PAGE_FROM:
         _advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
     return tensor
+
+
+def in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor whose memory goes back to the operating system when the tensor is freed.
+
+    `malloc` keeps freed blocks of up to 32 MiB, more and more of them where their sizes differ. The storage cannot be resized.
+    """
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < _IN_PAGES_FROM or _madvise() is None:
+        return empty(shape, dtype, torch.device("cpu"))
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE_FROM:
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages, and the advice is optional
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
 
 
 class Slabs:

@@ -15,7 +15,7 @@ import torch
 
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches
+from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches, in_pages
 from fsdp_optim.plan import Copy, clip_to_source, clip_to_target, copies_into, copies_of, has_from, num_into, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
@@ -230,7 +230,7 @@ def _move_window(
             if not target.is_stored and planned.num_filled != planned.num_wanted:
                 raise planned.unfilled(route.value)
             numel = window.numel_in(route.staged.numel_on(rank))
-            flat = group.world.transport.empty((numel,), route.value.dtype, _CPU) if numel else None
+            flat = in_pages((numel,), route.value.dtype) if numel else None
             slices.append(Slice(route.value, route.staged, flat, window.start, is_own=True))
             start, stop = window.start, window.stop
             if route.is_staged_at_source:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
 
+_IN_PAGES_FROM = 64 << 10  # bytes
+
+
+def pages(nbytes: int) -> memoryview:
+    """Zeroed memory that goes back to the operating system as soon as nobody uses it.
+
+    `malloc` keeps freed memory of this size, more and more of it: its own threshold grows with the largest block that is freed.
+    """
+    if nbytes < _IN_PAGES_FROM or not hasattr(mmap, "MAP_PRIVATE"):
+        return memoryview(bytearray(nbytes))
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # the kernel may have no huge pages, and the advice is optional
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
+
 
 @dataclass
 class _OpenPart:
-    memory: bytearray
+    memory: memoryview
     num_missing: int  # bytes
 
 
@@ -21,7 +39,7 @@ class MultipartFile:
     Ranges that come in the order of the file need the memory of one part.
     """
 
-    def __init__(self, name: str, nbytes: int, part_nbytes: int, send: Callable[[int, bytearray], None]) -> None:
+    def __init__(self, name: str, nbytes: int, part_nbytes: int, send: Callable[[int, memoryview], None]) -> None:
         self._name, self._nbytes, self._part_nbytes, self._send = name, nbytes, part_nbytes, send
         self._open: dict[int, _OpenPart] = {}
         self._num_sent = 0
@@ -42,7 +60,7 @@ class MultipartFile:
             raise CheckpointError(f"{self._name}: has {self._nbytes} bytes, so byte {offset} cannot be written")
         part = self._open.get(number)
         if part is None:
-            part = self._open[number] = _OpenPart(bytearray(nbytes), nbytes)
+            part = self._open[number] = _OpenPart(pages(nbytes), nbytes)
         taken = min(len(piece), nbytes - inside)
         part.memory[inside : inside + taken] = piece[:taken]
         part.num_missing -= taken

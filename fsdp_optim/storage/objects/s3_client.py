@@ -6,6 +6,7 @@ a request that fails nevertheless is begun again here, until the stated time is 
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import threading
@@ -49,6 +50,19 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name in sorted(_OURS & set(options)):
         if isinstance(options[name], bool) or not isinstance(options[name], (int, float)) or options[name] <= 0:
             raise CheckpointError(f"s3://: the storage option {name} must be a number above 0, not {options[name]!r}")
+
+
+@functools.lru_cache(maxsize=2)
+def _descriptions(data_path: str | None) -> Any:
+    """What boto3 knows about services, read from its files once: it takes 6 MiB and some tenths of a second.
+
+    Nothing of a user is in it, and no connection, so that all clients can share it, also in processes that were forked.
+    """
+    from botocore.loaders import create_loader
+
+    loader = create_loader(data_path)
+    loader.load_service_model("s3", "service-2")  # before several threads do
+    return loader
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,6 +128,7 @@ class Clients:
         try:
             import boto3
             from botocore.config import Config
+            from botocore.session import get_session
         except ImportError:
             raise CheckpointError("s3://: needs boto3: pip install 'fsdp_optim[s3]'") from Undecided("boto3")
         config = Config(
@@ -127,7 +142,11 @@ class Clients:
         given = self._options.get("config")
         theirs = Config(**given) if isinstance(given, Mapping) else given
         config = config if theirs is None else config.merge(theirs)
-        session = boto3.Session(**{name: value for name, value in self._options.items() if name in _OF_SESSION})
+        of_session = {name: value for name, value in self._options.items() if name in _OF_SESSION}
+        core = of_session.setdefault("botocore_session", None) or get_session()
+        session = boto3.Session(**{**of_session, "botocore_session": core})
+        if of_session["botocore_session"] is None:
+            core.register_component("data_loader", _descriptions(core.get_config_variable("data_path")))
         options = {name: value for name, value in self._options.items() if name in _OF_CLIENT - {"config"}}
         client = session.client("s3", config=config, **options)
         s3 = client.meta.config.s3 or {}

@@ -26,7 +26,7 @@ class Uploads:
     _futures: list[Future[str]] = field(default_factory=list)
     _pool: ThreadPoolExecutor | None = None
 
-    def put_part(self, key: str, upload: str, number: int, data: bytearray) -> Future[str]:
+    def put_part(self, key: str, upload: str, number: int, data: memoryview) -> Future[str]:
         """Send a part in the background, as soon as the budget allows; its result is the receipt. Raises an earlier failure.
 
         `upload` empty: the part is a whole object.
@@ -43,11 +43,11 @@ class Uploads:
         self._futures.append(future)
         return future
 
-    def _send(self, key: str, upload: str, number: int, data: bytearray) -> str:
+    def _send(self, key: str, upload: str, number: int, data: memoryview) -> str:
         try:
             if not upload:
                 return self.bucket.put(key, bytes(data), only_if=self.only_if)
-            return self.bucket.put_part(key, upload, number, memoryview(data))
+            return self.bucket.put_part(key, upload, number, data)
         finally:
             with self._freed:
                 self._held -= len(data)

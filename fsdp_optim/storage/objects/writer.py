@@ -89,7 +89,7 @@ class ObjectWriter(StoreWriter):
     def _open_file(self, name: str, file: SharedFile) -> MultipartFile:
         key, receipts = self._files.key(name), self._receipts.setdefault(name, {})
 
-        def send(number: int, data: bytearray) -> None:
+        def send(number: int, data: memoryview) -> None:
             receipts[number] = self._uploads.put_part(key, file.upload, number, data)
 
         opened = self._open[name] = MultipartFile(f"{self._place.where}/{name}", file.nbytes, file.part_nbytes, send)
