@@ -11,6 +11,7 @@ from fsdp_optim.api import (
     async_save,
     convert,
     for_fairscale,
+    gather_full_model_state_dict,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
     iter_full_optim_state,
@@ -19,6 +20,7 @@ from fsdp_optim.api import (
     load_optim_state_dict,
     rekey_optim_state_dict,
     save,
+    scatter_full_model_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
 )
@@ -49,6 +51,7 @@ __all__ = [
     "async_save",
     "convert",
     "for_fairscale",
+    "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
     "iter_full_optim_state",
@@ -57,6 +60,7 @@ __all__ = [
     "load_optim_state_dict",
     "rekey_optim_state_dict",
     "save",
+    "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
 ]

@@ -17,6 +17,13 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.view import ModelView, ModuleValue, ModuleValues
 
 _EXTRA = "_extra_state"  # torch's key for the result of get_extra_state()
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state_dict() is the result of a module's get_extra_state()."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
 _WRAPPERS = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "fairscale.")
 _OF_TORCH = ("torch.", "fairscale.")
 

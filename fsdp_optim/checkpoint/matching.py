@@ -16,7 +16,6 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.options import Rename
 from fsdp_optim.state.flattened import fqns_of_flattened, is_flattened
 from fsdp_optim.state.names import Names
-from fsdp_optim.transport.base import RankGroup
 
 _COMPARED_NBYTES = 8 << 20  # at once
 
@@ -93,8 +92,8 @@ def find_stored(
     return by_fqn, twins
 
 
-def check_twins(checkpoint: FormatReader, twins: Twins, callers: RankGroup) -> None:
-    """Raise CheckpointError if two stored tensors of one tied parameter differ. Each rank compares a part of their elements."""
+def check_twins(checkpoint: FormatReader, twins: Twins, rank: int, ranks: Sequence[int]) -> None:
+    """Raise CheckpointError if two stored tensors of one tied parameter differ. Each of `ranks` compares some of the elements."""
     for twin, loaded in twins:
         if (twin.file, twin.start, twin.chunks) == (loaded.file, loaded.start, loaded.chunks) and twin.file:
             continue
@@ -103,8 +102,10 @@ def check_twins(checkpoint: FormatReader, twins: Twins, callers: RankGroup) -> N
                 f"{checkpoint.where}: {twin.key} and {loaded.key} are one tied parameter of the model, but are {twin.dtype} of "
                 f"shape {list(twin.shape)} and {loaded.dtype} of shape {list(loaded.shape)} in the checkpoint"
             )
-        numel, num = twin.placement.numel, len(callers.ranks)
-        first, last = (numel * (callers.position + index) // num for index in (0, 1))
+        if rank not in ranks:
+            continue
+        numel, position = twin.placement.numel, ranks.index(rank)
+        first, last = (numel * (position + index) // len(ranks) for index in (0, 1))
         step = _COMPARED_NBYTES // twin.itemsize
         for start in range(first, last, step):
             pair = [_elements(checkpoint, one, start, min(step, last - start)) for one in (twin, loaded)]

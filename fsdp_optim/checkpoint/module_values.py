@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from fsdp_optim.state.same import same
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.parcels import NOTHING, Parcel, send
+from fsdp_optim.transport.parcels import Parcel, send
 from fsdp_optim.view import ModuleValues
 
 _MOST_NAMED = 8
@@ -28,26 +28,31 @@ _MOST_NAMED = 8
 log = logging.getLogger("fsdp_optim")
 
 
-def collect(callers: RankGroup, local: ModuleValues, picture: Picture) -> dict[str, list[Any]]:
-    """The values of all ranks by FQN, each with the version of its module's code, on the lowest rank. Called by all ranks.
+def collect(
+    callers: RankGroup, local: ModuleValues, picture: Picture, recipients: tuple[int, ...] = ()
+) -> dict[str, list[Any]]:
+    """The values of all ranks by FQN, each with the version of its module's code, on the recipients. Called by all ranks.
 
-    No rank sends anything if the lowest rank has all modules itself.
+    No rank sends anything if every recipient has all modules itself. `recipients` (): the lowest rank.
     """
-    leader = callers.ranks[0]
-    if callers.rank == leader:
+    recipients = recipients or callers.ranks[:1]
+    if callers.rank == callers.ranks[0]:
         _warn_of_the_rest(local)
-    sources = {fqn: ranks[0] for fqn, ranks in picture.module_values.items()}
-    away = [fqn for fqn, rank in sources.items() if rank != leader]
+    sources = {
+        fqn: (ranks[0], tuple(rank for rank in recipients if rank not in ranks))
+        for fqn, ranks in picture.module_values.items()
+    }
+    away = [fqn for fqn, (_, lacking) in sources.items() if lacking]
     arrived: dict[int, Any] = {}
     if away:
         failure = Failure()
-        parcels = [Parcel(sources[fqn], (leader,)) for fqn in away]
+        parcels = [Parcel(*sources[fqn]) for fqn in away]
         arrived = send(callers, parcels, lambda index: _versioned(local, away[index]), failure)
         agree(callers, "module values", failure.error, fatal=failure.fatal)
-    if callers.rank != leader:
+    if callers.rank not in recipients:
         return {}
-    from_away = dict(zip(away, (arrived.get(index, NOTHING) for index in range(len(away))), strict=True))
-    return {fqn: from_away[fqn] if fqn in from_away else _versioned(local, fqn) for fqn in sources}
+    from_away = {away[index]: value for index, value in arrived.items()}
+    return {fqn: _versioned(local, fqn) if fqn in local.values else from_away[fqn] for fqn in sources}
 
 
 def _versioned(local: ModuleValues, fqn: str) -> list[Any]:
@@ -100,12 +105,14 @@ class StoredModuleValues:
         verify: bool,
         allow_pickle: bool,
         strict: bool,
+        renamed: Callable[[str], str] = lambda name: name,
     ) -> StoredModuleValues:
-        """Match the values of a checkpoint with the live modules, by any of their names.
+        """Match the values of a checkpoint with the live modules, by any of their names; `renamed` gives the model's names.
 
         Raises CheckpointError for a pickled value, unless pickles are allowed or `strict` is False.
         """
-        by_name = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
+        found = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
+        by_name = {renamed(name): value for name, value in found.items()}
         aliases = checkpoint.aliases
         stored: dict[str, tuple[Any, Any]] = {}
         withheld, used = [], set()

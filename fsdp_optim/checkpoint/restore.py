@@ -98,7 +98,7 @@ def _restore(
                     shard = state.dict_of() if state is not None else None
             agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        previous = _install_values(callers, weights)
+        previous = install_values(callers, weights)
         if optim is not None and shard is not None:
             try:
                 _load_on_all(callers, optim, shard, options.keep)
@@ -144,7 +144,7 @@ def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions, format:
     )
 
 
-def _install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
+def install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
     """Load the values of modules on all ranks. If a module refuses on any rank, all modules get back their previous values.
 
     Returns the previous values.

@@ -10,7 +10,7 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.contents import WEIGHT, check_not_empty, weights_of
-from fsdp_optim.checkpoint.matching import check_twins, find_stored, renamed_names
+from fsdp_optim.checkpoint.matching import check_twins, find_stored, renamed_names, renamer
 from fsdp_optim.checkpoint.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.reading import StoredValue
 from fsdp_optim.checkpoint.stored_state import StoredState
@@ -49,8 +49,16 @@ class Weights:
 
     @classmethod
     def meet(
-        cls, reader: ModelReader, callers: RankGroup, checkpoint: FormatReader, asked: LoadOptions, about: str
+        cls,
+        reader: ModelReader,
+        callers: RankGroup,
+        checkpoint: FormatReader,
+        asked: LoadOptions,
+        about: str,
+        *,
+        readers: Sequence[int] | None = None,
     ) -> Weights:
+        """The weights of a model, matched with a checkpoint. `readers`: the ranks that can read its elements; None: all."""
         options = asked.call
         local, picture = meet(
             callers, lambda: weights_of(reader, callers.ranks, options), asked, f"the model, {about}", with_state=False
@@ -58,7 +66,7 @@ class Weights:
         check_not_empty(picture, reader)
         names = renamed_names(names_of_picture(picture, local.view), checkpoint, asked.rename)
         stored, twins = find_stored(picture.params, names, local.view.aliases, checkpoint)
-        check_twins(checkpoint, twins, callers)
+        check_twins(checkpoint, twins, callers.rank, callers.ranks if readers is None else readers)
         used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins}
         missing = [fqn for fqn in picture.params if fqn not in stored]
         unexpected = [key for key in checkpoint.model if key not in used]
@@ -69,6 +77,7 @@ class Weights:
             verify=asked.verify,
             allow_pickle=asked.allow_pickle,
             strict=options.strict,
+            renamed=renamer(asked.rename or {}),
         )
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
@@ -139,7 +148,7 @@ def _check_model(
         ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
         number = counted_noun(len(differences), "difference")
         raise StateError(
-            f"{checkpoint.where} is not a checkpoint of this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
+            f"{checkpoint.where} does not fit this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
         )
 
 

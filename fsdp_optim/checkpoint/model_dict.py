@@ -1,0 +1,211 @@
+"""The full model dict: gathered from a live model to whole tensors, and loaded from one rank into a live model."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim.adapters.module_values import is_extra_state
+from fsdp_optim.checkpoint import module_values
+from fsdp_optim.checkpoint.contents import WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.local_extents import bytes_of
+from fsdp_optim.checkpoint.reading import FlatsEnd, stored_value
+from fsdp_optim.checkpoint.restore import install_values
+from fsdp_optim.checkpoint.targets import Weights
+from fsdp_optim.errors import RankError, StateError
+from fsdp_optim.formats.base import MODULES, ExtraValues, StoredTensor
+from fsdp_optim.formats.extents import Extent
+from fsdp_optim.layout import Whole
+from fsdp_optim.memory import dtype_name, flatten, is_plain
+from fsdp_optim.move import End, StateValue, move
+from fsdp_optim.options import GatherOptions, LoadOptions
+from fsdp_optim.state.replicas import ELEMENTS
+from fsdp_optim.transport.agree import agree, tell
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.verbs.call import calling, meet
+from fsdp_optim.verbs.gather import Gathering, move_state
+from fsdp_optim.verbs.load_state import Incompatible
+from fsdp_optim.verbs.replicas import compare_shards
+
+
+def gather_model(model: nn.Module, options: GatherOptions) -> dict[str, Any] | None:
+    """The full model dict on recipients, None elsewhere."""
+    with calling("gather_full_model_state_dict", [model], options, options.call) as ((reader,), callers):
+        recipient = options.recipient_rank
+        if recipient is not None and recipient not in callers.ranks:
+            raise RankError(
+                f"recipient_rank {recipient} is not one of the ranks {list(callers.ranks)} that share this model; give one of "
+                "these, or None for all of them"
+            )
+        mismatch = options.call.on_replica_mismatch
+        local, picture = meet(
+            callers,
+            lambda: weights_of(reader, callers.ranks, options.call),
+            options,
+            with_state=True,
+            on_replica_mismatch=mismatch,
+            what=ELEMENTS,
+        )
+        check_not_empty(picture, reader)
+        picture = compare_shards(callers, local, picture, mismatch, ELEMENTS)
+        recipients = callers.ranks if recipient is None else (recipient,)
+        gathering = Gathering(callers, local, picture, recipients)
+        failure = Failure()
+        tensors = move_state(gathering, tuple(picture.params.values()), failure)
+        agree(callers, "gathered", failure.error, fatal=failure.fatal)
+        values = module_values.collect(callers, local.module_values, picture, recipients)
+        if callers.rank not in recipients:
+            return None
+        full = {fqn: tensors[fqn, WEIGHT] for fqn in picture.params}
+        full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
+        return full | {fqn: value for fqn, (_, value) in values.items()}
+
+
+def scatter_model(
+    model: nn.Module, full: Mapping[str, Any] | None, source_rank: int, options: LoadOptions
+) -> Incompatible:
+    """Load a full model dict that only one rank has into the model of all ranks."""
+    with calling("scatter_full_model_state_dict", [model], options, options.call, all_of_plain=True) as (
+        (reader,),
+        callers,
+    ):
+        given = _send_described(callers, full, source_rank)
+        about = f"a full model dict of rank {source_rank}"
+        weights = Weights.meet(reader, callers, given, options, about, readers=(source_rank,))
+        failure = Failure()
+        move(list(weights.stored_values()), _GivenEnd(given, source_rank), FlatsEnd(), callers, callers.budget, failure)
+        agree(callers, "received", failure.error, fatal=failure.fatal)
+        install_values(callers, weights)
+        weights.install()
+        reader.reshard()
+        agree(callers, "installed")
+    return Incompatible(weights.missing, weights.unexpected)
+
+
+@dataclass(frozen=True)
+class GivenDict:
+    """A full model dict as a FormatReader. `tensors`: the tensors themselves, on the source rank only.
+
+    `values`: the other entries, by name.
+    """
+
+    where: str
+    model: Mapping[str, StoredTensor]
+    values: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    optim: Mapping[str, StoredTensor] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    full_dict: Mapping[str, Any] | None = None
+    has_optim: bool = False
+    world_size: int = 0
+    step: int | None = None
+
+    @property
+    def extras(self) -> Collection[str]:
+        return [MODULES] if self.values else []
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {}
+
+    def named(self, name: str) -> str:
+        return self.where
+
+    def description(self, **_: Any) -> Any:
+        raise StateError(f"{self.where}: has no optimizer")
+
+    def extra(self, name: str, *, verify: bool) -> ExtraValues:
+        return _Values({fqn: [None, value] for fqn, value in self.values.items()})
+
+    def read(
+        self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        for name, ranges in extents.items():
+            data = bytes_of(flatten(self.tensors[name].detach()).cpu())
+            for extent in ranges:
+                extent.memory[:] = data[extent.start : extent.stop]
+
+    def verified(self) -> GivenDict:
+        return self
+
+    def check_unchanged(self) -> None:
+        """Nothing replaces a dict."""
+
+    def versions(self) -> Sequence[object]:
+        return ()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@dataclass(frozen=True)
+class _Values(ExtraValues):
+    values: Mapping[str, Any]
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        return self.values
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.values
+
+
+@dataclass(frozen=True)
+class _GivenEnd(End):
+    """The tensors of a full model dict, whole on the source rank."""
+
+    given: GivenDict
+    source_rank: int
+
+    def placement(self, value: StateValue) -> Whole:
+        return Whole(value.placement.shape, (self.source_rank,))
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        held = self.given.tensors.get(stored_value(value).stored.key)
+        return flatten(held.detach()) if held is not None else None
+
+
+def _send_described(callers: RankGroup, full: Mapping[str, Any] | None, source_rank: int) -> GivenDict:
+    """A full model dict on its source rank; a description of it on the others. Called by all ranks."""
+    if source_rank not in callers.ranks:
+        raise RankError(
+            f"source_rank {source_rank} is not one of the ranks {list(callers.ranks)} that share this model: give one of them"
+        )
+    where, content, tensors = f"the full model dict of rank {source_rank}", b"", dict[str, torch.Tensor]()
+    if callers.rank == source_rank:
+        tensors, values = _checked(full, source_rank)
+        shared = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        content = pickle.dumps((shared, values))
+    shared, values = pickle.loads(tell(callers, "described", content).content_of(source_rank))
+    model = {name: StoredTensor(name, dtype, shape, name, 0) for name, (dtype, shape) in shared.items()}
+    return GivenDict(where, model, values, tensors)
+
+
+def _checked(full: Mapping[str, Any] | None, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a full model dict, and its other values. Raises StateError for what no full model dict has."""
+    if not isinstance(full, Mapping):
+        raise StateError(
+            f"rank {rank} is the source rank, but its full is {type(full).__name__}: give the full model dict there, or another "
+            "source_rank"
+        )
+    tensors, values = dict[str, torch.Tensor](), dict[str, Any]()
+    for name, value in full.items():
+        if not isinstance(name, str):
+            raise StateError(f"{name!r}: the names in a full model dict have to be str, not {type(name).__name__}")
+        if is_extra_state(name) or not isinstance(value, torch.Tensor):
+            values[name] = value
+        elif not is_plain(value):
+            raise StateError(
+                f"{name}: is a {type(value).__name__} on rank {rank}, which may have a part only: give whole tensors, as "
+                "gather_full_model_state_dict returns them"
+            )
+        elif value.is_meta:
+            raise StateError(f"{name}: is a tensor on the meta device of rank {rank}, without elements")
+        else:
+            tensors[name] = value
+    return tensors, values

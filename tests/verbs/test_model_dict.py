@@ -1,0 +1,171 @@
+"""`gather_full_model_state_dict` gives what the unwrapped model's `state_dict()` has, and scatter loads it, in every wrapper."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit.compare import Differs, check_refused, check_same, error_text
+from kit.wrapping import WRAPPERS, cpu
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.testing import RankPool
+
+NOT_CUT = ("plain", "DDP")
+
+
+class Counting(nn.Linear):
+    """A layer with extra state, a buffer, and a buffer that is not persistent."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out)
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+class Tied(nn.Module):
+    """Uneven shapes, an empty parameter, one of another dtype by itself, and a head tied to the stem."""
+
+    units = ("block.0", "block", "")  # wrappers keep ties inside one unit only
+    tensor_parallel: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+        self.stem = nn.Linear(5, 7, bias=False)
+        self.block = nn.Sequential(Counting(7, 3), nn.LayerNorm(3))
+        self.out = nn.Linear(5, 7, bias=False)
+        self.out.weight = self.stem.weight
+
+
+def made(first: float) -> Tied:
+    """A model whose elements count from `first` on; -1: every element is -1."""
+    model = Tied()
+    at = first
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if first < 0:
+                tensor.fill_(-1)
+            else:
+                tensor.copy_(torch.arange(at, at + tensor.numel()).view(tensor.shape))
+                at += tensor.numel()
+    model.block[0].calls = int(first) + 1  # type: ignore[union-attr]
+    return model
+
+
+def wrapped(wrapper: str, first: float) -> nn.Module:
+    return WRAPPERS[wrapper](made(first))
+
+
+def trip(wrapper: str) -> None:
+    """Gather to the last rank, and to all; scatter from the last rank into another wrapper; gather again."""
+    wanted, last = made(10).state_dict(), dist.get_world_size() - 1
+    group = dist.group.WORLD if wrapper in NOT_CUT else None
+    with cpu():
+        model = wrapped(wrapper, 10)
+        before = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=None, process_group=group)
+        full = fsdp_optim.gather_full_model_state_dict(
+            model, recipient_rank=last, process_group=group, bucket_nbytes=64
+        )
+        check_same("who gets it", full is None, dist.get_rank() != last)
+        for one in (before, full) if full is not None else (before,):
+            check_same("names", sorted(one or ()), sorted(wanted))
+            check_same("values", dict(sorted((one or {}).items())), dict(sorted(wanted.items())))
+            if one is not None and one["out.weight"] is not one["stem.weight"]:
+                raise Differs("a tied weight is two tensors")
+        for target in ("FSDP2", "FSDP1 flat", wrapper):
+            other = wrapped(target, -1)
+            result = fsdp_optim.scatter_full_model_state_dict(
+                other, full, source_rank=last, bucket_nbytes=64, process_group=dist.group.WORLD
+            )
+            check_same("differences", tuple(result), ((), (), (), ()))
+            group_of_target = dist.group.WORLD if target in NOT_CUT else None
+            found = fsdp_optim.gather_full_model_state_dict(other, recipient_rank=None, process_group=group_of_target)
+            check_same(f"in {target}", dict(sorted((found or {}).items())), dict(sorted(wanted.items())))
+            check_same("the given dict", full is None or full.keys() == wanted.keys(), True)
+
+
+def refused(what: str, call: Callable[[], Any], kind: str, *words: str) -> None:
+    """Raise unless all ranks refuse a call with the same words."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error_text(call))
+    check_refused(what, errors, kind, *words)
+
+
+def refuse() -> None:
+    """Wrong dicts and ranks are refused on all ranks, and the model stays as it is."""
+    model, good = wrapped("FSDP2", -1), dict(made(10).state_dict())
+    scatter = partial(fsdp_optim.scatter_full_model_state_dict, model)
+    me = dist.get_rank()
+
+    def of_rank_0(full: Any) -> Any:
+        return full if me == 0 else None
+
+    cases: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+        "no dict": (None, "StateError", ("rank 0", "NoneType")),
+        "a name": ({**good, 3: good["scale"]}, "StateError", ("3: the names",)),
+        "one too few": ({k: v for k, v in good.items() if k != "scale"}, "StateError", ("scale", "strict=False")),
+        "one too many": ({**good, "more": good["scale"]}, "StateError", ("more", "strict=False")),
+        "a shape": ({**good, "scale": torch.zeros(2)}, "StateError", ("scale: shape [2]", "[1] in the model")),
+        "a dtype": ({**good, "scale": good["scale"].double()}, "StateError", ("scale: float64", "cast=True")),
+        "ties": ({**good, "out.weight": good["out.weight"] + 1}, "CheckpointError", ("out.weight", "stem.weight")),
+        "meta": ({**good, "scale": good["scale"].to("meta")}, "StateError", ("scale", "meta")),
+        "sharded": ({**good, "scale": model.scale}, "StateError", ("scale", "DTensor", "whole")),
+    }
+    for name, (full, kind, words) in cases.items():
+        refused(name, partial(scatter, of_rank_0(full)), kind, *words)
+    refused("a rank", partial(scatter, good, source_rank=7), "RankError", "source_rank 7")
+    refused("a recipient", partial(fsdp_optim.gather_full_model_state_dict, model, 7), "RankError", "recipient_rank 7")
+    found = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("unchanged", found, wanted_of(model, made(-1).state_dict(), found))
+    less = {k: v for k, v in good.items() if k != "scale"}
+    result = scatter(of_rank_0({**less, "more": torch.zeros(1)}), strict=False)
+    check_same("passed over", (result.missing, result.unexpected), (("scale",), ("more",)))
+    scatter(of_rank_0({f"model.{k}": v for k, v in good.items()}), rename={"model.": ""})
+    found = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("renamed", found, wanted_of(model, good, found))
+    low = {k: v.bfloat16() if isinstance(v, torch.Tensor) else v for k, v in made(20).state_dict().items()}
+    scatter(of_rank_0(low), cast=True)
+    found = fsdp_optim.gather_full_model_state_dict(model, None)
+    check_same("cast", found, wanted_of(model, made(20).state_dict(), found))
+
+
+def wanted_of(model: nn.Module, full: Any, found: Any) -> Any:
+    """The same entries in the order of the found ones."""
+    return {name: full[name] for name in found}
+
+
+class ModelDictTest(unittest.TestCase):
+    pool: RankPool
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.pool = RankPool()
+        cls.addClassCleanup(cls.pool.close)
+
+    def test_every_wrapper(self) -> None:
+        for size in (1, 2, 3):
+            for wrapper in WRAPPERS:
+                if wrapper == "FSDP2 x TP":
+                    continue  # ties across its layers are DTensors of two meshes
+                with self.subTest(wrapper=wrapper, size=size):
+                    self.pool.run(trip, size, wrapper)
+
+    def test_what_does_not_fit_is_refused(self) -> None:
+        self.pool.run(refuse, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
