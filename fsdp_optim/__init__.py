@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.api import (
+    CheckpointInfo,
     async_save,
+    checkpoints,
     convert,
     for_fairscale,
     gather_full_model_state_dict,
@@ -19,10 +21,12 @@ from fsdp_optim.api import (
     load,
     load_optim_state_dict,
     rekey_optim_state_dict,
+    resume,
     save,
     scatter_full_model_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
+    wait,
 )
 from fsdp_optim.errors import (
     CheckpointError,
@@ -41,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CheckpointInfo",
     "FsdpOptimError",
     "FullyShardedDataParallel",
     "LayoutError",
@@ -49,6 +54,7 @@ __all__ = [
     "StateError",
     "WrapperError",
     "async_save",
+    "checkpoints",
     "convert",
     "for_fairscale",
     "gather_full_model_state_dict",
@@ -59,10 +65,12 @@ __all__ = [
     "load",
     "load_optim_state_dict",
     "rekey_optim_state_dict",
+    "resume",
     "save",
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
+    "wait",
 ]
 
 

@@ -29,6 +29,7 @@ GroupsFrom = Literal["saved", "live"]
 KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 Check = Literal["bitwise"]
+OnDamage = Literal["error", "previous"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
@@ -276,3 +277,14 @@ class ConvertOptions(Arguments):
         names = self.names if isinstance(self.names, (list, tuple, NoneType)) else [None]
         if not all(isinstance(name, str) for name in names or ()):
             raise StateError(f"names has to be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")
+
+
+@dataclass(frozen=True)
+class ResumeOptions(LoadOptions):
+    """The options of resume."""
+
+    on_damage: OnDamage = "error"
+
+    def validate(self) -> None:
+        super().validate()
+        check_one_of("on_damage", self.on_damage, ("error", "previous"), CheckpointError)

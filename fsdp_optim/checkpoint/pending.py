@@ -29,15 +29,24 @@ class SaveHandle:
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Wait until the checkpoint is there. Raises the error of any rank, or RankTimeoutError after `timeout` seconds."""
-        self._thread.join(_seconds(timeout))
-        if self._thread.is_alive():
-            raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it goes on: wait again")
+        self.join(timeout)
         self._is_reported = True
         if self._error is not None:
             raise self._error
         if self._saved is None:
             raise CheckpointError(f"{self.path}: the save ended without a result")
         return self._saved
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the save, successful or not. Raises RankTimeoutError after `timeout` seconds."""
+        self._thread.join(_seconds(timeout))
+        if self._thread.is_alive():
+            raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it goes on: wait again")
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save is over and has failed, also if the caller has seen the error."""
+        return self.done() and self._error is not None
 
     def error(self) -> BaseException | None:
         """Wait for the end of the save; return its error if the caller has not seen the error yet."""
@@ -82,6 +91,13 @@ class Pending:
             self._waits_at_exit = True
         handle.start()
         self._handle = handle
+
+    def wait(self, timeout: float | None) -> None:
+        """As `settle`. Raises RankTimeoutError if the save does not end within `timeout` seconds."""
+        handle = self._handle
+        if handle is not None:
+            handle.join(timeout)
+            self.settle()
 
     def settle(self) -> None:
         """Wait for the save under way, and raise its error if the caller has not seen the error yet."""

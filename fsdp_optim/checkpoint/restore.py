@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -33,6 +33,17 @@ from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import calling
 from fsdp_optim.verbs.load_state import Before, LoadableOptimizer, load_shard
 
+
+class TrainerObjects(Protocol):
+    """Objects of the trainer that are loaded together with the model and the optimizer."""
+
+    def check(self, restored: Restored) -> None:
+        """Raise an error if the values of the trainer are not those of these objects. Nothing is loaded yet."""
+
+    def install(self, restored: Restored) -> None:
+        """Load the objects, after all ranks have read the model and the optimizer, and before these are changed."""
+
+
 _LOOKS = 5  # times, for a path where another checkpoint replaces the one that is being loaded
 
 log = logging.getLogger("fsdp_optim")
@@ -44,16 +55,17 @@ def restore(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
     format: Format | None = None,
+    objects: TrainerObjects | None = None,
 ) -> Restored:
     """Load a checkpoint into a live model and optimizer. Called by all ranks of the model."""
     for _ in range(_LOOKS - 1):
         try:
-            return _restore(path, model, optim, options, format)
+            return _restore(path, model, optim, options, format, objects)
         except (
             ReplacedError
         ) as error:  # the same on all ranks, which now load the checkpoint that replaced the first one
             log.info("loading again: %s", error)
-    return _restore(path, model, optim, options, format)
+    return _restore(path, model, optim, options, format, objects)
 
 
 def _restore(
@@ -62,6 +74,7 @@ def _restore(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
     format: Format | None,
+    objects: TrainerObjects | None,
 ) -> Restored:
     if model is None:
         if optim is not None:
@@ -84,6 +97,8 @@ def _restore(
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, store, callers.position, options, format)
+        if objects is not None:
+            objects.check(restored)
         values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
         total = sum(value.nbytes_on(callers.rank) for value in values)
         failure = Failure()
@@ -99,12 +114,16 @@ def _restore(
             agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
         previous = install_values(callers, weights)
-        if optim is not None and shard is not None:
-            try:
+        try:
+            if objects is not None:
+                with failure:
+                    objects.install(restored)
+                agree(callers, "objects loaded", failure.error)
+            if optim is not None and shard is not None:
                 _load_on_all(callers, optim, shard, options.keep)
-            except BaseException:
-                weights.module_values.put_back(previous)
-                raise
+        except BaseException:
+            weights.module_values.put_back(previous)
+            raise
         weights.install()
         reader.reshard()
         agree(callers, "installed")

@@ -54,3 +54,26 @@ class LoadSummary:
     absent: tuple[str, ...] = ()
     world_size: int = 0
     step: int | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint of a folder, as `checkpoints` lists it.
+
+    Attributes:
+        path: a Path in a folder, a URL (str) under a URL.
+        step: the `step` that was given to `save`; None without one, or where it cannot be read.
+        world_size: the number of ranks that saved; 0 where it cannot be read.
+        nbytes: the bytes of all files but the manifest; 0 where they cannot be read.
+        complete: whether all files are there in their sizes. Their bytes are verified by a load.
+        reason: why the checkpoint is not complete, or cannot be read just now.
+        metric: the `metric` that was given to `CheckpointManager.step`.
+    """
+
+    path: Path | str
+    step: int | None
+    world_size: int
+    nbytes: int
+    complete: bool
+    reason: str = ""
+    metric: float | None = None

@@ -32,6 +32,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from fsdp_optim.errors import ReplacedError
+from fsdp_optim.formats.brief import ManagerRecord
 from fsdp_optim.formats.checksums import Rows
 from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.extents import DataSection, Extent
@@ -275,13 +276,17 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Stamp:
-    """The facts of a save that are known only at its end. `sequence`: the number of the checkpoint among those of its folder."""
+    """The facts of a save that are known only at its end.
+
+    `sequence`: the number of the checkpoint among those of its folder. `manager`: the record of a `CheckpointManager`.
+    """
 
     token: str
     sequence: int
     step: int | None = None
     keep_last: int | None = None
     checksums: bool = True
+    manager: ManagerRecord | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,20 @@ MOST_NBYTES = 1 << 20
 _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
 
 
-class Brief(Struct, frozen=True):
+class ManagerRecord(Struct, frozen=True):
+    """What a `CheckpointManager` records with each of its checkpoints.
+
+    Attributes:
+        after: the step of the checkpoint that the run had loaded or saved before; -1 if there was none. Earlier checkpoints
+            with a higher step were left behind when the run went back to this step.
+        metric: the metric by which the best checkpoints are kept.
+    """
+
+    after: Annotated[int, Meta(ge=-1)]
+    metric: float | None
+
+
+class Brief(Struct, frozen=True, omit_defaults=True):
     """The summary of a manifest.
 
     Attributes:
@@ -38,6 +51,7 @@ class Brief(Struct, frozen=True):
         token: a string that no other save has.
         content: a string that is equal for two checkpoints of the same parameters that both have, or both lack, an optimizer.
         files: the size of each file in bytes.
+        manager: the record of a `CheckpointManager`; None for all other saves.
     """
 
     version: int
@@ -49,6 +63,7 @@ class Brief(Struct, frozen=True):
     content: str
     world_size: int
     files: dict[str, int]
+    manager: ManagerRecord | None = None
 
     @property
     def order(self) -> tuple[int, int, int, str]:

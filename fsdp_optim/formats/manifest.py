@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.brief import Brief, content_of
+from fsdp_optim.formats.brief import Brief, ManagerRecord, content_of
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.json_text import check_density, parse_json
@@ -77,7 +77,13 @@ class Manifest(Struct, frozen=True, kw_only=True):
         """The brief or, for a manifest without one, a brief that is made of the rest."""
         return self.brief if self.brief is not None else self.made_brief(0)
 
-    def made_brief(self, sequence: int, step: int | None = None, keep_last: int | None = None) -> Brief:
+    def made_brief(
+        self,
+        sequence: int,
+        step: int | None = None,
+        keep_last: int | None = None,
+        manager: ManagerRecord | None = None,
+    ) -> Brief:
         """A brief that agrees with the rest of the manifest."""
         return Brief(
             version=self.version,
@@ -89,6 +95,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
             content=content_of(self.model.params, has_optim=self.has_optim),
             world_size=self.world_size,
             files={name: info.nbytes for name, info in self.files.items()},
+            manager=manager,
         )
 
     def encoded(self) -> bytes:
@@ -154,7 +161,7 @@ def manifest_in(opened: Opened) -> Manifest:
 
 def _check_brief(path: str, manifest: Manifest, brief: Brief) -> None:
     """Raise CheckpointError unless the brief agrees with the rest, because some readers read only the brief."""
-    if manifest.made_brief(brief.sequence, brief.step, brief.keep_last) != brief:
+    if manifest.made_brief(brief.sequence, brief.step, brief.keep_last, brief.manager) != brief:
         raise CheckpointError(f"{path}: its brief and the rest contradict each other; load another checkpoint")
 
 

@@ -158,7 +158,7 @@ class OurWriter(FormatWriter):
                 yield name, data
                 infos[name] = FileInfo(len(data), hex_of(data), None)
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
-        brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last)
+        brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
         yield NAME, replace(manifest, brief=brief).encoded()
 
 

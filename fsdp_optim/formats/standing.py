@@ -25,16 +25,18 @@ class CheckpointJudge:
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
         """Whether the place has all files of the manifest with their sizes."""
+        brief: Brief | None = None
         try:
             brief = (None if whole else read_brief(opened)) or manifest_in(opened).effective_brief
             if brief.version > VERSION:
                 reason = f"{opened.named(NAME)} has the schema version {brief.version}"
-                return Standing(is_sure=False, reason=reason)
+                return Standing(is_sure=False, reason=reason, partial=brief)
             for name, nbytes in brief.files.items():
                 if opened.nbytes_of(name) != nbytes:
-                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
+                    reason = f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
+                    return Standing(reason=reason, partial=brief)
         except (OSError, MemoryError) as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error), partial=brief)
         return Standing(brief)
 
     def token_in(self, opened: Opened) -> str | None:

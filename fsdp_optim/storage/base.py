@@ -393,6 +393,7 @@ class Standing(Generic[BriefT]):
         is_sure: False where the place may have a complete checkpoint, but could not be read just now, or not by this version.
         has_moved: whether the checkpoint went away, or another one took its name, during the look.
         reason: why the checkpoint is not complete, or is undecided.
+        partial: the summary of a checkpoint that is not complete, or is undecided, where the summary could be read.
     """
 
     brief: BriefT | None = None
@@ -400,6 +401,7 @@ class Standing(Generic[BriefT]):
     is_sure: bool = True
     has_moved: bool = False
     reason: str = ""
+    partial: BriefT | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -422,6 +424,25 @@ class Shelved(Generic[BriefT]):
     can_go: bool = True
 
 
+@dataclass(frozen=True)
+class Listed(Generic[BriefT]):
+    """A place on a shelf that has a manifest, complete or not. `where`, `base`, `can_go`: as for `Shelved`."""
+
+    where: str
+    base: str
+    standing: Standing[BriefT]
+    can_go: bool = True
+
+    @property
+    def brief(self) -> BriefT | None:
+        """The summary, also of a checkpoint that is not complete; None where it cannot be read."""
+        return self.standing.brief or self.standing.partial
+
+    @classmethod
+    def of_shelved(cls, one: Shelved[BriefT]) -> Listed[BriefT]:
+        return cls(one.where, one.base, Standing(one.brief), one.can_go)
+
+
 class Shelf(Protocol[BriefT]):
     """All checkpoints of one folder, or under one prefix. `where`: its name, for errors."""
 
@@ -434,10 +455,17 @@ class Shelf(Protocol[BriefT]):
         Raises CheckpointError where the shelf cannot be listed.
         """
 
-    def standing_of(self, one: Shelved[BriefT]) -> Standing[BriefT]:
+    def listed(self) -> list[Listed[BriefT]]:
+        """All places with a manifest, in no order, damaged checkpoints included where the shelf can tell.
+
+        Raises CheckpointError where the shelf cannot be listed.
+        """
+        return [Listed.of_shelved(one) for one in self.complete()[0]]
+
+    def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
         """The state of a checkpoint by the whole of its manifest."""
 
-    def remove(self, ones: Sequence[Shelved[BriefT]], reason: str) -> None:
+    def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
         """Remove checkpoints. Each removal is logged with the reason; what cannot be removed is warned about."""
 
 

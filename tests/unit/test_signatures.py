@@ -14,8 +14,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background, restore, save
-from fsdp_optim.options import GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
+from fsdp_optim.checkpoint import background, restore, resuming, save
+from fsdp_optim.options import GatherOptions, LoadOptions, Options, ResumeOptions, SaveOptions, ScatterOptions
 from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
 # Public function, module and name of its implementation, its options, and its arguments that are not options.
@@ -28,6 +28,7 @@ CALLS: list[tuple[str, Any, str, type, set[str]]] = [
     ("save", save, "save", SaveOptions, {"path", "model", "optim"}),
     ("async_save", background, "async_save", SaveOptions, {"path", "model", "optim"}),
     ("load", restore, "restore", LoadOptions, {"path", "model", "optim"}),
+    ("resume", resuming, "resume", ResumeOptions, {"root", "model", "optim"}),
 ]
 AS = {  # the function whose docstring describes the arguments that this function's docstring does not
     "iter_full_optim_state": "gather_full_optim_state_dict",
@@ -37,6 +38,7 @@ AS = {  # the function whose docstring describes the arguments that this functio
     "async_save": "save",
     "save": "gather_full_optim_state_dict",
     "load": "gather_full_optim_state_dict",
+    "resume": "load",
 }
 
 
@@ -72,7 +74,7 @@ class SignaturesTest(unittest.TestCase):
         given = {key: object() for key in arguments}
         model, path = nn.Linear(1, 1), "/somewhere"
         positional = [
-            path if key == "path" else model
+            path if key in ("path", "root") else model
             for key in inspect.signature(getattr(fsdp_optim, name)).parameters
             if key in others
         ]

@@ -18,7 +18,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
 from fsdp_optim.errors import FsdpOptimError
-from fsdp_optim.options import Arguments, GatherOptions, LoadOptions, Options, SaveOptions, ScatterOptions
+from fsdp_optim.options import (
+    Arguments,
+    GatherOptions,
+    LoadOptions,
+    Options,
+    ResumeOptions,
+    SaveOptions,
+    ScatterOptions,
+)
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
 
@@ -51,6 +59,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
     "save": {**EVERY_CALL, **MOVES, **WRITES},
     "async_save": {**EVERY_CALL, **MOVES, **WRITES},
     "load": {**EVERY_CALL, **MOVES, "path": [object()], "check": ["bits"], "groups": ["mine"], "keep": ["lr", 3, [3]]},
+    "resume": {"timeout": ["5"], "root": [object()], "check": ["bits"], "on_damage": ["ignore", None]},
 }
 OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
     "gather": {"key_by": ("id", "name"), "collect": ("wrapper", "all"), "recipient_rank": (0, 1)},
@@ -67,6 +76,7 @@ OTHER: dict[str, dict[str, tuple[Any, Any]]] = {
     },
     "async_save": {"durable": (False, True)},
     "load": {**dict.fromkeys(("strict", "verify", "allow_pickle"), (False, True)), "keep": ((), ("lr",))},
+    "resume": {"on_damage": ("error", "previous"), "verify": (False, True)},
 }
 MAY_DIFFER: dict[str, dict[str, tuple[Any, Any]]] = {
     "gather": {
@@ -87,7 +97,7 @@ class Calls:
         self.trained, self.fresh = (Trained("FSDP2", adam, steps) for steps in (1, 0))
         self.full = self.trained.gather(None)
         self.sharded = get_optimizer_state_dict(self.trained.model, self.trained.optim)
-        self.saved = self.folder / "saved"
+        self.saved = self.folder / "all" / "saved"
         fsdp_optim.save(self.saved, self.trained.model, self.trained.optim)
         self.number = 0
 
@@ -113,6 +123,9 @@ class Calls:
                 return done.wait() if verb == "async_save" else done
             case "load":
                 return fsdp_optim.load(given.pop("path", self.saved), self.fresh.model, self.fresh.optim, **given)
+            case "resume":
+                root = given.pop("root", self.saved.parent)
+                return fsdp_optim.resume(root, self.fresh.model, self.fresh.optim, **given)
         raise AssertionError(verb)
 
 
@@ -176,7 +189,7 @@ class ArgumentsTest(unittest.TestCase):
             with self.subTest(label):
                 errors = [mine[label][0] for mine in by_rank]
                 self.assertIn(errors[0][0], kinds)
-                check_refused(label, errors, errors[0][0], "rank", *(() if name == "path" else (name,)))
+                check_refused(label, errors, errors[0][0], "rank", *(() if name in ("path", "root") else (name,)))
 
     def test_wrong_on_one_rank_only(self) -> None:
         self.check(on_one_rank, WRONG, {"StateError", "CheckpointError", "WrapperError", "RankError"})
@@ -202,10 +215,11 @@ class AskedTest(unittest.TestCase):
         ScatterOptions(Options()),
         SaveOptions(Options()),
         LoadOptions(Options()),
+        ResumeOptions(Options()),
     )
 
     def test_every_field_is_compared_or_may_differ_by_name(self) -> None:
-        differs = {"name_of", "timeout", "extra", "progress", "storage_options", "local_cache"}
+        differs = {"name_of", "timeout", "extra", "progress", "storage_options", "local_cache", "rename"}
         for asked in self.options:
             names = {f.name for one in (asked, asked.call) for f in dataclasses.fields(one)} - {"call"}
             said = {part.split("=")[0] for part in asked.compared_text().split(", ") if "=" in part}

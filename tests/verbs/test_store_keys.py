@@ -137,6 +137,8 @@ GOOD: dict[str, Callable[[Calls], Any]] = {
     "load, checked": lambda calls: fsdp_optim.load(
         calls.path / "saved", calls.fresh.model, calls.fresh.optim, check="bitwise"
     ),
+    "resume": lambda calls: fsdp_optim.resume(calls.path, calls.fresh.model, calls.fresh.optim),
+    "resume from nothing": lambda calls: fsdp_optim.resume(calls.path / "saved", calls.fresh.model, calls.fresh.optim),
     "different reports, opaque values": opaque,
     "late": late,
     "stopped early by all": lambda calls: next(fsdp_optim.iter_full_optim_state(*calls.both, bucket_nbytes=64)),

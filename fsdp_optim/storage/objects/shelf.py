@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import BriefT, Judge, Shelf, Shelved, Standing, is_sure_that_not
+from fsdp_optim.storage.base import BriefT, Judge, Listed, Shelf, Shelved, Standing, is_sure_that_not
 from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
@@ -39,10 +39,14 @@ class ObjectShelf(Shelf[BriefT]):
 
     def opened(self) -> Iterator[OpenedObjects | CheckpointError]:
         """The checkpoint of each place that has a manifest, or why it cannot be told whether it has one; several at a time."""
+        return (opened for _, opened in self._looks())
+
+    def _looks(self) -> Iterator[tuple[Place, OpenedObjects | CheckpointError]]:
         with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
-            for found in pool.map(self._look, self.places()):
+            places = self.places()
+            for place, found in zip(places, pool.map(self._look, places), strict=True):
                 if found is not None:
-                    yield found
+                    yield place, found
 
     def _look(self, place: Place) -> OpenedObjects | CheckpointError | None:
         try:
@@ -56,21 +60,31 @@ class ObjectShelf(Shelf[BriefT]):
 
     def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
         found, unread = [], []
-        for opened in self.opened():
-            if isinstance(opened, CheckpointError):
-                if not is_sure_that_not(opened):
-                    unread.append(str(opened))
-                continue
-            standing = self._standing_in(opened, whole=False)
+        for one in self.listed():
+            standing = one.standing
             if standing.brief is not None:
-                found.append(Shelved(opened.where, opened.where, standing.brief))
-            elif not standing.has_moved:
-                log.warning(
-                    "%s has a manifest, and is no checkpoint that can be read: %s", opened.where, standing.reason
-                )
-                if not standing.is_sure:
-                    unread.append(standing.reason)
+                found.append(Shelved(one.where, one.base, standing.brief))
+                continue
+            if standing.has_manifest:
+                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, standing.reason)
+            if not standing.is_sure:
+                unread.append(standing.reason)
         return sorted(found, key=lambda one: one.brief.order), unread
+
+    def listed(self) -> list[Listed[BriefT]]:
+        found = []
+        for place, opened in self._looks():
+            if isinstance(opened, CheckpointError):
+                standing: Standing[BriefT] = Standing(
+                    has_manifest=False, is_sure=is_sure_that_not(opened), reason=str(opened)
+                )
+                if standing.is_sure:
+                    continue
+            else:
+                standing = self._standing_in(opened, whole=False)
+            if standing.is_complete or not standing.has_moved:
+                found.append(Listed(place.where, place.where, standing))
+        return found
 
     def _standing_in(self, opened: OpenedObjects, *, whole: bool) -> Standing[BriefT]:
         try:
@@ -81,10 +95,10 @@ class ObjectShelf(Shelf[BriefT]):
             return Standing(is_sure=is_sure_that_not(error), reason=str(error))
         return standing
 
-    def _place_of(self, one: Shelved[BriefT]) -> Place:
+    def _place_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Place:
         return Place(one.where, one.where.removeprefix(f"{self._bucket.name}/"))
 
-    def standing_of(self, one: Shelved[BriefT]) -> Standing[BriefT]:
+    def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
         try:
             opened = open_place(self._bucket, self._place_of(one), self._judge)
         except MissingObjectError as error:
@@ -93,7 +107,7 @@ class ObjectShelf(Shelf[BriefT]):
             return Standing(is_sure=is_sure_that_not(error), reason=str(error))
         return self._standing_in(opened, whole=True)
 
-    def remove(self, ones: Sequence[Shelved[BriefT]], reason: str) -> None:
+    def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
         for one in ones:
             place = self._place_of(one)
             try:

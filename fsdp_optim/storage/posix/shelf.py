@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_optim.storage.base import BriefT, Judge, Shelf, Shelved, Standing
+from fsdp_optim.storage.base import BriefT, Judge, Listed, Shelf, Shelved, Standing
 from fsdp_optim.storage.posix.leftovers import LOCK, OLD, UNFINISHED, aside, remove_gone, retire
 from fsdp_optim.storage.posix.looks import is_link, is_nothing, names_in, standing_of
 from fsdp_optim.storage.posix.strangers import strangers_in
@@ -29,44 +29,51 @@ class FolderShelf(Shelf[BriefT]):
         return str(self._root)
 
     def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+        found: list[Shelved[BriefT]] = []
+        unread: list[str] = []
+        for one in self.listed():
+            standing = one.standing
+            if standing.brief is not None:
+                found.append(Shelved(one.where, one.base, standing.brief, one.can_go))
+                continue
+            log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, standing.reason)
+            if not standing.is_sure:
+                unread.append(standing.reason)
+        return sorted(found, key=lambda one: one.brief.order), unread
+
+    def listed(self) -> list[Listed[BriefT]]:
         """As a Shelf does. A listing that is made while a folder is renamed may have neither name of the folder, so a listing
         counts when the next one is the same.
         """
-        found: list[Shelved[BriefT]] = []
-        unread: list[str] = []
+        found: list[Listed[BriefT]] = []
         for _ in range(_ATTEMPTS):
             before = names_in(self._root)
-            found, unread, vanished = self._scan(before)
+            found, vanished = self._scan(before)
             if not vanished and names_in(self._root) == before:
                 break
             time.sleep(_AGAIN)
-        return sorted(found, key=lambda one: one.brief.order), unread
+        return found
 
-    def _scan(self, names: set[str]) -> tuple[list[Shelved[BriefT]], list[str], bool]:
-        """As `complete`, at one look; and whether a folder went away meanwhile, so that one may be missing."""
+    def _scan(self, names: set[str]) -> tuple[list[Listed[BriefT]], bool]:
+        """As `listed`, at one look; and whether a folder went away meanwhile, so that one may be missing."""
         bases = dict(aside(self._root, OLD))
         unfinished = {folder for mark in UNFINISHED for folder, _ in aside(self._root, mark)}
-        found, unread, vanished = [], [], False
+        found, vanished = [], False
         for folder in (self._root / name for name in sorted(names)):
             base = bases.get(folder, folder)
             if folder in unfinished or (base != folder and not is_nothing(base)):
                 continue
             standing = standing_of(folder, self._judge, whole=False)
-            if standing.brief is not None:
-                found.append(Shelved(str(folder), str(base), standing.brief, not is_link(folder)))
-                continue
             if standing.has_moved:
                 vanished = True
-            elif standing.has_manifest:
-                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", folder, standing.reason)
-                if not standing.is_sure:
-                    unread.append(standing.reason)
-        return found, unread, vanished
+            elif standing.brief is not None or standing.has_manifest:
+                found.append(Listed(str(folder), str(base), standing, _can_go(folder)))
+        return found, vanished
 
-    def standing_of(self, one: Shelved[BriefT]) -> Standing[BriefT]:
+    def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
         return standing_of(Path(one.where), self._judge)
 
-    def remove(self, ones: Sequence[Shelved[BriefT]], reason: str) -> None:
+    def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
         gone = []
         for folder in (Path(one.where) for one in ones):
             strangers = self._strangers_in(folder)
@@ -83,3 +90,10 @@ class FolderShelf(Shelf[BriefT]):
         with contextlib.suppress(OSError):
             return strangers_in(folder, LOCK, self._judge)
         return []
+
+
+def _can_go(folder: Path) -> bool:
+    """Whether `remove` removes the checkpoint itself; False for a symbolic link, and where the system cannot tell."""
+    with contextlib.suppress(OSError):
+        return not is_link(folder)
+    return False

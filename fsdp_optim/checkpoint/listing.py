@@ -1,0 +1,59 @@
+"""The checkpoints of a folder or a prefix, the newest first, complete or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_optim.checkpoint.results import CheckpointInfo
+from fsdp_optim.formats.brief import Brief
+from fsdp_optim.storage.base import Listed, Shelf
+from fsdp_optim.storage.schemes import scheme_of
+
+ListedCheckpoint = Listed[Brief]
+
+
+def checkpoints(shelf: Shelf[Brief]) -> list[CheckpointInfo]:
+    """All checkpoints on a shelf, the newest first."""
+    return [info_of(one) for one in newest_first(shelf.listed())]
+
+
+def info_of(one: ListedCheckpoint) -> CheckpointInfo:
+    """The facts about a checkpoint on a shelf, for users."""
+    brief, path = one.brief, one.where if scheme_of(one.where) is not None else Path(one.where)
+    if brief is None:
+        return CheckpointInfo(path, None, 0, 0, False, one.standing.reason)
+    nbytes, metric = sum(brief.files.values()), brief.manager.metric if brief.manager is not None else None
+    return CheckpointInfo(
+        path, brief.step, brief.world_size, nbytes, one.standing.is_complete, one.standing.reason, metric
+    )
+
+
+def newest_first(ones: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """The order in which a resume looks at checkpoints.
+
+    A checkpoint whose summary cannot be read has no sequence number. Its place follows from the number in its name: it is
+    before the first one with a lower step. Without a number it comes first, because it may be the newest.
+    """
+    readable = sorted(
+        ((one.brief.order, one) for one in ones if one.brief is not None), key=lambda pair: pair[0], reverse=True
+    )
+    found = [one for _, one in readable]
+    others = sorted((one for one in ones if one.brief is None), key=lambda one: (number_in(one) or 0, one.base))
+    for one in others:
+        number = number_in(one)
+        place = (i for i, other in enumerate(found) if number is None or _is_before(number, other))
+        found.insert(next(place, len(found)), one)
+    return found
+
+
+def _is_before(number: int, other: ListedCheckpoint) -> bool:
+    step = other.brief.step if other.brief is not None else number_in(other)
+    return step is None or number > step
+
+
+def number_in(one: ListedCheckpoint) -> int | None:
+    """The last number in the name of a checkpoint."""
+    numbers = re.findall(r"[0-9]+", one.base.rpartition("/")[2])
+    return int(numbers[-1][-18:]) if numbers else None
