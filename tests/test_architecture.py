@@ -256,6 +256,8 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer
     "fsdp_optim.formats.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
+    "fsdp_optim.formats.torch_file": {"_metadata"},
+    "fsdp_optim.formats.torch_parts": {"_extra_state"},  # the last part of the names of values that modules add
 }
 
 

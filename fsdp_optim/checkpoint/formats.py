@@ -10,6 +10,7 @@ from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import Format, FormatReader, replaced_error
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.torch_file import TORCH_FILE
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
 
@@ -18,8 +19,11 @@ GROUP = "fsdp_optim.formats"
 
 FORMATS: tuple[Format, ...] = (OURS,)
 
-FOREIGN: tuple[Format, ...] = (HUGGING_FACE,)
-"""The formats of other libraries, in the order in which they are asked whether they recognise the files of a place."""
+FOREIGN: tuple[Format, ...] = (TORCH_FILE, HUGGING_FACE)
+"""The formats of other libraries, in the order in which they are asked whether they recognise the files of a place.
+
+TORCH_FILE recognises any file of torch.save, so formats of which such files are a part come before it.
+"""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import (
     COMMON,
+    MODULES,
     ExtraValues,
     Format,
     FormatWriter,
@@ -95,9 +96,11 @@ class ForeignReader:
         model: the weights and buffers, by the names in the checkpoint.
         full_dict: the optimizer's full dict in any dialect that `fsdp_optim.state.dialects` reads, with a StoredTensor in the
             place of each tensor; None if no optimizer was saved.
+        num_optims: the number of optimizers that `full_dict` has joined.
         sources: what the names of files in the StoredTensors mean, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
         extra: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are none.
+        module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved.
         pickled: a function that returns `extra` with all pickles loaded; None if no value is withheld.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
@@ -110,6 +113,8 @@ class ForeignReader:
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra_values: Mapping[str, Any] | None = None
+    module_values: Mapping[str, Any] = field(default_factory=dict)
+    num_optims: int = 1
     rank_extras: Sequence[Any] = ()
     pickled: Callable[[], Mapping[str, Any]] | None = None
     world_size: int = 0
@@ -154,7 +159,8 @@ class ForeignReader:
     @property
     def extras(self) -> Collection[str]:
         of_ranks = [rank_extra_name(position) for position in range(len(self.rank_extras))]
-        return [*([COMMON] if self.extra_values is not None else []), *of_ranks]
+        common = [COMMON] if self.extra_values is not None else []
+        return [*common, *([MODULES] if self.module_values else []), *of_ranks]
 
     @property
     def has_optim(self) -> bool:
@@ -182,7 +188,10 @@ class ForeignReader:
     def extra(self, name: str, *, verify: bool) -> ExtraValues:
         if name == COMMON:
             return ForeignValues(self.extra_values, self.pickled)
-        return ForeignValues(dict(zip(self.extras, (self.extra_values, *self.rank_extras), strict=False))[name], None)
+        if name == MODULES:
+            return ForeignValues(self.module_values, None)
+        of_ranks = {rank_extra_name(position): position for position in range(len(self.rank_extras))}
+        return ForeignValues(self.rank_extras[of_ranks[name]], None)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
