@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.storage.base import Shelf, Shelved, Store
+from fsdp_optim.storage.posix.store import Folder
 
 _ATTEMPTS = 10
 
@@ -63,8 +65,12 @@ def latest(shelf: Shelf[Brief]) -> str | None:
 
 
 def next_sequence(store: Store, format: Format) -> int:
-    """One more than the highest sequence number of all that has a manifest beside a place, complete or not."""
-    highest = 0
+    """One more than the highest sequence number of all that has a manifest beside a place, complete or not.
+
+    The listing of a bucket may be old, so the number there is that of this millisecond at least: a save that does not see the one
+    before it must not be taken for older, and be removed by keep_last.
+    """
+    highest = 0 if isinstance(store, Folder) else time.time_ns() // 1_000_000 - 1
     for opened in store.siblings():
         with opened:
             highest = max(highest, format.sequence_in(opened))
