@@ -11,14 +11,19 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.checkpoint import background, catalog, listing, model_dict, restore, resuming
+from fsdp_optim.checkpoint import background, catalog, inspecting, listing, model_dict, restore, resuming, verifying
 from fsdp_optim.checkpoint import convert as conversion
 from fsdp_optim.checkpoint import save as saving
+from fsdp_optim.checkpoint.alone import launched_ranks as launched_ranks
+from fsdp_optim.checkpoint.formats import WRITTEN
+from fsdp_optim.checkpoint.inspecting import Inspected as Inspected
+from fsdp_optim.checkpoint.inspecting import TensorInfo as TensorInfo
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import CheckpointInfo as CheckpointInfo
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import shelf_at
+from fsdp_optim.checkpoint.verifying import Verified
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
@@ -48,6 +53,9 @@ from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+
+FORMATS_WRITTEN = tuple(WRITTEN)
+"""The names of the formats that `convert` writes."""
 
 
 @ordinary_tensors()
@@ -845,3 +853,44 @@ def wait(timeout: float | None = None) -> None:
         RankTimeoutError: the save did not end in time; it goes on.
     """
     pending.wait(timeout)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    memory: int = CONVERT_NBYTES,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Verified:
+    """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
+
+    What has checksums is compared with them, which is every byte of this library's own checkpoints, unless they were saved with
+    `checksums=False`. Formats of other libraries have none: there everything is read, so that files that are missing, cut short
+    or contradict each other are found, but no changed bytes. Nothing is unpickled.
+
+    Args:
+        path: as for save.
+        memory: as for convert.
+        progress: show a bar. None: for long calls, a bar on a terminal, and lines in the log elsewhere.
+        storage_options: as for save.
+
+    Returns:
+        A `Verified`: what was read, and whether it `has_checksums`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
+    """
+    with checkpoint_errors(path):
+        return verifying.verify(path, memory=memory, progress=progress, storage_options=storage_options)
+
+
+def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
+    """What a checkpoint of any format that `load` reads has: tensors by name, with dtypes, shapes and bytes, and the optimizer.
+
+    Reads the description and no elements. No communication. `path` and `storage_options` are as for save.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or unknown.
+    """
+    with checkpoint_errors(path):
+        return inspecting.inspect(path, storage_options)

@@ -94,6 +94,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"options", "state", "api"},
     "cli": {"errors", "api"},
+    "__main__": {"cli"},
     "testing": {"errors", "layout", "plan", "memory", "view", "adapters", "storage", "formats", "transport", "api"},
     "": {"errors", "api", "drop_in", "testing"},
 }

@@ -146,6 +146,15 @@ class FormatReader(Protocol):
     @property
     def identity(self) -> Mapping[str, Any]: ...
     @property
+    def format_name(self) -> str:
+        """The name of the format, for users."""
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every byte of a tensor that is read is compared with a checksum."""
+        return False
+
+    @property
     def full_dict(self) -> Mapping[str, Any] | None:
         """The optimizer's full dict as another library has it, with a StoredTensor in the place of each tensor.
 
@@ -183,6 +192,10 @@ class FormatReader(Protocol):
     def versions(self) -> Sequence[object]:
         """Values that change when any of the files is written again."""
         return ()
+
+    def about(self) -> Mapping[str, str]:
+        """What else is known of the save, for users: who saved it, and when."""
+        return {}
 
     def close(self) -> None:
         """Close the files."""

@@ -176,6 +176,13 @@ class ForeignReader:
         }
 
     @property
+    def has_checksums(self) -> bool:
+        return False
+
+    def about(self) -> Mapping[str, str]:
+        return {}
+
+    @property
     def where(self) -> str:
         return self.opened.where
 
