@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint import background, catalog, inspecting, listing, mode
 from fsdp_optim.checkpoint import convert as conversion
 from fsdp_optim.checkpoint import save as saving
 from fsdp_optim.checkpoint.alone import launched_ranks as launched_ranks
-from fsdp_optim.checkpoint.formats import WRITTEN
+from fsdp_optim.checkpoint.formats import SAVED, WRITTEN
 from fsdp_optim.checkpoint.inspecting import Inspected as Inspected
 from fsdp_optim.checkpoint.inspecting import TensorInfo as TensorInfo
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
@@ -41,6 +41,7 @@ from fsdp_optim.options import (
     Options,
     Rename,
     ResumeOptions,
+    SavedFormat,
     SaveOptions,
     ScatterOptions,
     Strategy,
@@ -452,6 +453,7 @@ def save(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
     upload_to: str | None = None,
+    format: SavedFormat = "safetensors",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
@@ -487,6 +489,10 @@ def save(
         upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
             end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
             `keep_last` and `storage_options` count for the URL too.
+        format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
+            a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
+            "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
+            their extras are flattened as torch flattens dicts: keys become str.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -517,6 +523,7 @@ def save(
             allow_pickle=allow_pickle,
             progress=progress,
             upload_to=upload_to,
+            format=format,
             storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
@@ -545,6 +552,7 @@ def async_save(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
     upload_to: str | None = None,
+    format: SavedFormat = "safetensors",
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
@@ -575,6 +583,7 @@ def async_save(
             allow_pickle=allow_pickle,
             progress=progress,
             upload_to=upload_to,
+            format=format,
             storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)
@@ -682,7 +691,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
         CheckpointError: the folder cannot be listed, or none of its checkpoints can be read just now.
     """
     with checkpoint_errors(root):
-        found = catalog.latest(shelf_at(root, storage_options))
+        found = catalog.latest(*(shelf_at(root, storage_options, format) for format in SAVED))
         return found if found is None or scheme_of(root) is not None else Path(found)
 
 
@@ -839,7 +848,7 @@ def checkpoints(
         CheckpointError: the folder cannot be listed.
     """
     with checkpoint_errors(root):
-        return listing.checkpoints(shelf_at(root, storage_options))
+        return listing.checkpoints(*(shelf_at(root, storage_options, format) for format in SAVED))
 
 
 def wait(timeout: float | None = None) -> None:

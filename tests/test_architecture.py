@@ -259,6 +259,14 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.formats.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
     "fsdp_optim.formats.torch_file": {"_metadata"},
     "fsdp_optim.formats.torch_parts": {"_extra_state"},  # the last part of the names of values that modules add
+    "fsdp_optim.formats.torch_zip": {
+        "_utils",
+        "_rebuild_tensor_v2",
+        "_rebuild_tensor_v3",
+    },  # the names in torch's files
+    "fsdp_optim.formats.dcp_writer": {
+        "_StorageInfo"
+    },  # the class in the metadata files of torch.distributed.checkpoint
 }
 
 

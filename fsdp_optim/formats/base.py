@@ -291,7 +291,10 @@ class Prepared:
 class Stamp:
     """The facts of a save that are known only at its end.
 
-    `sequence`: the number of the checkpoint among those of its folder. `manager`: the record of a `CheckpointManager`.
+    Attributes:
+        sequence: the number of the checkpoint among those of its folder.
+        manager: the record of a `CheckpointManager`.
+        folder: what stands before the names of all files but the manifest where the store has put these, such as "0123/".
     """
 
     token: str
@@ -300,6 +303,7 @@ class Stamp:
     keep_last: int | None = None
     checksums: bool = True
     manager: ManagerRecord | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True)
