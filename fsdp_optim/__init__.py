@@ -16,7 +16,6 @@ from fsdp_optim.api import (
     gather_full_model_state_dict,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
-    inspect,
     iter_full_optim_state,
     latest,
     load,
@@ -27,7 +26,6 @@ from fsdp_optim.api import (
     scatter_full_model_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
-    verify,
     wait,
 )
 from fsdp_optim.errors import (
@@ -62,7 +60,6 @@ __all__ = [
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
-    "inspect",
     "iter_full_optim_state",
     "latest",
     "load",
@@ -73,7 +70,6 @@ __all__ = [
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
-    "verify",
     "wait",
 ]
 

@@ -107,14 +107,6 @@ class GivenDict:
     step: int | None = None
 
     @property
-    def format_name(self) -> str:
-        return "a dict"
-
-    @property
-    def has_checksums(self) -> bool:
-        return False
-
-    @property
     def extras(self) -> Collection[str]:
         return [MODULES] if self.values else []
 
@@ -144,9 +136,6 @@ class GivenDict:
 
     def check_unchanged(self) -> None:
         """Nothing replaces a dict."""
-
-    def about(self) -> Mapping[str, str]:
-        return {}
 
     def versions(self) -> Sequence[object]:
         return ()

@@ -11,9 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdp_optim.checkpoint.formats import SAVED
 from fsdp_optim.checkpoint.listing import ListedCheckpoint, newest_first
-from fsdp_optim.checkpoint.listing import listed as all_listed
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
@@ -52,8 +50,8 @@ def resume(
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
-        shelves = [shelf_at(root, options.storage_options, format) for format in SAVED]
-        return [Candidate.of(one) for one in newest_first(all_listed(shelves))]
+        shelf = shelf_at(root, options.storage_options)
+        return [Candidate.of(one) for one in newest_first(shelf.listed())]
 
     with calling("resume", [model], options, options.call, all_of_plain=True) as (_, callers):
         pending.settle()

@@ -24,7 +24,6 @@ from fsdp_optim.formats.description import (
     OptimDescription,
     ParamDescription,
 )
-from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import Key
@@ -89,7 +88,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         stored = {**_stored(weights, {}), **tensors}
     elif checkpoint.has_optim:
         description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
-    elif isinstance(checkpoint, ForeignReader):
+    elif getattr(checkpoint, "format_name", None) is not None:
         weights = _renamed(checkpoint, wrapper_parts())
         stored = _stored(weights, {})
     contents = CheckpointContents(

@@ -99,10 +99,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The places of a tensor in several pieces. `at`: by rank of storage, its file and the byte at which its elements begin."""
+    """The places of a tensor in several pieces. `at`: by rank of storage, its file and the byte at which its elements begin.
+
+    `is_checked`: whether the format has checked that the pieces lie inside their files; `at` may then find the bytes out only
+    when it is asked.
+    """
 
     placement: Placement
     at: Mapping[int, tuple[str, int]]
+    is_checked: bool = False
 
 
 class ExtraValues(Protocol):
@@ -146,15 +151,6 @@ class FormatReader(Protocol):
     @property
     def identity(self) -> Mapping[str, Any]: ...
     @property
-    def format_name(self) -> str:
-        """The name of the format, for users."""
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether every byte of a tensor that is read is compared with a checksum."""
-        return False
-
-    @property
     def full_dict(self) -> Mapping[str, Any] | None:
         """The optimizer's full dict as another library has it, with a StoredTensor in the place of each tensor.
 
@@ -192,10 +188,6 @@ class FormatReader(Protocol):
     def versions(self) -> Sequence[object]:
         """Values that change when any of the files is written again."""
         return ()
-
-    def about(self) -> Mapping[str, str]:
-        """What else is known of the save, for users: who saved it, and when."""
-        return {}
 
     def close(self) -> None:
         """Close the files."""
@@ -291,10 +283,7 @@ class Prepared:
 class Stamp:
     """The facts of a save that are known only at its end.
 
-    Attributes:
-        sequence: the number of the checkpoint among those of its folder.
-        manager: the record of a `CheckpointManager`.
-        folder: what stands before the names of all files but the manifest where the store has put these, such as "0123/".
+    `sequence`: the number of the checkpoint among those of its folder. `manager`: the record of a `CheckpointManager`.
     """
 
     token: str
@@ -303,7 +292,6 @@ class Stamp:
     keep_last: int | None = None
     checksums: bool = True
     manager: ManagerRecord | None = None
-    folder: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fsdp_optim.layout.boxes import (
     row_major_strides,
 )
 from fsdp_optim.layout.chunks import FlatChunks, flat_chunks
+from fsdp_optim.layout.disjoint import DisjointBoxes
 from fsdp_optim.layout.flat_runs import FlatRuns
 from fsdp_optim.layout.holders import RankSet
 from fsdp_optim.layout.layout import Layout
@@ -29,6 +30,7 @@ __all__ = [
     "Block",
     "Box",
     "Boxes",
+    "DisjointBoxes",
     "FlatChunks",
     "FlatRuns",
     "Layout",

@@ -1,1 +1,0 @@
-"""The command line: a skin over the public functions."""

@@ -1,0 +1,84 @@
+"""The placement of a tensor that is stored chunk by chunk: the chunk with the number i is on the rank -1 - i of storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatRuns, Placement, Shape, Whole
+
+_ChunkBox = tuple[Shape, Shape]
+
+
+class Cuts:
+    """The placements of tensors. Tensors that are cut alike share one, so that each cut is checked once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Shape, tuple[_ChunkBox, ...]], Placement] = {}
+
+    def placement(self, name: str, shape: Shape, boxes: tuple[_ChunkBox, ...]) -> Placement:
+        """The placement of a tensor. `name`: for errors. `boxes`: (offsets, sizes) of the chunks that have elements.
+
+        Raises CheckpointError where chunks lie outside of the tensor or overlap, and where elements are in no chunk.
+        """
+        found = self._made.get((shape, boxes))
+        if found is None:
+            found = self._made[shape, boxes] = _placement(name, shape, boxes)
+        return found
+
+
+def _placement(name: str, shape: Shape, boxes: Sequence[_ChunkBox]) -> Placement:
+    if not _is_shape(shape):
+        raise CheckpointError(f"{name}: has the shape {shape!r}, which is no list of numbers")
+    for offsets, sizes in boxes:
+        fits = _is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(shape)
+        if not fits or any(o + n > whole for o, n, whole in zip(offsets, sizes, shape, strict=True)):
+            raise CheckpointError(
+                f"{name}: has a chunk at {_listed(offsets)} of the sizes {_listed(sizes)}, outside of its shape {list(shape)}"
+            )
+    made, by = [Box(*box) for box in boxes], tuple(range(-1, -1 - len(boxes), -1))
+    _check_disjoint(name, made)
+    if sum(box.numel for box in made) != prod(shape):
+        by_rank = tuple((rank, (Block(box, 0),)) for rank, box in zip(by, made, strict=True))
+        start, stop = Boxes(shape, by_rank).gap() or (0, 0)
+        raise CheckpointError(
+            f"{name}: elements [{start}, {stop}) of {prod(shape)} are in none of its {len(made)} chunks: a part of the "
+            "checkpoint is missing"
+        )
+    if len(made) == 1:
+        return Whole(shape, (-1,))
+    if all(box.sizes[1:] == shape[1:] for box in made):
+        order = sorted(range(len(made)), key=lambda i: made[i].offsets[0])
+        row = prod(shape[1:])
+        starts = tuple(made[i].offsets[0] * row for i in order)
+        stops = tuple((made[i].offsets[0] + made[i].sizes[0]) * row for i in order)
+        return FlatRuns(shape, starts, stops, tuple(by[i] for i in order))
+    return DisjointBoxes(shape, tuple(made), by)
+
+
+def _check_disjoint(name: str, boxes: Sequence[Box]) -> None:
+    """Raise CheckpointError where two boxes have a common element."""
+    if not boxes or not boxes[0].sizes:
+        if len(boxes) > 1:
+            raise CheckpointError(f"{name}: has no dimensions, and {len(boxes)} chunks")
+        return
+    current: list[Box] = []  # those that reach the row of the next box
+    for box in sorted(boxes, key=lambda box: box.offsets):
+        current = [other for other in current if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        for other in current:
+            if other.intersect(box) is not None:
+                raise CheckpointError(
+                    f"{name}: its chunks at {list(other.offsets)} of the sizes {list(other.sizes)} and at {list(box.offsets)} of "
+                    f"the sizes {list(box.sizes)} overlap"
+                )
+        current.append(box)
+
+
+def _is_shape(numbers: Any) -> bool:
+    return isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _listed(numbers: Any) -> str:
+    return str(list(numbers)) if isinstance(numbers, tuple) else repr(numbers)

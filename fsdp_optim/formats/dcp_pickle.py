@@ -1,0 +1,233 @@
+"""The pickle of a `.metadata` file, read without running anything in it.
+
+`inert_pickle.py` reads other pickles. It would take minutes here, because a checkpoint of a thousand ranks has millions of
+objects. So this file uses the unpickler of the standard library, with stand-ins for the few classes that torch writes, after a
+look at the operations: those that ask for memory without bringing as many bytes are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fsdp_optim.formats.distrust import distrusted
+
+_OF_TORCH = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed._shard.checkpoint.metadata",  # torch 1.13
+)
+_OF_WRITERS = (
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.checkpoint.filesystem",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "olmo_core.distributed.checkpoint.filesystem",
+)
+_SHARDED_TENSORS = "torch.distributed._shard.sharded_tensor.metadata"  # torch 2.0 to 2.2
+
+
+class _Record:
+    """An object of the pickle: its attributes, and no behaviour."""
+
+
+class SavedMetadata(_Record):
+    """The metadata of torch: all keys, what a planner adds, and the place of each chunk."""
+
+    state_dict_metadata: Any = None
+    planner_data: Any = None
+    storage_data: Any = None
+
+
+class SavedTensor(_Record):
+    """A tensor: its dtype, shape and chunks."""
+
+    properties: Any = None
+    size: Any = None
+    chunks: Any = None
+
+
+class SavedChunk(_Record):
+    """One chunk of a tensor: a box."""
+
+    offsets: Any = None
+    sizes: Any = None
+
+
+class SavedBytes(_Record):
+    """A value that is no tensor."""
+
+
+class SavedProperties(_Record):
+    """The properties of a tensor; the dtype is needed."""
+
+    dtype: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state.get("dtype") if isinstance(state, dict) else state[0]
+
+
+class SavedIndex(_Record):
+    """The key of one chunk in a dict: equal to itself only, so that a file has no say in comparisons."""
+
+    fqn: Any = None
+    offset: Any = None
+
+
+class Item:
+    """A range of a file: an archive of torch.save. Equal to itself only.
+
+    Attributes:
+        file, start, nbytes: the place. The file is counted from the folder of the metadata until `read_metadata` returns.
+        transforms: how the bytes were transformed when they were written, such as "stream.zstd/1".
+    """
+
+    __slots__ = ("file", "nbytes", "start", "transforms")
+
+    def __init__(self, file: str = "", start: int = 0, nbytes: int = 0, transforms: tuple[str, ...] = ()) -> None:
+        self.file, self.start, self.nbytes, self.transforms = file, start, nbytes, transforms
+
+    def __setstate__(self, state: Any) -> None:
+        file, start, nbytes = state["relative_path"], state["offset"], state["length"]
+        if type(file) is not str or type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
+            raise ValueError(f"{nbytes!r} bytes from {start!r} on in {file!r} are no part of a file")
+        self.file, self.start, self.nbytes = file, start, nbytes
+        self.transforms = tuple(state.get("transform_descriptors") or ())
+
+
+class _StorageMeta(_Record):
+    pass
+
+
+class Unknown:
+    """The stand-in for every other class: it takes all arguments, and does nothing."""
+
+    what = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def append(self, item: Any) -> None:
+        """Ignore an item, where the class was a list."""
+
+    def extend(self, items: Any) -> None:
+        """Ignore items."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def add(self, item: Any) -> None:
+        """Ignore an item, where the class was a set."""
+
+
+_OF_METADATA: Mapping[str, type] = {
+    "Metadata": SavedMetadata,
+    "TensorStorageMetadata": SavedTensor,
+    "BytesStorageMetadata": SavedBytes,
+    "ChunkStorageMetadata": SavedChunk,
+    "TensorProperties": SavedProperties,
+    "MetadataIndex": SavedIndex,
+    "StorageMeta": _StorageMeta,
+}
+_WORDS = frozenset(
+    {
+        "torch.serialization._get_layout",
+        *(f"{module}._MEM_FORMAT_ENCODING" for module in _OF_TORCH),
+        f"{_SHARDED_TENSORS}.MEM_FORMAT_ENCODING",
+        *(f"{module}.{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("", "Posix", "Windows")),
+        *(f"{module}.Pure{kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("", "Posix", "Windows")),
+    }
+)
+"""Functions and classes whose results are not needed."""
+
+_CLASSES: Mapping[str, type] = {
+    **{f"{module}.{name}": made for module in _OF_TORCH for name, made in _OF_METADATA.items()},
+    **{f"{module}._StorageInfo": Item for module in _OF_WRITERS},
+    f"{_SHARDED_TENSORS}.TensorProperties": SavedProperties,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """It finds the stand-ins, the names of dtypes, and inert objects in the place of everything else.
+
+    The classes are made anew for each pickle, because a pickle can set attributes of whatever it names. The unpickler of the
+    standard library is used, because this file may have millions of objects.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._made: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}
+
+    def find_class(self, module: str, name: str) -> Any:
+        what = f"{module}.{name}"
+        if module == "torch" and isinstance(dtype := torch.__dict__.get(name), torch.dtype):
+            return dtype
+        if what not in self._made:
+            self._made[what] = self._stand_in(what)
+        return self._made[what]
+
+    def _stand_in(self, what: str) -> Any:
+        if what in _WORDS:
+            return lambda *args: ""
+        parent = _CLASSES.get(what, Unknown)
+        return type(parent.__name__, (parent,), {"__slots__": ()} if parent is Item else {"what": what})
+
+
+def load(where: str, data: bytes) -> Any:
+    """The object in a pickle. Raises CheckpointError, which names `where`, for a pickle that is cut short or damaged."""
+    with distrusted(where):
+        _check_operations(data)
+        try:
+            return _Unpickler(data).load()
+        except (pickle.UnpicklingError, EOFError, ImportError) as error:
+            raise ValueError(str(error)) from error
+
+
+def said(value: Any) -> str:
+    """What an object of the pickle is, in words."""
+    if isinstance(value, Unknown):
+        return f"an object of the class {value.what}"
+    if isinstance(value, type):
+        return f"the class {getattr(value, 'what', value.__name__)}"
+    return f"an object of the class {type(value).__name__}"
+
+
+# ------------------------------------------------------------------------------------------- the operations
+
+_ALONE = rb"[" + re.escape(b"()]}NRabestu\x81\x85\x86\x87\x88\x89\x93\x94") + rb"]"
+_FIXED = re.compile(rb"(?:" + _ALONE + rb"+|[hKq\x80].|M..|[Jj]....|[G\x95].{8}){1,4096}", re.DOTALL)
+"""Operations without an argument, and with an argument of a fixed length: numbers, and places in the memo."""
+
+_NBYTES_OF_LENGTH = {b"\x8c": 1, b"X": 4, b"\x8d": 8, b"\x8a": 1, b"C": 1, b"B": 4}
+"""Operations with a str, bytes or a long number, by the number of bytes of its length."""
+
+
+def _check_operations(data: bytes) -> None:
+    """Raise ValueError unless all operations up to STOP are those that torch's pickles have.
+
+    A place in the memo beyond the number of bytes would take memory without end.
+    """
+    at = 0
+    while True:
+        matched = _FIXED.match(data, at)
+        at = matched.end() if matched is not None else at
+        operation = data[at : at + 1]
+        if operation in _NBYTES_OF_LENGTH:
+            start = at + 1 + _NBYTES_OF_LENGTH[operation]
+            at = start + int.from_bytes(data[at + 1 : start], "little")
+        elif operation == b"r" and int.from_bytes(data[at + 1 : at + 5], "little") <= len(data):
+            at += 5
+        elif operation == b"c":
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+        elif operation == b".":
+            return
+        elif matched is None or at >= len(data):
+            raise ValueError(
+                "it was cut short" if at >= len(data) else f"the operation {operation!r} at byte {at} is not known"
+            )
