@@ -16,6 +16,7 @@ from fsdp_optim.api import (
     gather_full_model_state_dict,
     gather_full_optim_state_dict,
     get_shard_from_optim_state_dict,
+    inspect,
     iter_full_optim_state,
     latest,
     load,
@@ -26,6 +27,7 @@ from fsdp_optim.api import (
     scatter_full_model_state_dict,
     scatter_full_optim_state_dict,
     transfer_optim_state,
+    verify,
     wait,
 )
 from fsdp_optim.errors import (
@@ -60,6 +62,7 @@ __all__ = [
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",
     "get_shard_from_optim_state_dict",
+    "inspect",
     "iter_full_optim_state",
     "latest",
     "load",
@@ -70,6 +73,7 @@ __all__ = [
     "scatter_full_model_state_dict",
     "scatter_full_optim_state_dict",
     "transfer_optim_state",
+    "verify",
     "wait",
 ]
 

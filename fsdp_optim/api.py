@@ -11,14 +11,19 @@ from typing import Any, overload
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_optim.checkpoint import background, catalog, listing, model_dict, restore, resuming
+from fsdp_optim.checkpoint import background, catalog, inspecting, listing, model_dict, restore, resuming, verifying
 from fsdp_optim.checkpoint import convert as conversion
 from fsdp_optim.checkpoint import save as saving
+from fsdp_optim.checkpoint.alone import launched_ranks as launched_ranks
+from fsdp_optim.checkpoint.formats import SAVED, WRITTEN
+from fsdp_optim.checkpoint.inspecting import Inspected as Inspected
+from fsdp_optim.checkpoint.inspecting import TensorInfo as TensorInfo
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import CheckpointInfo as CheckpointInfo
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import shelf_at
+from fsdp_optim.checkpoint.verifying import Verified
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
@@ -36,6 +41,7 @@ from fsdp_optim.options import (
     Options,
     Rename,
     ResumeOptions,
+    SavedFormat,
     SaveOptions,
     ScatterOptions,
     Strategy,
@@ -48,6 +54,9 @@ from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+
+FORMATS_WRITTEN = tuple(WRITTEN)
+"""The names of the formats that `convert` writes."""
 
 
 @ordinary_tensors()
@@ -444,6 +453,7 @@ def save(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
     upload_to: str | None = None,
+    format: SavedFormat = "safetensors",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
@@ -479,6 +489,10 @@ def save(
         upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
             end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
             `keep_last` and `storage_options` count for the URL too.
+        format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
+            a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
+            "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
+            their extras are flattened as torch flattens dicts: keys become str.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -509,6 +523,7 @@ def save(
             allow_pickle=allow_pickle,
             progress=progress,
             upload_to=upload_to,
+            format=format,
             storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
@@ -537,6 +552,7 @@ def async_save(
     bucket_nbytes: int = BUCKET_NBYTES,
     on_replica_mismatch: OnReplicaMismatch = "error",
     upload_to: str | None = None,
+    format: SavedFormat = "safetensors",
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
@@ -567,6 +583,7 @@ def async_save(
             allow_pickle=allow_pickle,
             progress=progress,
             upload_to=upload_to,
+            format=format,
             storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)
@@ -674,7 +691,7 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
         CheckpointError: the folder cannot be listed, or none of its checkpoints can be read just now.
     """
     with checkpoint_errors(root):
-        found = catalog.latest(shelf_at(root, storage_options))
+        found = catalog.latest(*(shelf_at(root, storage_options, format) for format in SAVED))
         return found if found is None or scheme_of(root) is not None else Path(found)
 
 
@@ -831,7 +848,7 @@ def checkpoints(
         CheckpointError: the folder cannot be listed.
     """
     with checkpoint_errors(root):
-        return listing.checkpoints(shelf_at(root, storage_options))
+        return listing.checkpoints(*(shelf_at(root, storage_options, format) for format in SAVED))
 
 
 def wait(timeout: float | None = None) -> None:
@@ -845,3 +862,44 @@ def wait(timeout: float | None = None) -> None:
         RankTimeoutError: the save did not end in time; it goes on.
     """
     pending.wait(timeout)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    memory: int = CONVERT_NBYTES,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Verified:
+    """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
+
+    What has checksums is compared with them, which is every byte of this library's own checkpoints, unless they were saved with
+    `checksums=False`. Formats of other libraries have none: there everything is read, so that files that are missing, cut short
+    or contradict each other are found, but no changed bytes. Nothing is unpickled.
+
+    Args:
+        path: as for save.
+        memory: as for convert.
+        progress: show a bar. None: for long calls, a bar on a terminal, and lines in the log elsewhere.
+        storage_options: as for save.
+
+    Returns:
+        A `Verified`: what was read, and whether it `has_checksums`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
+    """
+    with checkpoint_errors(path):
+        return verifying.verify(path, memory=memory, progress=progress, storage_options=storage_options)
+
+
+def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
+    """What a checkpoint of any format that `load` reads has: tensors by name, with dtypes, shapes and bytes, and the optimizer.
+
+    Reads the description and no elements. No communication. `path` and `storage_options` are as for save.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or unknown.
+    """
+    with checkpoint_errors(path):
+        return inspecting.inspect(path, storage_options)

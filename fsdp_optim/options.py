@@ -30,6 +30,7 @@ KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 Check = Literal["bitwise"]
 OnDamage = Literal["error", "previous"]
+SavedFormat = Literal["safetensors", "dcp", "torchtitan"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
@@ -206,9 +207,16 @@ class SaveOptions(Arguments):
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     upload_to: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+    format: SavedFormat = "safetensors"
 
     def validate(self) -> None:
         super().validate()
+        check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
+        if self.upload_to is not None and self.format != "safetensors":
+            raise CheckpointError(
+                f'upload_to= takes checkpoints of the format "safetensors": save with format="{self.format}" to {self.upload_to} '
+                "itself"
+            )
         check_one_of("strategy", self.strategy, ("auto", "in_place", "per_rank_files"), CheckpointError)
         check_at_least("max_file_size", self.max_file_size, 1, " byte", CheckpointError)
         if self.keep_last is not None:

@@ -94,6 +94,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"options", "state", "api"},
     "cli": {"errors", "api"},
+    "__main__": {"cli"},
     "testing": {"errors", "layout", "plan", "memory", "view", "adapters", "storage", "formats", "transport", "api"},
     "": {"errors", "api", "drop_in", "testing"},
 }
@@ -256,6 +257,16 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer
     "fsdp_optim.formats.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
+    "fsdp_optim.formats.torch_file": {"_metadata"},
+    "fsdp_optim.formats.torch_parts": {"_extra_state"},  # the last part of the names of values that modules add
+    "fsdp_optim.formats.torch_zip": {
+        "_utils",
+        "_rebuild_tensor_v2",
+        "_rebuild_tensor_v3",
+    },  # the names in torch's files
+    "fsdp_optim.formats.dcp_writer": {
+        "_StorageInfo"
+    },  # the class in the metadata files of torch.distributed.checkpoint
 }
 
 

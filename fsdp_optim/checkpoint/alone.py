@@ -6,6 +6,7 @@ import logging
 import os
 
 from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.launched import launched_ranks as launched_ranks
 
 log = logging.getLogger("fsdp_optim")
 

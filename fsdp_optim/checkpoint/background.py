@@ -29,7 +29,6 @@ from fsdp_optim.checkpoint.stores import Place
 from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.base import Format
-from fsdp_optim.formats.ours import OURS
 from fsdp_optim.move import Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
@@ -43,9 +42,9 @@ Snapshot = list[ExtentsByFile]
 
 
 def async_save(
-    path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format = OURS
+    path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
 ) -> SaveHandle:
-    """Copy the state, start writing, return."""
+    """Copy the state, start writing, return. `format` None: that of the options."""
     with ExitStack() as held:
         with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
             job, live = begin(path, reader, callers, optim, options, format)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.storage.base import Shelf, Shelved, Store
+from fsdp_optim.storage.posix.store import Folder
 
 _ATTEMPTS = 10
 
@@ -38,15 +41,19 @@ class Series:
         return self.content == other.content and (self.stem == other.stem or (self.rotates and other.rotates))
 
 
-def latest(shelf: Shelf[Brief]) -> str | None:
+def latest(*shelves: Shelf[Brief]) -> str | None:
     """The place of the newest complete checkpoint on a shelf; None where there is none.
+
+    Checkpoints of other libraries do not count. `shelves`: the same shelf, for each format.
 
     Raises CheckpointError where the shelf cannot be listed, or has only checkpoints that cannot be read just now.
     """
     unread: list[str] = []
     for attempt in range(_ATTEMPTS):
-        found, unread = shelf.complete()
-        for one in reversed(found):
+        looks = [(shelf, *shelf.complete()) for shelf in shelves]
+        unread = [reason for _, _, reasons in looks for reason in reasons]
+        found = [(one, shelf) for shelf, its, _ in looks for one in its if not one.brief.is_foreign]
+        for one, shelf in sorted(found, key=lambda pair: pair[0].brief.order, reverse=True):
             standing = shelf.standing_of(one)  # by the whole manifest, not its beginning alone
             if standing.is_complete:
                 return one.where
@@ -58,16 +65,20 @@ def latest(shelf: Shelf[Brief]) -> str | None:
         else:
             break
     if unread:
-        raise CheckpointError(f"{shelf.where}: has checkpoints, but none that can be read: {'; '.join(unread)}")
+        raise CheckpointError(f"{shelves[0].where}: has checkpoints, but none that can be read: {'; '.join(unread)}")
     return None
 
 
-def next_sequence(store: Store, format: Format) -> int:
-    """One more than the highest sequence number of all that has a manifest beside a place, complete or not."""
-    highest = 0
+def next_sequence(store: Store, formats: Collection[Format]) -> int:
+    """One more than the highest sequence number of all that has a manifest beside a place, complete or not.
+
+    The listing of a bucket may be old, so the number there is that of this millisecond at least: a save that does not see the one
+    before it must not be taken for older, and be removed by keep_last.
+    """
+    highest = 0 if isinstance(store, Folder) else time.time_ns() // 1_000_000 - 1
     for opened in store.siblings():
         with opened:
-            highest = max(highest, format.sequence_in(opened))
+            highest = max(highest, *(format.sequence_in(opened) for format in formats))
     return highest + 1
 
 

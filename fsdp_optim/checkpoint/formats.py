@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import Format, FormatReader, replaced_error
 from fsdp_optim.formats.dcp import DCP
+from fsdp_optim.formats.dcp_format import DCP_FOLDER, TORCHTITAN_FOLDER
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.torch_file import TORCH_FILE
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
 
@@ -19,8 +22,14 @@ GROUP = "fsdp_optim.formats"
 
 FORMATS: tuple[Format, ...] = (OURS,)
 
-FOREIGN: tuple[Format, ...] = (DCP, HUGGING_FACE)
-"""The formats of other libraries, in the order in which they are asked whether they recognise the files of a place."""
+SAVED: tuple[Format, ...] = (OURS, DCP_FOLDER)
+"""The formats that `save` writes, one for each manifest. Their checkpoints in one folder are numbered together."""
+
+FOREIGN: tuple[Format, ...] = (DCP, TORCH_FILE, HUGGING_FACE)
+"""The formats of other libraries, in the order in which they are asked whether they recognise the files of a place.
+
+TORCH_FILE recognises any file of torch.save, so formats of which such files are a part come before it.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,22 @@ def _ours(wanted: Wanted) -> Format:
     return OURS
 
 
-WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {"safetensors": _ours}
+def _dcp(wanted: Wanted, format: Format) -> Format:
+    if wanted.world_size is not None:
+        raise CheckpointError(
+            f'world_size is for formats with a part for each rank: the format "{format.name}" has one copy of each tensor, which '
+            "loads at any world size"
+        )
+    if wanted.key_by == "id":
+        raise CheckpointError(f'a checkpoint of the format "{format.name}" calls parameters by name: leave key_by out')
+    return format
+
+
+WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
+    "safetensors": _ours,
+    "dcp": partial(_dcp, format=DCP_FOLDER),
+    "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
+}
 """The formats that can be written, by the names that callers give."""
 
 

@@ -16,6 +16,7 @@ import numpy
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.reading import CheckpointEnd
 from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Copier, Unit, digest_of
+from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import FormatReader, StoredTensor
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.memory import Budget
@@ -39,6 +40,7 @@ class Share:
         has_journal: whether the units are noted, so that they can be found after a kill.
         unit_nbytes: the length of the longest unit.
         shown: called with the number of bytes that are done.
+        failed: takes the error of a unit that cannot be read, and the others go on; None: the error ends all lanes.
     """
 
     reader: FormatReader
@@ -50,6 +52,7 @@ class Share:
     has_journal: bool
     unit_nbytes: int
     shown: Callable[[int], None] = lambda nbytes: None
+    failed: Callable[[CheckpointError], None] | None = None
     nbytes_written: int = 0
     nbytes_done: int = 0
     receipt: bytes = b""
@@ -93,16 +96,24 @@ class Share:
                     unit = next(units, None)
                 if unit is None:
                     return
-                rows = self._found(copier, unit)
-                is_new = rows is None
-                if rows is None:
-                    rows = copier.copy(unit)
-                    if self.has_journal:
-                        writer.write(JOURNAL, [memoryview(digest_of(rows))], unit.number * DIGEST_NBYTES)
-                self._done(unit, rows, is_new=is_new)
+                try:
+                    self._copy(copier, unit, writer)
+                except CheckpointError as error:
+                    if self.failed is None or isinstance(error, ReplacedError):
+                        raise
+                    self.failed(error)
         except BaseException:
             self._stopped.set()
             raise
+
+    def _copy(self, copier: Copier, unit: Unit, writer: StoreWriter) -> None:
+        rows = self._found(copier, unit)
+        is_new = rows is None
+        if rows is None:
+            rows = copier.copy(unit)
+            if self.has_journal:
+                writer.write(JOURNAL, [memoryview(digest_of(rows))], unit.number * DIGEST_NBYTES)
+        self._done(unit, rows, is_new=is_new)
 
     def _found(self, copier: Copier, unit: Unit) -> Rows | None:
         """The segments of a unit that has been copied before a kill; None if it has to be copied."""

@@ -14,9 +14,15 @@ from fsdp_optim.storage.schemes import scheme_of
 ListedCheckpoint = Listed[Brief]
 
 
-def checkpoints(shelf: Shelf[Brief]) -> list[CheckpointInfo]:
-    """All checkpoints on a shelf, the newest first."""
-    return [info_of(one) for one in newest_first(shelf.listed())]
+def checkpoints(*shelves: Shelf[Brief]) -> list[CheckpointInfo]:
+    """All checkpoints on a shelf, the newest first. `shelves`: the same shelf, for each format."""
+    return [info_of(one) for one in newest_first(listed(shelves))]
+
+
+def listed(shelves: Sequence[Shelf[Brief]]) -> list[ListedCheckpoint]:
+    """All checkpoints on a shelf that this library has saved. `shelves`: the same shelf, for each format."""
+    found = (one for shelf in shelves for one in shelf.listed())
+    return [one for one in found if one.brief is None or not one.brief.is_foreign]
 
 
 def info_of(one: ListedCheckpoint) -> CheckpointInfo:

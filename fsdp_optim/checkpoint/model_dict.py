@@ -107,6 +107,14 @@ class GivenDict:
     step: int | None = None
 
     @property
+    def format_name(self) -> str:
+        return "a dict"
+
+    @property
+    def has_checksums(self) -> bool:
+        return False
+
+    @property
     def extras(self) -> Collection[str]:
         return [MODULES] if self.values else []
 
@@ -136,6 +144,9 @@ class GivenDict:
 
     def check_unchanged(self) -> None:
         """Nothing replaces a dict."""
+
+    def about(self) -> Mapping[str, str]:
+        return {}
 
     def versions(self) -> Sequence[object]:
         return ()

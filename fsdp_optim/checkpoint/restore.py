@@ -19,7 +19,7 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
-from fsdp_optim.checkpoint.targets import State, Weights
+from fsdp_optim.checkpoint.targets import State, Weights, check_optims
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
@@ -94,6 +94,7 @@ def _restore(
         pending.settle()
         store = with_cache(common_store(callers, path, options.storage_options), options.local_cache)
         checkpoint = stack.enter_context(closing(_open_on_all(callers, store, options, format)))
+        check_optims(checkpoint, optim)
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, store, callers.position, options, format)

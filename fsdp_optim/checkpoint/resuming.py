@@ -11,7 +11,9 @@ from pathlib import Path
 
 from torch import nn
 
+from fsdp_optim.checkpoint.formats import SAVED
 from fsdp_optim.checkpoint.listing import ListedCheckpoint, newest_first
+from fsdp_optim.checkpoint.listing import listed as all_listed
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
@@ -50,8 +52,8 @@ def resume(
     """Load the newest checkpoint of a folder. Called by all ranks of the model."""
 
     def listed() -> list[Candidate]:
-        shelf = shelf_at(root, options.storage_options)
-        return [Candidate.of(one) for one in newest_first(shelf.listed())]
+        shelves = [shelf_at(root, options.storage_options, format) for format in SAVED]
+        return [Candidate.of(one) for one in newest_first(all_listed(shelves))]
 
     with calling("resume", [model], options, options.call, all_of_plain=True) as (_, callers):
         pending.settle()

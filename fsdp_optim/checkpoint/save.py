@@ -28,6 +28,7 @@ from fsdp_optim.checkpoint.file_plan import (
     strategy_for,
 )
 from fsdp_optim.checkpoint.files import File
+from fsdp_optim.checkpoint.formats import SAVED, format_named
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
@@ -48,7 +49,6 @@ from fsdp_optim.formats.base import (
     rank_extra_name,
 )
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
-from fsdp_optim.formats.ours import OURS
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, move
 from fsdp_optim.options import SaveOptions
@@ -149,8 +149,10 @@ class Job:
         return Saved(self.path, len(self.values), nbytes, nbytes_written, self.absent)
 
 
-def save(path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format = OURS) -> Saved:
-    """Write one full checkpoint. Called by all ranks of the model."""
+def save(
+    path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
+) -> Saved:
+    """Write one full checkpoint. Called by all ranks of the model. `format` None: that of the options."""
     with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
         job, live = begin(path, reader, callers, optim, options, format)
         with abandoned_on_failure(job):
@@ -207,12 +209,14 @@ def begin(
     callers: RankGroup,
     optim: Optimizers | None,
     options: SaveOptions,
-    format: Format,
+    format: Format | None,
 ) -> tuple[Job, End]:
     """Agree with the other ranks on the files, and begin the save in the store. No tensor is written yet.
 
     Returns the save, and the live tensors as the source of a move.
     """
+    if format is None:
+        format = format_named(options.format)
     to_store = options.storage_options if options.upload_to is None else None  # else they are of the second place
     store, writer = store_at(path, format, to_store), format.writer()
     if options.upload_to is not None and not isinstance(store, Folder):
@@ -324,10 +328,11 @@ def finish(job: Job, written: Sequence[bytes]) -> list[str]:
     stores = [job.store] if job.upload is None else [job.store, job.upload.store]  # it is the newest in both
     stamp = Stamp(
         token=staging.token,
-        sequence=max(next_sequence(store, job.format) for store in stores),
+        sequence=max(next_sequence(store, {job.format, *SAVED}) for store in stores),
         step=None if step is None else int(step),  # JSON has no numpy integers
         keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,
+        folder=staging.inner_folder,
     )
     small = list(extras)
     for name, data in job.writer.last(

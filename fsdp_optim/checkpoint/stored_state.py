@@ -15,6 +15,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base import FormatReader, StoredTensor
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import tensors_in
+from fsdp_optim.formats.tree import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.state.dialects import normalize
@@ -83,6 +84,7 @@ def _of_foreign(checkpoint: FormatReader, names: Names, shapes: Mapping[str, Sha
     stand_ins = _StandIns(checkpoint, [stored for stored in tensors_in(tree) if _numel(stored) <= 1])
     with distrusted(where):
         full = normalize(stand_ins.in_place_of_stored(tree), names)
+        _check_read(where, full)
         evidence = full.evidence(shapes)
         sharded = {
             (fqn, name): stored
@@ -106,6 +108,20 @@ def _of_foreign(checkpoint: FormatReader, names: Names, shapes: Mapping[str, Sha
             other_keys=_mapped(full.other_keys, whole),
         )
     return StoredState(full, sharded)
+
+
+def _check_read(where: str, full: FullState) -> None:
+    """Raise CheckpointError for an object in the state or in the groups whose class is not known."""
+    named = [(f"{name} of {fqn}", value) for fqn, values in full.state.items() for name, value in values.items()]
+    named += [(f"{key} of a param group", value) for hyper, _ in full.groups for key, value in hyper.items()]
+    named += [(f"{key}", value) for key, value in full.other_keys.items()]
+    for what, value in named:
+        unread = unread_in(value)
+        if unread is not None:
+            raise CheckpointError(
+                f"{where}: {what} is a {unread.what}, and making one can run any code: if you trust the author of the file, read "
+                "it with torch.load, and give its dict to scatter_full_optim_state_dict"
+            )
 
 
 def _numel(stored: StoredTensor) -> int:

@@ -16,6 +16,7 @@ from fsdp_optim.checkpoint.reading import StoredValue
 from fsdp_optim.checkpoint.stored_state import StoredState
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.formats.base import FormatReader, StoredTensor
+from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.memory import Slabs, dtype_name
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.fits import Fit
@@ -81,7 +82,8 @@ class Weights:
         )
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
-        _check_model(checkpoint, local, picture, stored, lacking, unexpected, options.strict, cast=asked.cast)
+        strict = options.strict and not has_optim_only(checkpoint)
+        _check_model(checkpoint, local, picture, stored, lacking, unexpected, strict, cast=asked.cast)
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
         for param in local.optim.params:
@@ -108,6 +110,26 @@ class Weights:
                 param.handle.install(next(iter(flats.values())))
             elif flats:
                 param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
+
+
+def has_optim_only(checkpoint: FormatReader) -> bool:
+    """Whether a checkpoint is the file of an optimizer without its model, which leaves the weights as they are."""
+    return checkpoint.has_optim and not checkpoint.model
+
+
+def check_optims(checkpoint: FormatReader, optim: object) -> None:
+    """Raise StateError if a checkpoint cannot fill the optimizer, or the optimizers, that a caller has given."""
+    if optim is None:
+        if has_optim_only(checkpoint):
+            raise StateError(f"{checkpoint.where}: has an optimizer and no weights: give optim= too")
+        return
+    num = checkpoint.num_optims if isinstance(checkpoint, ForeignReader) else 1
+    given = len(optim) if isinstance(optim, (list, tuple)) else 1
+    if num > 1 and given != num:
+        raise StateError(
+            f"{checkpoint.where}: has {num} optimizers, and {given} {'was' if given == 1 else 'were'} given: give optim= a list "
+            "of the optimizers in the order of the checkpoint"
+        )
 
 
 def _check_model(

@@ -151,6 +151,15 @@ class FormatReader(Protocol):
     @property
     def identity(self) -> Mapping[str, Any]: ...
     @property
+    def format_name(self) -> str:
+        """The name of the format, for users."""
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every byte of a tensor that is read is compared with a checksum."""
+        return False
+
+    @property
     def full_dict(self) -> Mapping[str, Any] | None:
         """The optimizer's full dict as another library has it, with a StoredTensor in the place of each tensor.
 
@@ -188,6 +197,10 @@ class FormatReader(Protocol):
     def versions(self) -> Sequence[object]:
         """Values that change when any of the files is written again."""
         return ()
+
+    def about(self) -> Mapping[str, str]:
+        """What else is known of the save, for users: who saved it, and when."""
+        return {}
 
     def close(self) -> None:
         """Close the files."""
@@ -283,7 +296,10 @@ class Prepared:
 class Stamp:
     """The facts of a save that are known only at its end.
 
-    `sequence`: the number of the checkpoint among those of its folder. `manager`: the record of a `CheckpointManager`.
+    Attributes:
+        sequence: the number of the checkpoint among those of its folder.
+        manager: the record of a `CheckpointManager`.
+        folder: what stands before the names of all files but the manifest where the store has put these, such as "0123/".
     """
 
     token: str
@@ -292,6 +308,7 @@ class Stamp:
     keep_last: int | None = None
     checksums: bool = True
     manager: ManagerRecord | None = None
+    folder: str = ""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class Brief(Struct, frozen=True, omit_defaults=True):
     manager: ManagerRecord | None = None
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether it stands for that of a checkpoint which another library has written."""
+        return not self.world_size
+
+    @property
     def order(self) -> tuple[int, int, int, str]:
         """The key that sorts checkpoints of one folder by age, the oldest first."""
         return self.sequence, -1 if self.step is None else self.step, self.created_ns, self.token

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -79,6 +80,8 @@ class Checkpoint:
 
     `opened`: the open files, which stay readable when another checkpoint replaces them.
     """
+
+    format_name: ClassVar[str] = "fsdp_optim"
 
     opened: Opened
     manifest: Manifest
@@ -175,6 +178,18 @@ class Checkpoint:
         version = self.opened.version_of(NAME)
         if version is not None and version != self._manifest_version:
             raise replaced_error(self.where)
+
+    @property
+    def has_checksums(self) -> bool:
+        return all(file.sums is not None for file in self.files.values())
+
+    def about(self) -> Mapping[str, str]:
+        """Who saved it, and when."""
+        saved = datetime.fromtimestamp(self.manifest.created_ns / 1e9, timezone.utc)
+        return {
+            "saved by": f"fsdp_optim, version {self.manifest.version} of its format",
+            "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
+        }
 
     def versions(self) -> Sequence[object]:
         """Values that change when any of the files is written again."""

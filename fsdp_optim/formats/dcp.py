@@ -182,7 +182,9 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
         ),
         items.sources,
         extra_values={**extra.values, **_of_lightning(opened)},
-        module_values=of_modules.values,
+        module_values={
+            name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
+        },
         pickled=extra.pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
         world_size=_world_size(opened),
         metadata_digest=saved.digest,

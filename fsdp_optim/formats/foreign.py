@@ -96,11 +96,12 @@ class ForeignReader:
         model: the weights and buffers, by the names in the checkpoint.
         full_dict: the optimizer's full dict in any dialect that `fsdp_optim.state.dialects` reads, with a StoredTensor in the
             place of each tensor; None if no optimizer was saved.
+        num_optims: the number of optimizers that `full_dict` has joined.
         sources: what the names of files in the StoredTensors mean, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
         extra: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are none.
+        module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved.
-        module_values: the values that modules keep besides parameters and buffers, by FQN; `Withheld` as in `extra_values`.
         pickled: a function that returns `extra` with all pickles loaded; None if no value is withheld.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
@@ -113,8 +114,9 @@ class ForeignReader:
     sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra_values: Mapping[str, Any] | None = None
-    rank_extras: Sequence[Any] = ()
     module_values: Mapping[str, Any] = field(default_factory=dict)
+    num_optims: int = 1
+    rank_extras: Sequence[Any] = ()
     pickled: Callable[[], Mapping[str, Any]] | None = None
     world_size: int = 0
     step: int | None = None
@@ -159,8 +161,8 @@ class ForeignReader:
     @property
     def extras(self) -> Collection[str]:
         of_ranks = [rank_extra_name(position) for position in range(len(self.rank_extras))]
-        of_all = [*([COMMON] if self.extra_values is not None else []), *([MODULES] if self.module_values else [])]
-        return [*of_all, *of_ranks]
+        common = [COMMON] if self.extra_values is not None else []
+        return [*common, *([MODULES] if self.module_values else []), *of_ranks]
 
     @property
     def has_optim(self) -> bool:
@@ -176,6 +178,13 @@ class ForeignReader:
         }
 
     @property
+    def has_checksums(self) -> bool:
+        return False
+
+    def about(self) -> Mapping[str, str]:
+        return {}
+
+    @property
     def where(self) -> str:
         return self.opened.where
 
@@ -188,11 +197,10 @@ class ForeignReader:
     def extra(self, name: str, *, verify: bool) -> ExtraValues:
         if name == COMMON:
             return ForeignValues(self.extra_values, self.pickled)
-        if name == MODULES:  # each with the version of its module's code, which is not known
-            values = self.module_values.items()
-            return ForeignValues({fqn: one if isinstance(one, Withheld) else [None, one] for fqn, one in values}, None)
-        of_ranks = [rank_extra_name(position) for position in range(len(self.rank_extras))]
-        return ForeignValues(self.rank_extras[of_ranks.index(name)], None)
+        if name == MODULES:
+            return ForeignValues(self.module_values, None)
+        of_ranks = {rank_extra_name(position): position for position in range(len(self.rank_extras))}
+        return ForeignValues(self.rank_extras[of_ranks[name]], None)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None

@@ -99,13 +99,16 @@ class Frames:
             at += nbytes
 
 
-def joined(frames: Iterable[tuple[int, bytes]], head: bytes, data_nbytes: int) -> tuple[bytes, Frames]:
-    """The head of a file and its frames, from frames in order. Those before the first byte of the data join the head."""
+def joined(frames: Iterable[tuple[int, bytes]], head: bytes = b"") -> tuple[bytes, tuple[tuple[int, bytes], ...]]:
+    """The head of a file and its frames, each with the byte of the data before which it stands, from frames in order.
+
+    Frames at the same place become one; those before the first byte of the data join the head.
+    """
     merged: dict[int, bytes] = {}
     for at, content in frames:
         merged[at] = merged[at] + content if at in merged else content
     head += merged.pop(0, b"")
-    return head, Frames(len(head), data_nbytes, tuple(merged), tuple(merged.values()))
+    return head, tuple(merged.items())
 
 
 def _split(pieces: Pieces, borders: Sequence[int]) -> Iterator[list[memoryview]]:

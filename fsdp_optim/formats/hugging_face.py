@@ -42,16 +42,20 @@ class HuggingFace(ForeignFormat):
         return any(name.endswith(_SUFFIX) and "/" not in name for name in names)
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        return self.open_files(opened, opened.selected)
+
+    def open_files(self, opened: Opened, selected: str) -> ForeignReader:
+        """Open the file or the index `selected`; "": those of the folder."""
         digest = xxh3_128()
         listed: Mapping[str, str] | None = None
-        index = self._index(opened)
+        index = self._index(opened, selected)
         if index is not None:
             text = opened.read_whole(index, most_nbytes=MOST_INDEX_NBYTES)
             digest.update(text)
-            listed = _weight_map(opened.named(index), text)
+            listed = weight_map_of(opened.named(index), text)
             files: Sequence[str] = sorted(set(listed.values()))
         else:
-            files = self._files(opened)
+            files = self._files(opened, selected)
         model: dict[str, StoredTensor] = {}
         for name in files:
             header, offset = _header(opened, name, digest)
@@ -67,13 +71,13 @@ class HuggingFace(ForeignFormat):
                     request_nbytes=opened.request_nbytes,
                 )
         if listed is not None:
-            _check_index(opened.named(str(index)), listed, model)
+            check_index(opened.named(str(index)), listed, {key: stored.file for key, stored in model.items()})
         return ForeignReader(opened, self.name, model, metadata_digest=digest.hexdigest())
 
-    def _index(self, opened: Opened) -> str | None:
+    def _index(self, opened: Opened, selected: str) -> str | None:
         """The index to read; None if the tensors are in files without an index."""
-        if opened.selected:
-            return opened.selected if opened.selected.endswith(_INDEX) else None
+        if selected:
+            return selected if selected.endswith(_INDEX) else None
         found = [name for name in opened.names() if name.endswith(_INDEX) and "/" not in name]
         if len(found) > 1 and _WHOLE.replace(_SUFFIX, _INDEX) in found:
             return _WHOLE.replace(_SUFFIX, _INDEX)
@@ -83,10 +87,10 @@ class HuggingFace(ForeignFormat):
             )
         return found[0] if found else None
 
-    def _files(self, opened: Opened) -> Sequence[str]:
+    def _files(self, opened: Opened, selected: str) -> Sequence[str]:
         """The files of a place without an index."""
-        if opened.selected:
-            return [opened.selected]
+        if selected:
+            return [selected]
         found = [name for name in opened.names() if name.endswith(_SUFFIX) and "/" not in name]
         if _WHOLE in found:
             return [_WHOLE]
@@ -124,7 +128,8 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-def _weight_map(path: str, text: bytes) -> Mapping[str, str]:
+def weight_map_of(path: str, text: bytes) -> Mapping[str, str]:
+    """The file of each tensor, as an index file says. Raises CheckpointError for a damaged index."""
     with distrusted(path):
         listed = msgspec.convert(parse_json(path, text), _Index).weight_map
         for file in listed.values():
@@ -132,9 +137,9 @@ def _weight_map(path: str, text: bytes) -> Mapping[str, str]:
         return listed
 
 
-def _check_index(path: str, listed: Mapping[str, str], model: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError unless the index and the files name the same tensors."""
-    for key in {**listed, **model}:
-        is_in = model[key].file if key in model else "in no file"
+def check_index(path: str, listed: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the index and the files name the same tensors. `found`: the file of each tensor."""
+    for key in {**listed, **found}:
+        is_in = found.get(key, "in no file")
         if listed.get(key) != is_in:
             raise CheckpointError(f"{path}: says that {key} is in {listed.get(key)}, but it is {is_in}")

@@ -10,7 +10,8 @@ import importlib
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -110,7 +111,7 @@ class Unpickler:
         self._memo: dict[int, Any] = {}
         self._num_containers = self._num_copied = 0
         start = file.tell()
-        with distrusted(self._where):
+        with distrusted(self._where), _without_warnings():
             for code, argument, position in pickletools.genops(file):  # type: ignore[arg-type]  # it needs these methods only
                 self._nbytes = (position or start) - start
                 name = code.name
@@ -398,6 +399,15 @@ _PUSHES = frozenset(
     )
 )
 """The operations whose argument is the value."""
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Raise a warning of the parser about a text as an error, if the process has made errors of warnings."""
+    try:
+        yield
+    except Warning as warning:
+        raise ValueError(f"{warning}") from warning
 
 
 def checked_keys(keys: Any) -> list[Any]:

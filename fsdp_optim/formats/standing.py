@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from fsdp_optim.formats.brief import MOST_NBYTES, Brief, brief_in
 from fsdp_optim.formats.checksums import sums_of
+from fsdp_optim.formats.dcp_judge import NAME as NAME_OF_DCP
 from fsdp_optim.formats.manifest import NAME, VERSION, manifest_in
 from fsdp_optim.storage.base import Opened, Standing, is_sure_that_not
 
@@ -22,6 +23,7 @@ class CheckpointJudge:
     """The `Judge` of this library's own format."""
 
     manifest = NAME
+    others: tuple[str, ...] = (NAME_OF_DCP,)
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
         """Whether the place has all files of the manifest with their sizes."""

@@ -36,7 +36,7 @@ from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
 
 from fsdp_optim.errors import CheckpointError, causes_of
 
-_NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata")
 
 MOST_DEPTH = 3
 """The number of folders above a file in a place of any content."""
@@ -242,6 +242,11 @@ class Staging(Protocol):
     @property
     def token(self) -> str:
         """A string that no other save has."""
+
+    @property
+    def inner_folder(self) -> str:
+        """The folder, with a slash at its end, that has all files but the manifest; "" where they are beside it."""
+        return ""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -472,10 +477,12 @@ class Shelf(Protocol[BriefT]):
 class Judge(Protocol[BriefT]):
     """The questions that a store asks a format before it removes or replaces anything.
 
-    `manifest`: the name of the file whose presence makes a place a checkpoint.
+    `manifest`: the name of the file whose presence makes a place a checkpoint. `others`: the manifests of other formats in which
+    checkpoints may be beside those of this format, or in their place.
     """
 
     manifest: str
+    others: tuple[str, ...] = ()
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[BriefT]:
         """Whether the checkpoint is complete. `whole`: verify the whole manifest, not only its beginning."""

@@ -190,11 +190,18 @@ class InOneProcessTest(unittest.TestCase):
         self.assertEqual(catalog.latest(self.store().shelf()), "memory://bucket/run/step-5")
 
     def test_sequence_numbers(self) -> None:
-        """Of the places under one prefix."""
-        for number, prefix in enumerate(("run/step-1", "run/step-2", "other/step-3", "run/step-2"), start=1):
-            save_to(self.store(prefix), self.trained, overwrite=True)
+        """Each is above the others under one prefix, whatever the clocks say, and not below the time in milliseconds."""
+        found = {"run": 0, "other": 0}
+        days = (20_000, 19_000, 18_000, 20_001)
+        for day, prefix in zip(days, ("run/step-1", "run/step-2", "other/step-3", "run/step-2"), strict=True):
+            now = day * 86_400_000
+            with mock.patch("time.time_ns", lambda now=now: now * 1_000_000):
+                save_to(self.store(prefix), self.trained, overwrite=True)
+            root = prefix.partition("/")[0]
             with self.store(prefix).open() as opened:
-                self.assertEqual(OURS.sequence_in(opened), 1 if prefix.startswith("other") else min(number, 3))
+                number = OURS.sequence_in(opened)
+            self.assertEqual(number, max(found[root] + 1, now))
+            found[root] = number
 
     def test_a_save_that_fails_leaves_nothing(self) -> None:
         class Full(Memory):

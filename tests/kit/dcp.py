@@ -139,7 +139,7 @@ def accelerate(trained: Trained, path: Path) -> None:
 
 def lightning_fsdp(trained: Trained, path: Path) -> None:
     """By the FSDP strategy of Lightning Fabric."""
-    from lightning_fabric.strategies.fsdp import FSDPStrategy
+    from lightning.fabric.strategies.fsdp import FSDPStrategy
 
     strategy = FSDPStrategy(state_dict_type="sharded")
     with mock.patch.object(FSDPStrategy, "global_rank", property(lambda self: dist.get_rank())):
@@ -150,7 +150,7 @@ def lightning_fsdp(trained: Trained, path: Path) -> None:
 
 def lightning_parallel(trained: Trained, path: Path) -> None:
     """By the model-parallel strategy of Lightning Fabric, under the names that the Trainer gives."""
-    from lightning_fabric.strategies.model_parallel import _save_checkpoint
+    from lightning.fabric.strategies.model_parallel import _save_checkpoint
 
     state = {"state_dict": trained.model, "optimizer_0": trained.optim, "train_state": TRAIN_STATE}
     _save_checkpoint(path, state, full_state_dict=False, rank=dist.get_rank())

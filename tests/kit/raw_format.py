@@ -161,6 +161,7 @@ class RawReader:
     """The chunks of a tensor are equal runs of elements, in the order of its files."""
 
     full_dict: Mapping[str, Any] | None = None
+    format_name, has_checksums = "raw", True
 
     def __init__(self, opened: Opened) -> None:
         self.opened, self.version = opened, opened.version_of(INDEX)
@@ -256,6 +257,9 @@ class RawReader:
     def check_unchanged(self) -> None:
         if self.opened.version_of(INDEX) != self.version:
             raise replaced_error(self.where)
+
+    def about(self) -> Mapping[str, str]:
+        return {}
 
     def versions(self) -> list[object]:
         return [self.version]

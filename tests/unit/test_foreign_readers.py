@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unittest
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.foreign import NO_JUDGE
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
+from fsdp_optim.formats.torch_file import TORCH_FILE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import ReaderConformance, Written
@@ -46,6 +48,43 @@ class SplitSafetensorsTest(InFolders, unittest.TestCase):
         for number, name in enumerate(WEIGHTS, start=1):
             save_file({name: WEIGHTS[name]}, folder / f"model-{number:05}-of-{len(WEIGHTS):05}.safetensors")
         return Written(WEIGHTS)
+
+
+class TorchFileTest(InFolders, unittest.TestCase):
+    legacy = False
+
+    def make_format(self) -> Format:
+        return TORCH_FILE
+
+    def write(self, folder: Path) -> Written:
+        state = {name: tensor.clone() for name, tensor in WEIGHTS.items() if tensor.is_floating_point()}
+        optim = {"state": {0: {**state, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        value = {"model": WEIGHTS, "optimizer": optim, "epoch": 3, "seen": [1, (2.5, "x")]}
+        torch.save(value, folder / "last.pt", _use_new_zipfile_serialization=not self.legacy)
+        extra = {"epoch": 3, "seen": [1, (2.5, "x")]}
+        return Written(WEIGHTS, [*state.values(), torch.tensor(3.0)], extra)
+
+
+class LegacyTorchFileTest(TorchFileTest):
+    legacy = True
+
+
+class TorchFilesTest(InFolders, unittest.TestCase):
+    """A model in two files with an index, an optimizer, and a file of the trainer."""
+
+    def make_format(self) -> Format:
+        return TORCH_FILE
+
+    def write(self, folder: Path) -> Written:
+        halves = dict(list(WEIGHTS.items())[:2]), dict(list(WEIGHTS.items())[2:])
+        names = [f"pytorch_model-{number:05}-of-00002.bin" for number in (1, 2)]
+        for name, half in zip(names, halves, strict=True):
+            torch.save(half, folder / name)
+        listed = {key: name for name, half in zip(names, halves, strict=True) for key in half}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+        torch.save({"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.bin")
+        torch.save({"last_epoch": 4}, folder / "scheduler.bin")
+        return Written(WEIGHTS, [torch.ones(2)], {"scheduler": {"last_epoch": 4}})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_optim.formats.base import PlannedFile
 from fsdp_optim.formats.frames import Frames, joined
 
 
@@ -15,7 +16,10 @@ def frames_of_files(draw: st.DrawFn) -> Frames:
     nbytes = draw(st.integers(0, 30))
     at = sorted(draw(st.lists(st.integers(0, nbytes), max_size=6)))
     given = [(byte, bytes([100 + index]) * draw(st.integers(1, 9))) for index, byte in enumerate(at)]
-    return joined(given, bytes([99]) * draw(st.integers(0, 5)), nbytes)[1]
+    head, between = joined(given, bytes([99]) * draw(st.integers(0, 5)))
+    plan = PlannedFile("file", "model", head, (), (), nbytes, 0, lambda start, stop: "", between)
+    assert plan.nbytes == plan.frames.nbytes
+    return plan.frames
 
 
 def bytes_of(frames: Frames) -> list[int | bytes]:

@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +163,9 @@ class ArchiveTestCase(unittest.TestCase):
         return read_archive(self.opened(data), "a.pt", **options)
 
     def whole(self, data: bytes, **options: Any) -> Any:
-        archive = self.archive(data, **options)
-        return archive.materialised(archive.value)
+        with closing(self.opened(data)) as opened:
+            archive = read_archive(opened, "a.pt", **options)
+            return archive.materialised(archive.value)
 
 
 class TestValues(ArchiveTestCase):
@@ -358,33 +360,6 @@ class TestClasses(ArchiveTestCase):
         self.assertEqual(value["ns"].state, {"a": 1})
         self.assertIsInstance(value["config"].state["tensor"], StoredTensor)
 
-    def test_a_dtensor_is_given_to_its_stand_in(self) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor, Shard
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-        try:
-            mesh = DeviceMesh("cpu", [0, 1])
-            data = written({"d": DTensor.from_local(torch.arange(6.0).reshape(2, 3), mesh, [Shard(0)])})
-        finally:
-            torch.distributed.destroy_process_group()
-        self.assertIsInstance(self.archive(data).value["d"], Unread)
-        found = self.archive(data, stand_ins={"torch.distributed.tensor.DTensor": Recorded}).value["d"]
-        self.assertIsInstance(found, Recorded)
-        dtype, shape = found.arguments[:2]
-        self.assertEqual((dtype, tuple(shape)), (torch.float32, (4, 3)))
-        locals_ = [one for one in _leaves(found.state) if isinstance(one, StoredTensor)]
-        self.assertEqual([one.shape for one in locals_], [(2, 3)])
-
-
-def _leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [leaf for value in tree.values() for leaf in _leaves(value)]
-    if isinstance(tree, (list, tuple)):
-        return [leaf for value in tree for leaf in _leaves(value)]
-    return [tree]
-
 
 def tensor_pickle(
     storage: str = "FloatStorage", key: str = "0", numel: int = 4, offset: Any = 0, **others: Any
@@ -560,9 +535,9 @@ class TestFuzz(ArchiveTestCase):
         for is_zip in (True, False):
             data = written(self.small(), _use_new_zipfile_serialization=is_zip)
             draw = random.Random(1)
-            for nbytes in sorted(draw.sample(range(len(data)), self.rounds // 4)):
+            for nbytes in sorted(draw.sample(range(len(data)), min(self.rounds // 4, len(data)))):
                 with self.assertRaises(CheckpointError, msg=f"the first {nbytes} bytes"):
-                    self.archive(data[:nbytes])
+                    self.whole(data[:nbytes])
 
     def test_flipped_bits_of_an_archive(self) -> None:
         """Flips in elements are left out: a part of a record has no checksum."""

@@ -37,13 +37,15 @@ class ObjectShelf(Shelf[BriefT]):
         names = sorted(one for one in prefixes if not one.removeprefix(self._prefix).startswith("."))
         return [Place(f"{self._bucket.name}/{one}", one) for one in names]
 
-    def opened(self) -> Iterator[OpenedObjects | CheckpointError]:
-        """The checkpoint of each place that has a manifest, or why it cannot be told whether it has one; several at a time."""
-        return (opened for _, opened in self._looks())
+    def opened(self, places: Sequence[Place] | None = None) -> Iterator[OpenedObjects | CheckpointError]:
+        """The checkpoint of each place that has a manifest, or why it cannot be told whether it has one; several at a time.
 
-    def _looks(self) -> Iterator[tuple[Place, OpenedObjects | CheckpointError]]:
+        `places`: None: all of the shelf.
+        """
+        return (opened for _, opened in self._looks(self.places() if places is None else places))
+
+    def _looks(self, places: Sequence[Place]) -> Iterator[tuple[Place, OpenedObjects | CheckpointError]]:
         with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
-            places = self.places()
             for place, found in zip(places, pool.map(self._look, places), strict=True):
                 if found is not None:
                     yield place, found
@@ -73,7 +75,7 @@ class ObjectShelf(Shelf[BriefT]):
 
     def listed(self) -> list[Listed[BriefT]]:
         found = []
-        for place, opened in self._looks():
+        for place, opened in self._looks(self.places()):
             if isinstance(opened, CheckpointError):
                 standing: Standing[BriefT] = Standing(
                     has_manifest=False, is_sure=is_sure_that_not(opened), reason=str(opened)

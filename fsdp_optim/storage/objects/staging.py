@@ -56,6 +56,12 @@ class ObjectStaging(Staging):
             raise CheckpointError(
                 f"{self._place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
             )
+        for other in self._judge.others if found is None else ():
+            if self._bucket.look(self._place.manifest(other)) is not None:
+                raise CheckpointError(
+                    f"{self._place.where}: has a checkpoint of another format, because {other} is there: save to another path, "
+                    "or remove it"
+                )
         return found
 
     @property
@@ -70,6 +76,10 @@ class ObjectStaging(Staging):
     @property
     def token(self) -> str:
         return self._token
+
+    @property
+    def inner_folder(self) -> str:
+        return f"{self._token}/" if self._has_folder else ""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Capabilities, Judge, Store
+from fsdp_optim.storage.base import Capabilities, Judge, Opened, Store
 from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.completion import ObjectCompletion
 from fsdp_optim.storage.objects.keys import Place
@@ -96,5 +96,13 @@ class ObjectStore(Store):
     def shelf(self) -> ObjectShelf[Any]:
         return ObjectShelf(self.bucket, self.place.parent, self._judge)
 
-    def siblings(self) -> Iterator[OpenedObjects]:
-        return (opened for opened in self.shelf().opened() if not isinstance(opened, CheckpointError))
+    def siblings(self) -> Iterator[Opened]:
+        shelf = self.shelf()
+        without = {place.where: place for place in shelf.places()}
+        for opened in shelf.opened(tuple(without.values())):
+            if not isinstance(opened, CheckpointError):
+                del without[opened.where]
+                yield opened
+        for place in without.values():  # these may have a checkpoint of another format
+            if any(self.bucket.look(place.manifest(name)) is not None for name in self._judge.others):
+                yield OpenedAny(self.bucket, place.inside)

@@ -23,7 +23,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import UNTIL_COMMIT, BriefT, Judge, Standing
 from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
 from fsdp_optim.storage.posix.filesystem import this_host
-from fsdp_optim.storage.posix.looks import is_nothing, standing_of
+from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, standing_of
 
 LOCK = "owner.lock"
 NOTE = f"{UNTIL_COMMIT}note"
@@ -130,7 +130,7 @@ def _is_replaced(folder: Path, base: Path, judge: Judge[BriefT]) -> bool:
     """
     standing = standing_of(folder, judge)
     if standing.is_sure and not standing.has_manifest:
-        return True
+        return not any(may_be_there(folder / other) for other in judge.others)
     if not standing_of(base, judge).is_complete:
         return False
     try:

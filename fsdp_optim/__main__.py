@@ -1,0 +1,8 @@
+"""`python -m fsdp_optim`: the command line."""
+
+import sys
+
+from fsdp_optim.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Sizes in words: `512MiB` to a number of bytes, and back."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size_of(text: str) -> int:
+    """A number of bytes from a text such as 4GB, 512MiB or 1000000."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4GB, 512MiB or 1000000")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2]])
+
+
+def sized(nbytes: float) -> str:
+    """A number of bytes in words: `1.20 GB`."""
+    for unit in _UNITS:
+        if nbytes < 999.5 or unit == _UNITS[-1]:
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.3g} {unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`, `1.3 M elements`."""
+    text = f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.4g} M" if number < 1e9 else f"{number / 1e9:.4g} G"
+    return f"{text} {noun}" if number == 1 else f"{text} {noun}s"

@@ -1,0 +1,143 @@
+"""Small values of a DCP checkpoint: flattened as torch.distributed.checkpoint flattens them, one torch.save archive for each.
+
+A file of values has the archives one after the other, then an index as JSON, and the length of the index in 8 bytes. Readers of
+DCP do not look at the index, because `.metadata` lists the items too.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.memory import dtype_name
+
+Path: TypeAlias = "tuple[str | int, ...]"
+"""The place of a value in nested dicts and lists."""
+
+_LENGTH = 8  # bytes
+_PLAIN = ("builtins.", "collections.", "numpy.")  # besides what torch.load(weights_only=True) reads
+_UNSAFE = ("builtins.eval", "builtins.exec", "builtins.getattr")
+_NUMBERS = "biufc"  # kinds of numpy's dtypes
+
+
+def key_of(path: Path) -> str:
+    """The key under which torch.distributed.checkpoint saves the value at a path."""
+    return ".".join(map(str, path))
+
+
+def flattened(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """The values inside dicts, and inside lists that have dicts or tensors, each with its path.
+
+    An empty dict is a value, which torch.distributed.checkpoint would leave out.
+    """
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from flattened(item, (*path, str(name)))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, item in enumerate(value):
+            yield from flattened(item, (*path, index))
+    else:
+        yield path, value
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return all(_is_leaf(item) and not isinstance(item, torch.Tensor) for item in value)
+
+
+@dataclass(frozen=True)
+class ValueItem:
+    """One item of a file of values. `tensor`: torch's name of the dtype, and the shape; None for what is no tensor."""
+
+    path: Path
+    start: int
+    nbytes: int
+    tensor: tuple[str, tuple[int, ...]] | None = None
+
+    def to_json(self) -> list[Any]:
+        """The item as JSON values."""
+        return [list(self.path), self.start, self.nbytes, self.tensor and [self.tensor[0], list(self.tensor[1])]]
+
+    @classmethod
+    def from_json(cls, values: Any) -> ValueItem:
+        """The inverse of `to_json`."""
+        path, start, nbytes, tensor = values
+        return cls(tuple(path), start, nbytes, (tensor[0], tuple(tensor[1])) if tensor is not None else None)
+
+
+@dataclass
+class ValueFile:
+    """Values on their way into a file. Equal values are stored once. `allow_pickle`: store objects of any class."""
+
+    allow_pickle: bool
+    items: list[ValueItem] = field(default_factory=list)
+    _data: bytearray = field(default_factory=bytearray)
+    _known: dict[Any, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, where: str, value: Any, *paths: Path) -> None:
+        """Store a value under several paths. Raises CheckpointError that names a value which cannot be stored."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().clone()
+        tensor = (dtype_name(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+        known = (type(value), repr(value)) if isinstance(value, (int, float, str, bool, type(None))) else None
+        at = self._known.get(known) if known is not None else None
+        if at is None:
+            archive = _archive(where, value, self.allow_pickle)
+            at = self._known.get(archive)
+            if at is None:
+                at = self._known[archive] = (len(self._data), len(archive))
+                self._data += archive
+            if known is not None:
+                self._known[known] = at
+        self.items += [ValueItem(path, *at, tensor) for path in paths]
+
+    def encoded(self) -> bytes:
+        """The bytes of the file."""
+        index = json.dumps([item.to_json() for item in self.items], separators=(",", ":")).encode()
+        return bytes(self._data) + index + len(index).to_bytes(_LENGTH, "little")
+
+
+def items_in(data: bytes) -> list[Any]:
+    """The items of a file of values, as JSON values."""
+    length = int.from_bytes(data[-_LENGTH:], "little")
+    found: list[Any] = json.loads(data[-_LENGTH - length : -_LENGTH])
+    return found
+
+
+def _archive(where: str, value: Any, allow_pickle: bool) -> bytes:
+    """The value as an archive of torch.save. Raises CheckpointError for objects of unknown classes without `allow_pickle`."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{where}: a {type(value).__name__} cannot be saved: {error}") from error
+    if not allow_pickle:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue()))
+        others = [name for name in named if not name.startswith(_PLAIN) or name in _UNSAFE]
+        if others or not _has_numbers(value):
+            what = others[0] if others else "numpy array that has other elements than numbers"
+            raise CheckpointError(
+                f"{where}: a {what} can only be pickled: give allow_pickle=True, or save plain values (numbers, str, tuples, "
+                "dicts, tensors, arrays of numbers)"
+            )
+    return buffer.getvalue()
+
+
+def _has_numbers(value: Any) -> bool:
+    """Whether the numpy arrays inside plain containers have numbers as elements."""
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.dtype.kind in _NUMBERS
+    if isinstance(value, Mapping):
+        return all(map(_has_numbers, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(_has_numbers, value))

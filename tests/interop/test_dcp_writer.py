@@ -1,0 +1,259 @@
+"""save(format="dcp"): stock torch resumes from any wrapper's run, with calls of torch alone on its side."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import unittest
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kit.wrapping import STEPS, Oracle, Trained, adamw_tensor_lr, check_same, cpu
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+SAVED = ("fairscale flat", "fairscale non-flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP")
+LOADED = ("FSDP2", "FSDP1 orig", "DDP", "plain")
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+MORE = range(STEPS, STEPS + 2)
+
+
+def adam(params: Any) -> Any:
+    return torch.optim.Adam(params, lr=0.01, betas=(0.85, 0.97), weight_decay=0.03)
+
+
+def save_all(root: Path) -> None:
+    for wrapper in SAVED:
+        with cpu():
+            one = Trained(wrapper, adam)
+            options: dict[str, Any] = {"durable": False, "process_group": one.process_group}
+            name = wrapper.replace(" ", "-")
+            fsdp_optim.save(root / name, one.model, one.optim, format="dcp", **options)
+            fsdp_optim.async_save(root / f"{name}-titan", one.model, one.optim, format="torchtitan", **options).wait()
+    own = Trained("FSDP2", adamw_tensor_lr)
+    fsdp_optim.save(root / "tensor-lr", own.model, own.optim, format="dcp", durable=False)
+
+
+def resume(root: Path, name: str, wrapper: str, flattened: bool, is_titan: bool = False) -> None:
+    """What a job of stock torch does: dcp.load into its own state dicts, and set_state_dict; then it trains on."""
+    one = Trained(wrapper, adamw_tensor_lr if name == "tensor-lr" else adam, 0)
+    options = FLATTENED if flattened else None
+    model, optim = get_state_dict(one.model, one.optim, options=options)
+    if is_titan:
+        states: dict[str, Any] = {**model, "optimizer": optim}
+        dcp.load(states, checkpoint_id=root / name)
+        model = {key: states[key] for key in model}
+        optim = states["optimizer"]
+    else:
+        states = {"model": model, "optimizer": optim}
+        dcp.load(states, checkpoint_id=root / name)
+        model, optim = states["model"], states["optimizer"]
+    set_state_dict(one.model, one.optim, model_state_dict=model, optim_state_dict=optim, options=options)
+    check_continues(f"{name} in {wrapper}", one)
+
+
+def check_continues(what: str, one: Trained) -> None:
+    """State, hyperparameters and weights are those of the run that never stopped, now and after two more steps."""
+    make = one._make
+    for steps in (STEPS, STEPS + 2):
+        if steps > STEPS:
+            one.step(MORE)
+        wanted = Oracle(make, steps)
+        full = StateDictOptions(full_state_dict=True)
+        weights = get_model_state_dict(one.model, options=full)
+        check_same(f"{what}: weights", weights, dict(wanted.model.state_dict()))
+        optim = get_optimizer_state_dict(one.model, one.optim, options=full)
+        check_same(f"{what}: state", {name: optim["state"].get(name) for name in wanted.names}, wanted.by_name())
+        groups = [dict(group) for group in wanted.optim.state_dict()["param_groups"]]
+        for group in (*groups, *optim["param_groups"]):
+            del group["params"]
+        check_same(f"{what}: groups", optim["param_groups"], groups)
+
+
+def sorted_state(oracle: Oracle) -> dict[str, Any]:
+    return {name: dict(sorted(values.items())) for name, values in oracle.by_name().items()}
+
+
+def loaded_whole(path: Path) -> dict[str, Any]:
+    """Everything in a checkpoint, by torch's own conversion to a file."""
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(path, file.name)
+        found: dict[str, Any] = torch.load(file.name, weights_only=False)
+    return found
+
+
+class Mlp(nn.Module):
+    """A model that trains with real gradients, with tied weights and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(6, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.last = nn.Linear(10, 6)
+        self.again = nn.Linear(10, 6, bias=False)
+        self.again.weight = self.last.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(self.norm(self.first(x)))
+        return (self.last(inner) + self.again(inner)).square().mean()
+
+
+def optimizer_of(model: nn.Module) -> Any:
+    """Two groups with hyperparameters of their own, and a schedule that changes these."""
+    biases = [param for name, param in model.named_parameters() if param.dim() == 1]
+    others = [param for name, param in model.named_parameters() if param.dim() > 1]
+    groups = [{"params": others, "betas": (0.8, 0.95)}, {"params": biases, "weight_decay": 0.0}]
+    optim = torch.optim.AdamW(groups, lr=0.03, eps=1e-7)
+    return optim, torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 0.9**step)
+
+
+def train(model: nn.Module, optim: Any, sched: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        loss = model(torch.randn(8, 6, generator=generator))
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        sched.step()
+        losses.append(loss.item())
+    return losses
+
+
+class TrainState:
+    """The state of torchtitan's trainer: it loads what dcp.load has read."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step, dtype=torch.int32)}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.step = int(values["step"])
+
+
+def losses_match(root: Path) -> None:
+    """A loop in torchtitan's way goes on from a save of this library, beside the run that never stopped."""
+    never_stopped = fully_shard(Mlp())
+    optim, sched = optimizer_of(never_stopped)
+    train(never_stopped, optim, sched, range(3))
+    extra = {"train_state": {"step": torch.tensor(3, dtype=torch.int32)}, "lr_scheduler": sched.state_dict()}
+    options: dict[str, Any] = {"extra": extra, "durable": False, "on_replica_mismatch": "lowest_rank"}
+    fsdp_optim.save(root / "titan", never_stopped, optim, format="torchtitan", step=3, **options)
+    stats = {name: buffer.clone() for name, buffer in never_stopped.named_buffers()}
+    wanted = train(never_stopped, optim, sched, range(3, 6))
+
+    model = fully_shard(Mlp())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    optim, sched = optimizer_of(model)
+    trainer = TrainState()
+    state = get_optimizer_state_dict(model, optim, options=FLATTENED)
+    states = {**get_model_state_dict(model), "optimizer": state, "lr_scheduler": sched, "train_state": trainer}
+    dcp.load(states, checkpoint_id=root / "titan")
+    set_optimizer_state_dict(model, optim, states["optimizer"], options=FLATTENED)
+    for name, buffer in model.named_buffers():  # each rank has statistics of its own, and the save has those of rank 0
+        buffer.copy_(stats[name])
+    check_same("the step", (trainer.step, sched.last_epoch), (3, 3))
+    check_same("losses", train(model, optim, sched, range(3, 6)), wanted)
+
+
+def save_extras(root: Path, extra: dict[str, Any]) -> None:
+    one = Trained("FSDP2", adam)
+    rank = dist.get_rank()
+    options: dict[str, Any] = {"extra": extra, "per_rank_extra": {"rng": torch.full((3,), rank)}, "durable": False}
+    fsdp_optim.save(root / "extras", one.model, one.optim, format="dcp", **options)
+
+
+class StockResumesTest(unittest.TestCase):
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        run_on_ranks(save_all, 2, cls.root)
+
+    @parameterized.expand([name.replace(" ", "-") for name in SAVED])
+    def test_resumed_by_fsdp2(self, name: str) -> None:
+        """Nested dicts, flattened ones, and as torchtitan keeps them, on three ranks."""
+        run_on_ranks(resume, 3, self.root, name, "FSDP2", False)
+        run_on_ranks(resume, 3, self.root, name, "FSDP2", True)
+        run_on_ranks(resume, 3, self.root, f"{name}-titan", "FSDP2", True, True)
+
+    @parameterized.expand(LOADED)
+    def test_resumed_by_others(self, wrapper: str) -> None:
+        """By FSDP1, DDP and no wrapper."""
+        if "FSDP1" not in wrapper:  # torch gives some of its ranks no param groups
+            run_on_ranks(resume, 3, self.root, "fairscale-flat", wrapper, False)
+        run_on_ranks(resume, 3, self.root, "FSDP2", wrapper, True)
+
+    def test_losses_are_those_of_the_run_that_never_stopped(self) -> None:
+        """A torchtitan-like loop: two groups, tied weights, a schedule, the trainer's own state."""
+        run_on_ranks(losses_match, 2, self.root)
+
+    def test_extras(self) -> None:
+        """The trainer's values are found where torch.distributed.checkpoint looks for them."""
+        extra: dict[str, Any] = {
+            "scheduler": {"last_epoch": 3, "lrs": [0.1, 0.2], "betas": (0.9, 0.99)},
+            "ema": {"a.b": torch.arange(6.0).reshape(2, 3), "list": [torch.ones(1), {"x": 1}]},
+            "numpy": numpy.random.RandomState(3).get_state(),
+            "step": 7,
+            "nothing": None,
+        }
+        run_on_ranks(save_extras, 2, self.root, extra)
+        found = loaded_whole(self.root / "extras")
+        numpys, theirs = extra.pop("numpy"), found["numpy"]
+        self.assertTrue(all(map(numpy.array_equal, theirs, numpys)), theirs)  # type: ignore[arg-type, call-overload]
+        check_same("extras", {name: found[name] for name in extra}, extra)
+        check_same("of ranks", found["per_rank_extra"], {str(n): {"rng": torch.full((3,), n)} for n in range(2)})
+        oracle = Oracle(adam)
+        check_same("weights", found["model"], dict(oracle.model.state_dict()))
+        state = found["optimizer"]["state"]
+        check_same("state", {name: dict(sorted(state[name].items())) for name in oracle.names}, sorted_state(oracle))
+
+    def test_each_item_is_a_file_of_torch_save(self) -> None:
+        """The bytes of each item by themselves, mapped and plain; tensors begin at multiples of 64 bytes of the file."""
+        found = dcp.FileSystemReader(self.root / "FSDP2").read_metadata()
+        wanted = {f"model.{name}": param for name, param in Oracle(adam).model.state_dict().items()}
+        for index, place in found.storage_data.items():
+            path = self.root / "FSDP2" / place.relative_path
+            data = path.read_bytes()[place.offset : place.offset + place.length]
+            item = self.root / "item.pt"
+            item.write_bytes(data)
+            value = torch.load(io.BytesIO(data), weights_only=True)
+            if isinstance(found.state_dict_metadata[index.fqn], TensorStorageMetadata):
+                check_same("mapped", torch.load(item, weights_only=True, mmap=True), value)
+                with zipfile.ZipFile(item) as archive:
+                    self.assertIn("archive/data/0", archive.namelist())
+                self.assertTrue(path.name == "values.distcp" or place.offset % 64 == 0)
+            if index.fqn in wanted:
+                check_same(index.fqn, value, wanted[index.fqn])
+
+    def test_a_hyperparameter_that_is_a_tensor(self) -> None:
+        """The learning rate of a capturable optimizer."""
+        run_on_ranks(resume, 3, self.root, "tensor-lr", "FSDP2", False)
+        run_on_ranks(resume, 3, self.root, "tensor-lr", "FSDP2", True)

@@ -1,0 +1,115 @@
+"""Ranks that save where listings are stale: nothing complete is removed, and nothing incomplete is given.
+
+The proxy answers half of the listings, at random, as it answered them when they were asked for first.
+"""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit.proxy import Fault, Proxy
+from kit.servers import Options, new_bucket, port_of, serving
+from kit.wrapping import Differs, Trained, adam, check_same, cpu, local_of
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.checkpoint import catalog
+from fsdp_optim.checkpoint.save import save
+from fsdp_optim.formats.ours import OURS
+from fsdp_optim.options import Options as CallOptions
+from fsdp_optim.options import SaveOptions
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
+from fsdp_optim.testing import run_on_ranks
+
+KEEP_LAST, NUM_SAVES = 2, 4
+
+
+def check_at(url: str, options: Options, numbers: range) -> int:
+    """The number of the save that is at a URL; raises unless it is whole, and one of these saves. Called by all ranks."""
+    other = Trained("FSDP2", adam, 1)
+    loaded = fsdp_optim.load(url, other.model, other.optim, storage_options=options, progress=False, check="bitwise")
+    number = int(loaded["number"])
+    if number not in numbers or not all(bool((local_of(param) == number).all()) for param in other.params):
+        raise Differs(f"{url}: save {number}, not all of one of the saves {numbers}")
+    return number
+
+
+def look(url: str, stale: Options, direct: Options, newest: int) -> str | None:
+    """What `latest` gives where listings are stale, which is whole; on all ranks. Where they are not, it is `url`."""
+    root = url.rpartition("/")[0]
+    check_same("latest", fsdp_optim.latest(root, storage_options=direct), url)
+    found = [fsdp_optim.latest(root, storage_options=stale) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    if found[0] is not None:
+        check_at(str(found[0]), direct, range(1, newest + 1))
+    return str(found[0]) if found[0] is not None else None
+
+
+def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None]:
+    """What `latest` gives after each save."""
+    given: list[str | None] = []
+    with cpu():
+        one = Trained("FSDP2", adam, 1)
+        for number in range(1, NUM_SAVES + 1):
+            with torch.no_grad():
+                for param in one.params:
+                    local_of(param).fill_(number)
+            asked: dict[str, Any] = {"storage_options": stale, "progress": False, "extra": {"number": number}}
+            fsdp_optim.save(f"{root}/step-{number}", one.model, one.optim, keep_last=KEEP_LAST, **asked)
+            given.append(look(f"{root}/step-{number}", stale, direct, number))
+            fsdp_optim.save(f"{root}/current", one.model, one.optim, overwrite=True, **asked)
+            given.append(look(f"{root}/current", stale, direct, number))
+            check_at(f"{root}/current", direct, range(number, number + 1))
+            for kept in range(max(1, number - KEEP_LAST + 1), number + 1):
+                check_at(f"{root}/step-{kept}", direct, range(kept, kept + 1))
+    return given
+
+
+class StaleBucket(MemoryBucket):
+    is_stale = False
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        return iter(()) if self.is_stale else super().folders(prefix)
+
+
+class OrderTest(unittest.TestCase):
+    def test_a_save_that_does_not_see_the_others(self) -> None:
+        """It is the newest nevertheless, and keep_last removes those that are older."""
+        bucket, one = StaleBucket(), Trained("plain", adam, 1)
+        for number in range(1, 5):
+            bucket.is_stale = number == 3
+            store = ObjectStore(bucket, f"run/step-{number}", OURS.judge)
+            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, keep_last=2))
+            bucket.is_stale = False
+            self.assertEqual(catalog.latest(store.shelf()), f"memory://bucket/run/step-{number}")
+        self.assertEqual(list(bucket.folders("run/")), ["run/step-3", "run/step-4"])
+
+
+class StaleListingsTest(unittest.TestCase):
+    options: Options
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        held = ExitStack()
+        cls.addClassCleanup(held.close)
+        cls.options = {**held.enter_context(serving("rclone")), "part_nbytes": 512}
+
+    @parameterized.expand([(0,), (1,)])
+    def test_saves_where_listings_are_stale(self, seed: int) -> None:
+        bucket = new_bucket(self.options)
+        fault = Fault("Stale", method="GET", query="list-type=2", times=-1, share=0.5)
+        with Proxy(port_of(self.options), [fault], seed=seed) as proxy:
+            stale = proxy.options(self.options)
+            by_rank = run_on_ranks(save_and_look, 2, f"s3://{bucket}/run", stale, self.options)
+        self.assertGreater(fault.num_done, 10)
+        self.assertGreater(len([one for one in by_rank[0] if one is not None]), 0, by_rank[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
