@@ -1,0 +1,185 @@
+"""What people do with sharded training, from beginning to end: train, save in the usual way, resume elsewhere, and train on.
+
+The oracle is the run that never stopped, in one process without a wrapper.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import boto3
+import torch
+import torch.distributed as dist
+from kit.compare import check_same
+from kit.language_model import LanguageModel, adamw, check_close, train, two_groups, unbroken
+from kit.pretrained import build, tensors_of
+from kit.servers import new_bucket, serving
+from kit.wrapping import WRAPPERS, cpu
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+import fsdp_optim
+from fsdp_optim.testing import RankPool
+
+BEFORE, AFTER = 3, 3  # steps
+
+
+def resume(place: Any, wrapper: str, **options: Any) -> None:
+    """Load into a new model in any wrapper, check every bit, and train on."""
+    with cpu():
+        model = WRAPPERS[wrapper](LanguageModel())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        optim = adamw(model.parameters())
+        fsdp_optim.load(place, model, optim, check="bitwise", progress=False, **options)
+        check_close(wrapper, train(model, optim, range(BEFORE, BEFORE + AFTER)), unbroken(BEFORE + AFTER)[BEFORE:])
+
+
+# ------------------------------------------------------------------------------------------ torch FSDP1's tutorial
+
+
+def save_as_in_the_tutorial(root: Path, orig: bool) -> None:
+    """Full state dicts on rank 0, on the CPU, by torch's own calls; one file, and one for each."""
+    model = WRAPPERS["FSDP1 orig" if orig else "FSDP1 flat"](LanguageModel())
+    optim = adamw(model.parameters())
+    train(model, optim, range(BEFORE))
+    with TorchFSDP.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),  # True returns wrong values on the CPU
+    ):
+        weights = model.state_dict()
+        state = TorchFSDP.optim_state_dict(model, optim) if orig else TorchFSDP.full_optim_state_dict(model, optim)
+    if dist.get_rank() == 0:
+        torch.save({"model": weights, "optimizer": state, "step": BEFORE}, root / "both.pt")
+        (root / "folder").mkdir()
+        torch.save(weights, root / "folder" / "model.pt")
+        torch.save(state, root / "folder" / "optim.pt")
+
+
+# ------------------------------------------------------------------------------------------ asynchronous, to a bucket
+
+
+def save_asynchronously(url: str, options: dict[str, Any]) -> None:
+    """Sharded saves in the background while training goes on; then one whole checkpoint with Hugging Face's config."""
+    with cpu():
+        model = WRAPPERS["FSDP2"](LanguageModel())
+        optim = adamw(model.parameters())
+        handles = []
+        for step in range(1, BEFORE + 1):
+            train(model, optim, range(step - 1, step))
+            place = f"{url}/step-{step}"
+            handles.append(fsdp_optim.async_save(place, model, optim, step=step, keep_last=2, **options))
+        train(model, optim, range(BEFORE, BEFORE + 1))  # what is written is the snapshot
+        for handle in handles:
+            handle.wait()
+
+
+def save_pretrained(url: str, options: dict[str, Any]) -> None:
+    model = WRAPPERS["FSDP1 flat"](build("gpt2, tied"))
+    fsdp_optim.save(url, model, stepped(model), max_file_size=3000, **options)
+
+
+def stepped(model: Any) -> torch.optim.Optimizer:
+    """One step, which does to each element what it does to it in any other wrapper."""
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.25)
+    optim.step()
+    return optim
+
+
+# ------------------------------------------------------------------------------------------ streaming, groups, no flattening
+
+
+def stream_groups(root: Path) -> None:
+    """What was left open when fairscale got its gather: several groups, units that are not flattened, one parameter at a time."""
+    with cpu():
+        model = WRAPPERS["fairscale non-flat"](LanguageModel())
+        optim = two_groups(model)
+        losses = train(model, optim, range(BEFORE))
+        check_close("fairscale", losses, unbroken(BEFORE, two_groups))
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=1, key_by="name")
+        streamed = dict(fsdp_optim.iter_full_optim_state(model, optim, recipient_rank=1, bucket_nbytes=256))
+        if dist.get_rank() == 1:
+            assert full is not None
+            check_same("streamed", streamed, {name: full["state"][name] for name in streamed})
+            check_same("names", sorted(streamed), sorted(name for name, _ in LanguageModel().named_parameters()))
+            check_same("decay", [group["weight_decay"] for group in full["param_groups"]], [0.1, 0.0])
+        weights = fsdp_optim.gather_full_model_state_dict(model, recipient_rank=1)
+        other = WRAPPERS["FSDP2"](LanguageModel())
+        optim = two_groups(other)
+        shard = fsdp_optim.scatter_full_optim_state_dict(other, optim, full, source_rank=1)
+        fsdp_optim.load_optim_state_dict(optim, shard)
+        fsdp_optim.scatter_full_model_state_dict(other, weights, source_rank=1)
+        wanted = unbroken(BEFORE + AFTER, two_groups)[BEFORE:]
+        check_close("FSDP2", train(other, optim, range(BEFORE, BEFORE + AFTER)), wanted)
+
+
+class WorkflowsTest(unittest.TestCase):
+    pool: RankPool
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.pool = RankPool()
+        cls.addClassCleanup(cls.pool.close)
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def test_the_tutorial_of_fsdp1(self) -> None:
+        """Its files resume at another world size, under FSDP2 and under every other wrapper."""
+        for orig in (False, True):
+            with self.subTest(orig=orig), tempfile.TemporaryDirectory() as folder:
+                root = Path(folder)
+                self.pool.run(save_as_in_the_tutorial, 2, root, orig)
+                for size, wrapper in ((3, "FSDP2"), (1, "plain"), (2, "fairscale flat"), (3, "FSDP1 flat")):
+                    self.pool.run(resume, size, root / "both.pt", wrapper)
+                self.pool.run(resume, 3, root / "folder", "FSDP2")
+                self.assertEqual(fsdp_optim.load(root / "both.pt")["step"], BEFORE)
+
+    def test_asynchronous_to_a_bucket(self) -> None:
+        """Sharded asynchronous saves resume at another shard degree; a whole checkpoint is opened by Hugging Face."""
+        with serving("moto") as options:
+            bucket = f"s3://{new_bucket(options)}"
+            asked = {"storage_options": options, "progress": False}
+            self.pool.run(save_asynchronously, 2, f"{bucket}/run", asked)
+            newest = fsdp_optim.latest(f"{bucket}/run", storage_options=options)
+            self.assertEqual(newest, f"{bucket}/run/step-{BEFORE}")
+            for size, wrapper in ((3, "FSDP2"), (1, "plain")):
+                self.pool.run(resume, size, newest, wrapper, storage_options=options)
+            self.pool.run(save_pretrained, 2, f"{bucket}/whole", asked)
+            folder = self.root / "whole"
+            download(f"{bucket}/whole", folder, options)
+            wanted = build("gpt2, tied")
+            wanted.config.save_pretrained(folder)
+            stepped(wanted)
+            found = type(wanted).from_pretrained(folder)
+            check_same("weights", tensors_of(found), tensors_of(wanted))
+
+    def test_streaming_groups_and_no_flattening(self) -> None:
+        self.pool.run(stream_groups, 2, self.root)
+
+
+def download(url: str, folder: Path, options: dict[str, Any]) -> None:
+    """The objects under a prefix as files, by boto3 alone."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    known = {key: options[key] for key in ("endpoint_url", "region_name", "aws_access_key_id", "aws_secret_access_key")}
+    client = boto3.Session().client("s3", **known)
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+    for found in (found for page in pages for found in page["Contents"]):
+        file = folder / found["Key"].removeprefix(f"{prefix}/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(client.get_object(Bucket=bucket, Key=found["Key"])["Body"].read())
+
+
+if __name__ == "__main__":
+    unittest.main()
