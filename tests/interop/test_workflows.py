@@ -50,8 +50,10 @@ def save_as_in_the_tutorial(root: Path, orig: bool) -> None:
     with TorchFSDP.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),  # True returns wrong values on the CPU
+        FullStateDictConfig(
+            offload_to_cpu=False, rank0_only=True
+        ),  # True gives freed and shared memory for CPU tensors
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
     ):
         weights = model.state_dict()
         state = TorchFSDP.optim_state_dict(model, optim) if orig else TorchFSDP.full_optim_state_dict(model, optim)
