@@ -33,6 +33,9 @@ from fsdp_optim.state.full import FullState, names_in, num_listed
 from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.names import Names
 
+_IN_DDP = "module."
+"""The beginning of all names in the state dict of a model in DistributedDataParallel."""
+
 
 @dataclass(frozen=True)
 class Transcript:
@@ -132,12 +135,14 @@ def _without(parts: frozenset[str], name: str) -> str:
 
 def _renamed(checkpoint: FormatReader, parts: frozenset[str]) -> dict[str, StoredTensor]:
     """The weights by FQN. Raises CheckpointError if two of them have the same."""
+    named = {key: _without(parts, key) for key in checkpoint.model}
+    if all(name.startswith(_IN_DDP) for name in named.values()):
+        named = {key: name.removeprefix(_IN_DDP) for key, name in named.items()}
     found: dict[str, StoredTensor] = {}
-    for key, one in checkpoint.model.items():
-        fqn = _without(parts, key)
+    for key, fqn in named.items():
         if fqn in found:
             raise CheckpointError(f"{checkpoint.where}: {key} and {found[fqn].key} are both called {fqn}")
-        found[fqn] = one
+        found[fqn] = checkpoint.model[key]
     return found
 
 
@@ -166,9 +171,14 @@ def _names(
             f"{where}: the optimizer has {counted_noun(sum(nums), 'parameter')}, and {given} has {len(order)}: give names= with "
             "one FQN for each id"
         )
+    units = tuple(order) if naming.names is not None or view is None else view.unit_order
+    if units is None and len(set(full.get("param_id_map", {}).values())) > 1:
+        raise StateError(
+            f"{where}: the optimizer's dict is fairscale's own, whose ids count the parameters by FSDP unit, and the model has "
+            "no such units: give names=[...], the FQNs in the order of the ids, or the model wrapped as it was"
+        )
     left = iter(order)
     by_group = tuple(tuple(next(left) for _ in range(num)) for num in nums)
-    units = view.unit_order if view is not None and view.unit_order is not None else tuple(order)
     return Names(by_group, aliases, unit_order=units, wrapper_parts=parts, model_order=tuple(order))
 
 
