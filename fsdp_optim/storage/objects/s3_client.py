@@ -1,4 +1,4 @@
-"""Requests to an S3 store through boto3: one client per process, repeated within a stated time, with fresh credentials.
+"""Requests to an S3 store through boto3: a client per process and options, repeated within a stated time, with fresh credentials.
 
 boto3 is imported when the first request is made. Its client repeats what may pass (throttling, resets, time-outs) with backoff;
 a request that fails nevertheless is begun again here, until the stated time is over.
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from os import getpid
+from os import environ, getpid, path, stat
 from typing import Any, NoReturn, TypeVar
 
 from fsdp_optim.errors import CheckpointError
@@ -34,6 +34,7 @@ _RETRY_SECONDS = 120.0
 _CONNECTIONS = 64  # at most, per process
 _ATTEMPTS = 5  # of the client library, for one request
 _LONGEST_PAUSE = 10.0  # seconds
+_IDLE_SECONDS = 30.0  # after which what lies between may have forgotten a connection, without a word
 _OF_SESSION = {
     *("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_account_id", "region_name"),
     *("profile_name", "botocore_session"),
@@ -50,6 +51,43 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name in sorted(_OURS & set(options)):
         if isinstance(options[name], bool) or not isinstance(options[name], (int, float)) or options[name] <= 0:
             raise CheckpointError(f"s3://: the storage option {name} must be a number above 0, not {options[name]!r}")
+
+
+def shared_clients(options: Mapping[str, Any]) -> Clients:
+    """The clients for some storage options. The calls of a process share them while its credentials come from the same place.
+
+    To make a client takes a tenth of a second of each rank. What boto3 would read of the environment and of its files is looked
+    at each time, and a client that was not used for a while connects anew.
+    """
+    about = {name: value for name, value in options.items() if name not in ("part_nbytes", "botocore_session")}
+    try:
+        key = (tuple(sorted(about.items())), _surroundings())
+        hash(key)
+    except TypeError:  # an option that can be changed, or one without an order
+        return Clients(options)
+    if "botocore_session" in options:
+        return Clients(options)
+    clients = _clients(*key)
+    clients.connect_anew_after(_IDLE_SECONDS)
+    return clients
+
+
+@functools.lru_cache(maxsize=4)
+def _clients(options: tuple[tuple[str, Any], ...], surroundings: object) -> Clients:
+    return Clients(dict(options))
+
+
+def _surroundings() -> object:
+    """What may change the credentials that boto3 finds: variables of the environment, and the files that it reads."""
+    variables = {name: value for name, value in environ.items() if name.startswith(("AWS_", "BOTO_")) or name == "HOME"}
+    files = []
+    for name, usual in (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")):
+        try:
+            found = stat(path.expanduser(variables.get(name, usual)))
+            files.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        except OSError:
+            files.append((0, 0, 0))
+    return tuple(sorted(variables.items())), tuple(files)
 
 
 @functools.lru_cache(maxsize=2)
@@ -85,6 +123,7 @@ class Clients:
         self._options = dict(options)
         self.retry_seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
         self._made: Made | None = None
+        self._last_used = time.monotonic()
         self._lock, self._lock_pid = threading.Lock(), getpid()
         self._now = threading.local()  # `deadline` and `attempts` of the request that this thread makes
 
@@ -94,6 +133,7 @@ class Clients:
     def get(self, deadline: float) -> Made:
         """The client of this process. It repeats a request until the `deadline` at most, by `time.monotonic`."""
         self._now.deadline, self._now.attempts = deadline, 0
+        self._last_used = time.monotonic()
         pid, made = getpid(), self._made
         if made is not None and made.pid == pid:
             return made
@@ -103,6 +143,12 @@ class Clients:
             if self._made is None or self._made.pid != pid:
                 self._made = self._new_client(pid)
             return self._made
+
+    def connect_anew_after(self, seconds: float) -> None:
+        """Close the connections of this process, if they were not used for so long; the next requests open others."""
+        made, idle = self._made, time.monotonic() - self._last_used
+        if made is not None and made.pid == getpid() and idle > seconds:
+            made.client.close()
 
     @property
     def num_attempts(self) -> int:
