@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import GroupsFrom
 from fsdp_optim.state.class_fit import fit_class, live_groups
@@ -45,6 +46,8 @@ class LiveOptimizer:
         full, unmatched = fit_class(full, live_groups(self.optim, self.names.groups, self.values), strict=strict)
         if groups == "live":
             full = _in_live_groups(full, self.optim, self.names)
+        else:
+            _check_hyperparameters(full, self.optim)
         fit = check_fits(
             full,
             self.names,
@@ -62,6 +65,17 @@ class LiveOptimizer:
             unmatched_values=unmatched.values,
             kept=unmatched.kept,
         )
+
+
+def _check_hyperparameters(full: FullState, optim: LocalOptim) -> None:
+    """Refuse groups without any hyperparameter, with which the optimizer could not step."""
+    for index, (hyper, fqns) in enumerate(full.groups):
+        lacking = sorted(map(str, optim.groups[index])) if index < len(optim.groups) else []
+        if fqns and lacking and not hyper:
+            raise StateError(
+                f"param group {index}, of {fqns[0]}: the saved state has no hyperparameters, the optimizer has "
+                f"{', '.join(lacking)}: give groups='live', which leaves the optimizer's groups and hyperparameters as they are"
+            )
 
 
 def _in_live_groups(full: FullState, optim: LocalOptim, names: Names) -> FullState:
