@@ -101,7 +101,7 @@ class ForeignReader:
         aliases: other names of weights, each with the stored name.
         extra: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are none.
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
-        rank_extras: the values of each rank, in the order of the ranks that saved.
+        rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra` with all pickles loaded; None if no value is withheld.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
@@ -200,7 +200,8 @@ class ForeignReader:
         if name == MODULES:
             return ForeignValues(self.module_values, None)
         of_ranks = {rank_extra_name(position): position for position in range(len(self.rank_extras))}
-        return ForeignValues(self.rank_extras[of_ranks[name]], None)
+        found = self.rank_extras[of_ranks[name]]
+        return found if isinstance(found, ForeignValues) else ForeignValues(found, None)
 
     def read(
         self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
