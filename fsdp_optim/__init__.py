@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.api import (
     CheckpointInfo,
+    Incompatible,
+    LoadSummary,
+    Restored,
+    Saved,
+    SaveHandle,
     async_save,
     checkpoints,
     convert,
@@ -50,9 +55,14 @@ __all__ = [
     "CheckpointInfo",
     "FsdpOptimError",
     "FullyShardedDataParallel",
+    "Incompatible",
     "LayoutError",
+    "LoadSummary",
     "RankError",
     "RankTimeoutError",
+    "Restored",
+    "SaveHandle",
+    "Saved",
     "StateError",
     "WrapperError",
     "async_save",
@@ -78,10 +88,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `FullyShardedDataParallel` on first access, because it imports fairscale."""
-    if name == "FullyShardedDataParallel":
-        from fsdp_optim.drop_in import FullyShardedDataParallel
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
-        return FullyShardedDataParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+if not TYPE_CHECKING:  # type checkers take every name as there where a module has __getattr__
+
+    def __getattr__(name: str) -> Any:
+        """Import `FullyShardedDataParallel` on first access, because it imports fairscale."""
+        if name == "FullyShardedDataParallel":
+            from fsdp_optim.drop_in import FullyShardedDataParallel
+
+            return FullyShardedDataParallel
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

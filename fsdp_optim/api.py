@@ -18,10 +18,12 @@ from fsdp_optim.checkpoint.alone import launched_ranks as launched_ranks
 from fsdp_optim.checkpoint.formats import SAVED, WRITTEN
 from fsdp_optim.checkpoint.inspecting import Inspected as Inspected
 from fsdp_optim.checkpoint.inspecting import TensorInfo as TensorInfo
-from fsdp_optim.checkpoint.pending import SaveHandle, pending
-from fsdp_optim.checkpoint.restored import Restored
+from fsdp_optim.checkpoint.pending import SaveHandle as SaveHandle
+from fsdp_optim.checkpoint.pending import pending
+from fsdp_optim.checkpoint.restored import Restored as Restored
 from fsdp_optim.checkpoint.results import CheckpointInfo as CheckpointInfo
-from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.results import LoadSummary as LoadSummary
+from fsdp_optim.checkpoint.results import Saved as Saved
 from fsdp_optim.checkpoint.stores import shelf_at
 from fsdp_optim.checkpoint.verifying import Verified
 from fsdp_optim.memory import ordinary_tensors
@@ -53,7 +55,8 @@ from fsdp_optim.storage.posix.files import checkpoint_errors
 from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
-from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+from fsdp_optim.verbs.load_state import Incompatible as Incompatible
+from fsdp_optim.verbs.load_state import LoadableOptimizer
 
 FORMATS_WRITTEN = tuple(WRITTEN)
 """The names of the formats that `convert` writes."""

@@ -94,6 +94,15 @@ class Restored(Guarded):
     _of_all: OfAllRanks | None = None
     _all: tuple[Any, ...] | None = None
 
+    def __repr__(self) -> str:
+        passed_over = {
+            name: getattr(self, name)
+            for name in ("missing", "unexpected", "unmatched_hyperparameters", "unmatched_values")
+            if getattr(self, name)
+        }
+        facts = "".join(f", {name}={value!r}" for name, value in {**passed_over, "summary": self.summary}.items())
+        return f"Restored({dict.__repr__(self)}{facts})"
+
     @property
     def per_rank(self) -> Any:
         """This rank's `per_rank_extra`; rank 0's if this rank had none at the save."""
