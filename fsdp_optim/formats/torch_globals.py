@@ -129,6 +129,7 @@ def table_of(tensors: Tensors) -> Table:
         "torch._utils._rebuild_parameter": _parameter,
         "torch._utils._rebuild_parameter_with_state": _parameter,
         "torch._utils._rebuild_wrapper_subclass": _of_subclass,
+        "torch._utils._rebuild_device_tensor_from_cpu_tensor": _of_device,
         "torch._tensor._rebuild_from_type": _from_type,
         "torch._tensor._rebuild_from_type_v2": _from_type,
         "torch.tensor._rebuild_from_type": _from_type,
@@ -214,6 +215,13 @@ class _Rebuild:
 
 def _parameter(data: Any, *others: Any) -> Any:
     return data
+
+
+def _of_device(data: Any, dtype: Any, *others: Any) -> Any:
+    """A tensor of a device that torch saves by way of the CPU."""
+    if getattr(data, "dtype", None) == str(dtype).removeprefix("torch."):
+        return data
+    return Unread("torch._utils._rebuild_device_tensor_from_cpu_tensor")
 
 
 def _of_subclass(cls: Any, *description: Any) -> Any:

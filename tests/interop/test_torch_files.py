@@ -158,6 +158,33 @@ def write_fairscale(put: Callable[..., None]) -> None:
     put("fairscale-lists-differ.pt", {"model": model, "optimizer": lists})
 
 
+def write_units(root: Path) -> None:
+    """What fairscale itself gathers of a model with several units, whose ids count unit after unit."""
+    from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs
+
+    with cpu():
+        trained = Trained("fairscale flat", sgd, 0)
+        trained.model(torch.ones(2, 5)).sum().backward()
+        trained.forget_gradients()
+        trained.fresh_optimizer()
+        trained.step(range(STEPS))
+        model = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+        full = copy.deepcopy(Theirs.gather_full_optim_state_dict(trained.model, trained.optim, recipient_rank=0))
+        if full is not None:
+            torch.save({"model": model, "last_optimizer_state": full}, root / "fairscale-units.pt")
+
+
+def load_units(root: Path) -> None:
+    """The same units at another size; another wrapper does not know the order of units."""
+    with cpu():
+        alike, target = (Trained("fairscale flat", sgd, steps) for steps in (STEPS, 0))
+        scramble(target)
+        load(root / "fairscale-units.pt", target, check="bitwise")
+        check_same("units", mine(target), mine(alike))
+        other = Trained("FSDP2", sgd, 0)
+        refused("other units", partial(load, root / "fairscale-units.pt", other), "StateError", "by FSDP unit", "rekey")
+
+
 def one_unit(model: Any) -> Any:
     """fairscale's own full dict has right names for one unit only."""
     model.units = ("",)
@@ -505,6 +532,21 @@ class TorchFilesTest(unittest.TestCase):
     def test_fairscales_dicts_of_all_versions(self) -> None:
         for size in (2, 3):
             self.pool.run(load_fairscales, size, self.root)
+
+    def test_fairscales_dict_of_several_units(self) -> None:
+        self.pool.run(write_units, 2, self.root)
+        for size in SIZES:
+            self.pool.run(load_units, size, self.root)
+
+    def test_converted_without_ranks(self) -> None:
+        """Into a checkpoint of this library, which has the same values."""
+        fsdp_optim.convert(self.root / "fsdp1-names.pt", self.root / "converted")
+        target, wanted = whole("plain", 0), oracle()
+        scramble(target)
+        fsdp_optim.load(self.root / "converted", target.model, target.optim, check="bitwise")
+        check_same("model", dict(target.model.state_dict()), dict(wanted.model.state_dict()))
+        state = target.optim.state_dict()["state"]
+        check_same("state", state, wanted.optim.state_dict()["state"], in_order=False)
 
     def test_objects_of_other_classes(self) -> None:
         self.pool.run(load_what_only_its_class_can_make, 2, self.root)

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from parameterized import parameterized
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.serialization import skip_data
 from torch.utils.serialization import config
 
 from fsdp_optim.errors import CheckpointError
@@ -281,6 +283,34 @@ class TestReads(ArchiveTestCase):
             same(torch.zeros(1024, 1024), read_tensor(opened, archive.sources, archive.value["t"]))
         self.assertLessEqual(opened.nbytes - before[0], (4 << 20) + 8)
 
+    def test_records_beyond_four_gigabytes(self) -> None:
+        """The file has holes. torch itself says where its records begin."""
+        with FakeTensorMode():
+            numels = {"a": 3, "big": 1 << 30, "b": 7, "c": 1}
+            fakes = {name: torch.empty(numel) for name, numel in numels.items()}
+        path = self.folder / "a.pt"
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(fakes, path)
+        with closing(OpenFiles.at(self.folder)) as opened:
+            archive = read_archive(opened, "a.pt")
+        theirs = torch._C.PyTorchFileReader(str(path))
+        self.assertFalse(archive.sources)
+        starts = [archive.value[name].start for name in numels]
+        self.assertEqual(starts, [theirs.get_record_offset(f"data/{index}") for index in range(len(numels))])
+        self.assertGreater(starts[-1], 1 << 32)
+
+    def test_where_records_begin_is_known_without_a_read(self) -> None:
+        """For any length of the names in an archive, which torch pads."""
+        for length in range(1, 90):
+            path = self.folder / f"{'n' * length}.pt"
+            torch.save([torch.zeros(index) for index in range(1, 9)], path)
+            with closing(OpenFiles.at(self.folder)) as opened:
+                archive = read_archive(opened, path.name)
+            theirs = torch._C.PyTorchFileReader(str(path))
+            self.assertFalse(archive.sources, length)
+            starts = [stored.start for stored in archive.value]
+            self.assertEqual(starts, [theirs.get_record_offset(f"data/{index}") for index in range(8)])
+
     def test_many_tensors_take_few_reads(self) -> None:
         data = written({str(index): torch.full((3,), float(index)) for index in range(3000)})
         opened = Counted(self.opened(data))
@@ -352,6 +382,19 @@ class TestClasses(ArchiveTestCase):
             same(torch_made, real["config"].tensor)
             self.assertIsInstance(real["t"], StoredTensor)
             same(torch.ones(2), archive.materialised(real["t"]))
+
+    def test_a_tensor_of_a_device_that_goes_by_way_of_the_cpu(self) -> None:
+        class OfDevice:
+            def __init__(self, dtype: torch.dtype) -> None:
+                self.dtype = dtype
+
+            def __reduce__(self) -> Any:
+                made = torch._utils._rebuild_device_tensor_from_cpu_tensor
+                return made, (torch.arange(3.0), self.dtype, "cpu", False)
+
+        found = self.archive(written([OfDevice(torch.float32), OfDevice(torch.float64)])).value
+        self.assertEqual((found[0].dtype, found[0].shape), ("float32", (3,)))
+        self.assertIsInstance(found[1], Unread)
 
     def test_stand_ins(self) -> None:
         data = written({"config": Config(torch.ones(2)), "ns": argparse.Namespace(a=1)})
