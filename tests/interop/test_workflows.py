@@ -8,11 +8,13 @@ from __future__ import annotations
 import tempfile
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import torch
 import torch.distributed as dist
+from kit import dcp as dcp_layouts
 from kit.compare import check_same
 from kit.language_model import LanguageModel, adamw, check_close, train, two_groups, unbroken
 from kit.pretrained import build, tensors_of
@@ -123,6 +125,17 @@ def stream_groups(root: Path) -> None:
         check_close("FSDP2", train(other, optim, range(BEFORE, BEFORE + AFTER)), wanted)
 
 
+# ------------------------------------------------------------------------------------------ remote, with a cache
+
+
+def save_as_olmo_core(root: Path) -> None:
+    """A folder of torch.distributed.checkpoint in the layout of OLMo-core, by torch's own calls."""
+    model = WRAPPERS["FSDP2"](LanguageModel())
+    optim = adamw(model.parameters())
+    train(model, optim, range(BEFORE))
+    dcp_layouts.olmo_core(SimpleNamespace(model=model, optim=optim), root / "step3")  # type: ignore[arg-type]
+
+
 class WorkflowsTest(unittest.TestCase):
     pool: RankPool
     root: Path
@@ -167,15 +180,37 @@ class WorkflowsTest(unittest.TestCase):
             found = type(wanted).from_pretrained(folder)
             check_same("weights", tensors_of(found), tensors_of(wanted))
 
+    def test_remote_reads_through_a_cache(self) -> None:
+        """A checkpoint of torch.distributed.checkpoint in a bucket: the second load reads no elements from the bucket."""
+        self.pool.run(save_as_olmo_core, 2, self.root)
+        with serving("moto") as options:
+            bucket = new_bucket(options)
+            client = client_of(options)
+            for file in (path for path in (self.root / "step3").rglob("*") if path.is_file()):
+                client.upload_file(str(file), bucket, f"run/step3/{file.relative_to(self.root / 'step3')}")
+            asked = {"storage_options": options, "local_cache": self.root / "cache"}
+            for size, wrapper in ((3, "FSDP1 flat"), (2, "FSDP2")):
+                self.pool.run(resume, size, f"s3://{bucket}/run/step3", wrapper, **asked)
+            kept = sum(file.stat().st_size for file in (self.root / "cache").rglob("*") if file.is_file())
+            elements = sum(file.stat().st_size for file in (self.root / "step3").rglob("*.distcp"))
+            self.assertGreater(kept, elements // 2)
+            for file in (self.root / "step3").rglob("*.distcp"):  # the cache knows the objects by their versions
+                client.upload_file(str(file), bucket, f"run/step3/{file.relative_to(self.root / 'step3')}")
+            self.pool.run(resume, 1, f"s3://{bucket}/run/step3", "plain", **asked)
+
     def test_streaming_groups_and_no_flattening(self) -> None:
         self.pool.run(stream_groups, 2, self.root)
+
+
+def client_of(options: dict[str, Any]) -> Any:
+    known = {key: options[key] for key in ("endpoint_url", "region_name", "aws_access_key_id", "aws_secret_access_key")}
+    return boto3.Session().client("s3", **known)
 
 
 def download(url: str, folder: Path, options: dict[str, Any]) -> None:
     """The objects under a prefix as files, by boto3 alone."""
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    known = {key: options[key] for key in ("endpoint_url", "region_name", "aws_access_key_id", "aws_secret_access_key")}
-    client = boto3.Session().client("s3", **known)
+    client = client_of(options)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
     for found in (found for page in pages for found in page["Contents"]):
         file = folder / found["Key"].removeprefix(f"{prefix}/")
