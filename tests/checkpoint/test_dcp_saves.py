@@ -1,0 +1,247 @@
+"""save(format="dcp") as a save: committed like any other, replaced, counted and refused by name; in folders and in buckets."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import unittest
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kit.servers import new_bucket, serving
+from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu, error_text
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.checkpoint.writing import RankWriter
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.testing import run_on_ranks
+
+Options = dict[str, Any]
+QUICK: Options = {"durable": False, "progress": False}
+
+
+def model_of(seed: int = 0) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    return model, optim
+
+
+def weights_in(path: Path) -> dict[str, torch.Tensor]:
+    """What stock torch loads of `model_of`."""
+    found = {name: torch.zeros_like(one) for name, one in model_of()[0].state_dict().items()}
+    dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
+    return found
+
+
+def save_to_bucket(root: str, storage: Options) -> None:
+    """Some wrappers with small parts, once over what is there, and in the background; then stock torch loads the objects."""
+    with cpu():
+        asked: Options = {**QUICK, "storage_options": storage, "format": "dcp", "max_file_size": 900}
+        first, second = (Trained("fairscale flat", adam, steps) for steps in (1, STEPS))
+        fsdp_optim.save(f"{root}/step-1", first.model, first.optim, **asked)
+        handle = fsdp_optim.async_save(f"{root}/step-1", second.model, second.optim, overwrite=True, **asked)
+        handle.wait()
+        fsdp_optim.save(f"{root}/step-2", first.model, first.optim, step=2, extra={"a": torch.ones(3)}, **asked)
+        check_same("latest", fsdp_optim.latest(root, storage_options=storage), f"{root}/step-2")
+
+
+def fail_in_turn(folder: Path) -> None:
+    """A save over another one, in which each rank in turn cannot write, or cannot commit."""
+    one = Trained("FSDP2", adam)
+    fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", **QUICK)
+    before = all_bytes(folder / "a") if dist.get_rank() == 0 else {}
+    one.step(range(STEPS, STEPS + 1))
+    for victim in range(dist.get_world_size()):
+        for name in ("write", "finish"):
+            broken = mock.patch.object(RankWriter, name, side_effect=OSError(28, "No space left on device"))
+            with broken if dist.get_rank() == victim else nullcontext():
+                kind, text = error_text(
+                    lambda: fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", overwrite=True, **QUICK)
+                )
+            check_same("the rank is named", (f"rank {victim}" in text, kind != ""), (True, True))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                check_same("the earlier one is whole", all_bytes(folder / "a"), before)
+                check_same("nothing is left", [path.name for path in folder.iterdir()], ["a"])
+            dist.barrier()
+    fsdp_optim.save(folder / "a", one.model, one.optim, format="dcp", overwrite=True, **QUICK)
+
+
+def all_bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def fetch(bucket: S3Bucket, folder: Path) -> None:
+    """All objects of a bucket as files."""
+    for found in bucket.list(""):
+        path = folder / found.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bucket.read(found.key)[0])
+
+
+class BucketTest(unittest.TestCase):
+    def test_stock_torch_loads_the_objects(self) -> None:
+        """Files of several parts and of one, beside the manifest and in a folder of their own."""
+        with serving("moto") as storage:
+            name = new_bucket(storage)
+            run_on_ranks(save_to_bucket, 2, f"s3://{name}/run", storage)
+            with tempfile.TemporaryDirectory() as folder:
+                fetch(S3Bucket(name, storage), Path(folder))
+                names = [path.name for path in Path(folder, "run/step-1").iterdir()]
+                self.assertEqual(
+                    (len(names), ".metadata" in names), (2, True), "a folder of the files, and the manifest"
+                )
+                check_loads(Path(folder, "run/step-1"), STEPS)
+                check_loads(Path(folder, "run/step-2"), 1)
+                values: dict[str, Any] = {"a": torch.zeros(3)}
+                dcp.load(values, checkpoint_id=Path(folder, "run/step-2"), no_dist=True)
+                check_same("extra", values["a"], torch.ones(3))
+
+
+def check_loads(path: Path, steps: int) -> None:
+    oracle = Oracle(adam, steps)
+    found = {name: torch.zeros_like(one) for name, one in oracle.model.state_dict().items()}
+    state = {
+        name: {key: torch.zeros_like(value) for key, value in values.items()}
+        for name, values in oracle.by_name().items()
+    }
+    dcp.load({"model": found, "optimizer": {"state": state}}, checkpoint_id=path, no_dist=True)
+    check_same("weights", found, dict(oracle.model.state_dict()))
+    check_same("state", state, oracle.by_name())
+
+
+class FolderTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def save(self, name: str, seed: int = 0, **options: Any) -> Path:
+        fsdp_optim.save(self.root / name, *model_of(seed), **{"format": "dcp", **QUICK, **options})
+        return self.root / name
+
+    def test_a_save_that_fails_leaves_the_earlier_one(self) -> None:
+        run_on_ranks(fail_in_turn, 2, self.root)
+        check_loads(self.root / "a", STEPS + 1)
+
+    def test_overwrite(self) -> None:
+        """The files of the earlier one go, what somebody has put beside them stays; one of torch's own is replaced, too."""
+        path = self.save("a", max_file_size=40)
+        (path / "note.txt").write_text("kept")
+        self.save("a", 1, overwrite=True)
+        names = sorted(one.name for one in path.iterdir() if one.name != "extra")
+        self.assertEqual(names, [".metadata", "model.distcp", "note.txt", "optim.distcp", "values.distcp"])
+        check_same("weights", weights_in(path), dict(model_of(1)[0].state_dict()))
+        torchs = self.root / "torchs"
+        dcp.save({"model": model_of(2)[0].state_dict()}, checkpoint_id=torchs, no_dist=True)
+        self.assertIsNotNone(list(torchs.glob("__0_0.distcp")))
+        with self.assertRaisesRegex(CheckpointError, "exists already"):
+            self.save("torchs")
+        self.save("torchs", 3, overwrite=True)
+        self.assertEqual(list(torchs.glob("__0_0.distcp")), [])
+        check_same("weights", weights_in(torchs), dict(model_of(3)[0].state_dict()))
+
+    def test_formats_do_not_replace_each_other(self) -> None:
+        self.save("a")
+        self.save("b", format="safetensors")
+        for name, other in (("a", "safetensors"), ("b", "dcp")):
+            with self.assertRaisesRegex(CheckpointError, "is not a checkpoint, so overwrite=True does not replace it"):
+                self.save(name, format=other, overwrite=True)
+
+    def test_an_earlier_one_of_the_other_format_is_no_leftover(self) -> None:
+        """Where a save was killed between its renames, a save of another format beside it removes nothing."""
+        for format, other in (("dcp", "safetensors"), ("safetensors", "dcp")):
+            path = self.save(f"{format}-1", format=format)
+            old = path.rename(path.with_name(f"{path.name}.old-{'0' * 16}"))
+            self.save(f"{format}-2", format=other)
+            self.assertTrue(old.exists(), format)
+            self.save(f"{format}-1", 1, format=format, overwrite=True)
+            self.assertFalse(old.exists(), format)
+
+    def test_latest_counts_both_formats(self) -> None:
+        """The one that was saved last, whatever it is; torch's own do not count."""
+        dcp.save({"model": model_of()[0].state_dict()}, checkpoint_id=self.root / "torchs", no_dist=True)
+        self.assertIsNone(fsdp_optim.latest(self.root))
+        for number, format in enumerate(("dcp", "safetensors", "torchtitan", "dcp")):
+            path = self.save(f"step-{number}", format=format, step=number)
+            self.assertEqual(fsdp_optim.latest(self.root), path)
+        steps = [one.step for one in fsdp_optim.checkpoints(self.root)]
+        self.assertEqual(steps, [3, 2, 1, 0])
+        damaged = self.root / "step-3" / ".metadata"
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+        self.assertEqual(fsdp_optim.latest(self.root), self.root / "step-2")
+
+    def test_keep_last(self) -> None:
+        """Those of its own format alone are counted and removed."""
+        for number in range(4):
+            self.save(f"step-{number}", step=number, keep_last=2)
+            self.save(f"ours-{number}", format="safetensors", step=number)
+        self.save("torchs-like-0", step=9)
+        names = sorted(path.name for path in self.root.iterdir())
+        self.assertEqual(names, [*(f"ours-{n}" for n in range(4)), "step-2", "step-3", "torchs-like-0"])
+
+    def test_what_is_refused(self) -> None:
+        """By name, and before anything is written."""
+        for extra, name in (
+            ({"model": 1}, "model"),
+            ({"optimizer": {}}, "optimizer"),
+            ({"per_rank_extra": 1}, "per_rank"),
+        ):
+            with self.assertRaisesRegex(CheckpointError, f"extra.*{name}.*give the value another key"):
+                self.save("a", extra=extra)
+        with self.assertRaisesRegex(CheckpointError, r"extra\['0.weight'\]"):
+            self.save("a", extra={"0.weight": 1}, format="torchtitan")
+        with self.assertRaisesRegex(CheckpointError, r"extra\['x'\]\['y'\].*allow_pickle=True"):
+            self.save("a", extra={"x": {"y": io.StringIO}})
+        with self.assertRaisesRegex(CheckpointError, "upload_to= takes checkpoints of the format"):
+            self.save("a", upload_to="s3://bucket/x")
+        with self.assertRaisesRegex(
+            CheckpointError, "format has to be 'safetensors', 'dcp' or 'torchtitan', not 'pickle'"
+        ):
+            self.save("a", format="pickle")
+        self.assertEqual(list(self.root.iterdir()), [])
+        self.save("a", extra={"x": {"y": io.StringIO}}, allow_pickle=True)
+        values: dict[str, Any] = {"x": {"y": None}}
+        dcp.load(values, checkpoint_id=self.root / "a", no_dist=True)
+        self.assertIs(values["x"]["y"], io.StringIO)
+
+    def test_tied_weights_and_values_of_modules(self) -> None:
+        """Tied weights are there under both of their names, and values of modules beside the weights."""
+
+        class Counting(nn.Linear):
+            def get_extra_state(self) -> Any:
+                return {"count": 7}
+
+            def set_extra_state(self, state: Any) -> None:
+                pass
+
+        model = nn.Sequential(Counting(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        fsdp_optim.save(self.root / "a", model, format="dcp", **QUICK)
+        found: dict[str, Any] = {name: torch.zeros(3, 3) for name in ("0.weight", "1.weight")}
+        found["0._extra_state"] = {"count": 0}
+        dcp.load({"model": found}, checkpoint_id=self.root / "a", no_dist=True)
+        check_same("both", (found["0.weight"], found["1.weight"]), (model[0].weight.data, model[0].weight.data))
+        self.assertEqual(found["0._extra_state"], {"count": 7})
+
+    def test_large_tensors_are_cut_into_rows(self) -> None:
+        """A reader that needs some rows does not read all of a large tensor."""
+        model = nn.Linear(1024, 40_000, bias=False)
+        fsdp_optim.save(self.root / "a", model, format="dcp", **QUICK)
+        found = dcp.FileSystemReader(self.root / "a").read_metadata()
+        nbytes = [place.length for place in found.storage_data.values()]
+        self.assertGreater(len(nbytes), 2)
+        self.assertLess(max(nbytes), (64 << 20) + 4096)
+        weight = torch.zeros(40_000, 1024)
+        dcp.load({"model": {"weight": weight}}, checkpoint_id=self.root / "a", no_dist=True)
+        self.assertTrue(torch.equal(weight, model.weight.data))
