@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_optim.api import (
     CheckpointInfo,
+    CheckpointManager,
     Incompatible,
     LoadSummary,
     Restored,
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "CheckpointInfo",
+    "CheckpointManager",
     "FsdpOptimError",
     "FullyShardedDataParallel",
     "Incompatible",

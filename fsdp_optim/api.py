@@ -18,6 +18,7 @@ from fsdp_optim.checkpoint.alone import launched_ranks as launched_ranks
 from fsdp_optim.checkpoint.formats import SAVED, WRITTEN
 from fsdp_optim.checkpoint.inspecting import Inspected as Inspected
 from fsdp_optim.checkpoint.inspecting import TensorInfo as TensorInfo
+from fsdp_optim.checkpoint.manager import CheckpointManager as CheckpointManager
 from fsdp_optim.checkpoint.pending import SaveHandle as SaveHandle
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.restored import Restored as Restored

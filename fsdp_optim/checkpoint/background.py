@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 
 from torch import nn
 
+from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.local_extents import ExtentsByFile, snapshot_of
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
@@ -42,12 +43,17 @@ Snapshot = list[ExtentsByFile]
 
 
 def async_save(
-    path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
+    path: Place,
+    model: nn.Module,
+    optim: Optimizers | None,
+    options: SaveOptions,
+    format: Format | None = None,
+    managed: ManagedSave | None = None,
 ) -> SaveHandle:
-    """Copy the state, start writing, return. `format` None: that of the options."""
+    """Copy the state, start writing, return. `format` None: that of the options. `managed`: what a CheckpointManager adds."""
     with ExitStack() as held:
         with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
-            job, live = begin(path, reader, callers, optim, options, format)
+            job, live = begin(path, reader, callers, optim, options, format, managed)
             with abandoned_on_failure(job):
                 failure = Failure()
                 writer = job.rank_writer()

@@ -21,7 +21,10 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class Series:
-    """What checkpoints have in common that keep_last counts: the same content, and alike names or a step and keep_last each."""
+    """What checkpoints have in common that keep_last counts: the same content, and alike names or a step and keep_last each.
+
+    The checkpoints of a CheckpointManager are in no such series: the manager's rules keep them.
+    """
 
     content: str
     stem: str  # the name but for its digits
@@ -90,7 +93,9 @@ def outdated(store: Store, series: Series, keep_last: int) -> list[Shelved[Brief
     shelf: Shelf[Brief] = store.shelf()
     kept, older = 1, []
     for one in reversed(shelf.complete()[0]):
-        if one.base == store.where or not one.can_go or not Series.of_shelved(one).is_alike(series):
+        if one.base == store.where or not one.can_go or one.brief.manager is not None:
+            continue
+        if not Series.of_shelved(one).is_alike(series):
             continue
         if kept >= keep_last:
             older.append(one)

@@ -29,6 +29,7 @@ from fsdp_optim.checkpoint.file_plan import (
 )
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.formats import SAVED, format_named
+from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
@@ -84,6 +85,7 @@ class Job:
     staging: Staging | None = None  # on the rank that began the save in the store
     claim: Claim | None = None  # on the same rank
     upload: Upload | None = None  # of the finished checkpoint to another store
+    managed: ManagedSave | None = None
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -210,10 +212,11 @@ def begin(
     optim: Optimizers | None,
     options: SaveOptions,
     format: Format | None,
+    managed: ManagedSave | None = None,
 ) -> tuple[Job, End]:
     """Agree with the other ranks on the files, and begin the save in the store. No tensor is written yet.
 
-    Returns the save, and the live tensors as the source of a move.
+    Returns the save, and the live tensors as the source of a move. `managed`: what a CheckpointManager adds.
     """
     if format is None:
         format = format_named(options.format)
@@ -238,6 +241,7 @@ def begin(
         if callers.rank == callers.ranks[0]:
             contents = _contents(callers, weights, state)
             prepared = _prepared(writer, contents, options, weights, state, extras)
+            listed = managed.check(store) if managed is not None else ()
             claim = Claim.lay(callers, store.where)
             staging = store.begin(overwrite=options.overwrite, durable=options.durable)
             can = staging.capabilities
@@ -245,7 +249,11 @@ def begin(
             if strategy in (IN_PLACE, IN_PARTS):
                 plan = planned(strategy, shared, can)
                 make_files(staging, plan.files)
-            durable = options.durable or _removes(store, staging, options, prepared.content)
+            durable = options.durable or staging.replaces
+            if managed is not None:
+                durable = durable or bool(managed.outdated(store, listed, prepared.content, options.step or 0))
+            else:
+                durable = durable or _removes(store, options, prepared.content)
             parts = can.part_nbytes, can.most_parts
             content = json.dumps([store.where, staging.address, strategy, shared, durable, *parts]).encode()
         told = tell(callers, "folder", content, compared=store.machine_id().encode())
@@ -279,6 +287,7 @@ def begin(
             staging,
             claim,
             upload,
+            managed,
         )
         return job, HalvesEnd(LiveEnd(weights.local), LiveEnd(state.local) if state is not None else None)
     except BaseException:
@@ -294,10 +303,10 @@ def _absent(state: SavedHalf | None) -> tuple[str, ...]:
     return tuple(param.fqn for param in params if param.summary is None)
 
 
-def _removes(store: Store, staging: Staging, options: SaveOptions, content: str) -> bool:
-    """Whether the save removes an older checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
-    if staging.replaces or options.keep_last is None:
-        return staging.replaces
+def _removes(store: Store, options: SaveOptions, content: str) -> bool:
+    """Whether keep_last removes a checkpoint. Then the new one is flushed to the disk first, even with durable=False."""
+    if options.keep_last is None:
+        return False
     series = Series.of(store.where, content, options.step, options.keep_last)
     return bool(outdated(store, series, options.keep_last))
 
@@ -333,6 +342,7 @@ def finish(job: Job, written: Sequence[bytes]) -> list[str]:
         keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,
         folder=staging.inner_folder,
+        manager=job.managed.record if job.managed is not None else None,
     )
     small = list(extras)
     for name, data in job.writer.last(
@@ -343,7 +353,9 @@ def finish(job: Job, written: Sequence[bytes]) -> list[str]:
             small.append(name)
         else:
             staging.commit(name, data, durable=durable)
-    if stamp.keep_last is not None and durable:  # otherwise there was nothing to remove at the beginning
+    if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
+        job.managed.remove_outdated(job.store, job.prepared.content, stamp.step or 0, stamp.sequence)
+    elif stamp.keep_last is not None and durable:
         series = Series.of(job.store.where, job.prepared.content, stamp.step, stamp.keep_last)
         keep_newest(job.store, series, stamp.keep_last)
     return small

@@ -121,6 +121,17 @@ def refused_load(calls: Calls) -> None:
     )
 
 
+def managed(calls: Calls) -> None:
+    """A manager's life: made, resumed, stepped, gone back, closed."""
+    with fsdp_optim.CheckpointManager(calls.path / "managed", *calls.both, every=2, durable=False) as manager:
+        step = manager.resume()
+        for more in range(1, 4):
+            manager.step(step + more)
+        manager.save(step + 4)
+        manager.wait()
+        manager.rollback(to=step + 4)
+
+
 GOOD: dict[str, Callable[[Calls], Any]] = {
     "gather": lambda calls: calls.trained.gather(0),
     "gather to all": lambda calls: calls.trained.gather(None),
@@ -139,6 +150,7 @@ GOOD: dict[str, Callable[[Calls], Any]] = {
     ),
     "resume": lambda calls: fsdp_optim.resume(calls.path, calls.fresh.model, calls.fresh.optim),
     "resume from nothing": lambda calls: fsdp_optim.resume(calls.path / "saved", calls.fresh.model, calls.fresh.optim),
+    "manager": managed,
     "different reports, opaque values": opaque,
     "late": late,
     "stopped early by all": lambda calls: next(fsdp_optim.iter_full_optim_state(*calls.both, bucket_nbytes=64)),

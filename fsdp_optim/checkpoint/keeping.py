@@ -1,0 +1,223 @@
+"""Which checkpoints of a CheckpointManager are its own, which were left behind by a run that went back, and which stay."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from fsdp_optim.checkpoint.listing import ListedCheckpoint, number_in
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.formats.brief import Brief, ManagerRecord
+from fsdp_optim.options import Arguments, check_at_least, check_one_of
+from fsdp_optim.storage.base import Shelf, Store
+
+Best: TypeAlias = Literal["min", "max"]
+
+_NAME = re.compile(r"step-([0-9]{8,})")
+
+log = logging.getLogger("fsdp_optim")
+
+
+def name_of_step(step: int) -> str:
+    """The name of the checkpoint of a step; names sort as steps do."""
+    return f"step-{step:08}"
+
+
+@dataclass(frozen=True)
+class KeepRules(Arguments):
+    """The rules by which checkpoints stay: one that any rule keeps stays. Without a rule all stay; the newest stays always."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best: Best = "min"
+
+    def validate(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        check_one_of("best", self.best, ("min", "max"))
+
+    def counted(self, entries: Sequence[Entry]) -> set[str]:
+        """The names of the checkpoints that `keep_last` and `keep_best` keep."""
+        in_order = sorted(entries, key=lambda entry: entry.order, reverse=True)
+        kept = {entry.name for entry in in_order[: self.keep_last or 1]}
+        scored = [(entry.metric, entry) for entry in in_order if entry.metric is not None]
+        scored.sort(
+            key=lambda pair: pair[0], reverse=self.best == "max"
+        )  # stable: of equal ones the newest is the best
+        return kept | {entry.name for _, entry in scored[: self.keep_best or 0]}
+
+    def kept(self, entries: Sequence[Entry]) -> set[str]:
+        """The names of the checkpoints that stay."""
+        if self.keep_last is None and self.keep_every is None and self.keep_best is None:
+            return {entry.name for entry in entries}
+        every = self.keep_every
+        kept = {entry.name for entry in entries if every is not None and entry.step % every == 0}
+        return kept | self.counted(entries)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A complete checkpoint of a manager, as the rules see it. `after`: as in `ManagerRecord`."""
+
+    name: str
+    step: int
+    order: tuple[int, int, int, str]
+    after: int
+    metric: float | None = None
+
+    @classmethod
+    def of(cls, name: str, brief: Brief, record: ManagerRecord) -> Entry:
+        return cls(name, brief.step or 0, brief.order, record.after, record.metric)
+
+
+def left_behind(entries: Iterable[Entry]) -> set[str]:
+    """The names of the checkpoints of steps that a later save took back: the run had returned to an earlier step."""
+    behind: set[str] = set()
+    least: int | None = None  # the earliest step that a newer checkpoint was saved after
+    for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
+        if least is not None and entry.step > least:
+            behind.add(entry.name)
+        else:
+            least = entry.after if least is None else min(least, entry.after)
+    return behind
+
+
+def is_named(one: ListedCheckpoint) -> bool:
+    """Whether a checkpoint has the name that a manager gives to its step."""
+    name = one.base.rpartition("/")[2]
+    step = one.brief.step if one.brief is not None else number_in(one)
+    return _NAME.fullmatch(name) is not None and step is not None and name == name_of_step(step)
+
+
+def is_own(one: ListedCheckpoint) -> bool:
+    """Whether a manager made a checkpoint: the manifest says so, and the name is that of the step.
+
+    Where the manifest cannot be read, the name decides.
+    """
+    return is_named(one) and (one.brief is None or one.brief.manager is not None)
+
+
+def own_in(listed: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """The checkpoints that a manager made, damaged ones included, without those that were left behind."""
+    own = [one for one in listed if is_own(one)]
+    behind = left_behind(entries_of(own))
+    return [one for one in own if one.where not in behind]
+
+
+def entries_of(ones: Iterable[ListedCheckpoint]) -> list[Entry]:
+    """The complete ones of these checkpoints, as the rules see them."""
+    briefs = ((one.where, one.standing.brief) for one in ones)
+    return [Entry.of(where, b, b.manager) for where, b in briefs if b is not None and b.manager is not None]
+
+
+@dataclass(frozen=True)
+class ManagedSave:
+    """What a CheckpointManager adds to a save.
+
+    Attributes:
+        record: its record in the manifest.
+        rules: which checkpoints stay when this one is complete.
+        has_resumed: whether the manager knows which checkpoint of the folder the run goes on from.
+    """
+
+    record: ManagerRecord
+    rules: KeepRules
+    has_resumed: bool = True
+
+    def check(self, store: Store) -> list[ListedCheckpoint]:
+        """Raise CheckpointError if the save would replace what no manager made, or mix two runs in one folder.
+
+        Returns what is in the folder.
+        """
+        listed: list[ListedCheckpoint] = store.shelf().listed()
+        here = next((one for one in listed if one.base == store.where), None)
+        if here is not None and not here.standing.is_sure:
+            raise CheckpointError(
+                f"{store.where}: is there already, and cannot be read just now: {here.standing.reason}"
+            )
+        if here is not None and not is_own(here):
+            raise CheckpointError(
+                f"{store.where}: is there already, and no CheckpointManager made it, so it is not replaced: move it away, or "
+                "give another folder"
+            )
+        own = own_in(listed)
+        if own and not self.has_resumed:
+            raise CheckpointError(
+                f"{store.where}: the folder has checkpoints of an earlier run, {len(own)} of them, and this manager has not "
+                "resumed: call manager.resume() before the first step, or give another folder"
+            )
+        return listed
+
+    def outdated(
+        self, store: Store, listed: Iterable[ListedCheckpoint], content: str, step: int, sequence: int | None = None
+    ) -> list[ListedCheckpoint]:
+        """The checkpoints that this one, that of `store`, makes superfluous. `content`: as in `Brief`.
+
+        `sequence`: that of this save; None: above all others. Those that are counted in the place of others are read whole,
+        because a damaged one does not count.
+        """
+        shelf: Shelf[Brief] = store.shelf()
+        others = [one for one in listed if is_own(one) and one.base != store.where and one.can_go]
+        own = [one for one in others if one.brief is None or one.brief.content == content]
+        highest = max((one.brief.sequence for one in own if one.brief is not None), default=0)
+        number = highest + 1 if sequence is None else sequence
+        order = (number, step, 0, "")
+        new = Entry(store.where, step, order, self.record.after, self.record.metric)
+        entries = [entry for entry in entries_of(own) if entry.order < order]
+        behind = left_behind([*entries, new])
+        behind |= {one.where for one in own if not one.standing.is_complete and self._is_behind(one, number)}
+        entries = [entry for entry in entries if entry.name not in behind]
+        by_name = {one.where: one for one in own}
+        while True:
+            gone = {entry.name for entry in entries} - self.rules.kept([*entries, new])
+            if not gone:
+                break
+            counted = self.rules.counted([*entries, new]) - {new.name}
+            damaged = {name for name in counted if not shelf.standing_of(by_name[name]).is_complete}
+            if not damaged:
+                break
+            entries = [entry for entry in entries if entry.name not in damaged]
+        return [by_name[name] for name in sorted(behind | gone)]
+
+    def _is_behind(self, one: ListedCheckpoint, sequence: int) -> bool:
+        """Whether a damaged checkpoint is of steps that this save takes back."""
+        if not one.standing.is_sure:
+            return False
+        if one.brief is None:
+            return (number_in(one) or 0) > self.record.after
+        return one.brief.sequence < sequence and (one.brief.step or 0) > self.record.after
+
+    def remove_outdated(self, store: Store, content: str, step: int, sequence: int) -> None:
+        """Remove what the save of `store` makes superfluous. What cannot be removed is warned about."""
+        try:
+            outdated = self.outdated(store, store.shelf().listed(), content, step, sequence)
+        except OSError as error:
+            log.warning("nothing was removed after %s: %s", store.where, error)
+            return
+        behind = [one for one in outdated if (number_in(one) or 0) > self.record.after]
+        rest = [one for one in outdated if one not in behind]
+        shelf = store.shelf()
+        if behind:
+            shelf.remove(behind, f"the run went back to step {max(self.record.after, 0)}, and {store.where} is newer")
+        if rest:
+            shelf.remove(rest, f"no rule of the CheckpointManager keeps it, and {store.where} is newer")
+
+
+def metric_of(metric: object) -> float | None:
+    """A metric as a float; None for none, and for one that is no finite number, which never is the best."""
+    if metric is None:
+        return None
+    try:
+        value = float(metric)  # type: ignore[arg-type]  # also of a tensor or an array with one element
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StateError(f"metric has to be a number or None, not {metric!r}: {error}") from error
+    if not math.isfinite(value):
+        log.warning("metric is %s: this checkpoint does not count among the best", value)
+        return None
+    return value

@@ -1,0 +1,53 @@
+"""The programs in examples/ run as their users run them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+from kit.checkpoints import InFolder
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(num_ranks: int, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on CPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(ROOT / "examples" / example), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def on_rank(example: str, *arguments: str) -> int:
+    """The same without the start of processes that import torch, which takes most of the time."""
+    return int(runpy.run_path(str(ROOT / "examples" / example))["main"](list(arguments)))
+
+
+class ManagerTest(InFolder):
+    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+        arguments = ("--root", str(self.root), "--every", "2", "--last")
+        done = torchrun(2, "fsdp2_manager.py", *arguments, "6")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trained from step 0 to step 6", done.stdout)
+        self.assertEqual(run_on_ranks(on_rank, 1, "fsdp2_manager.py", *arguments, "9"), [9])
+        found = fsdp_optim.checkpoints(self.root)
+        self.assertEqual([one.step for one in found][:2], [9, 8])
+        self.assertEqual([one.world_size for one in found][:2], [1, 1])
+        self.assertTrue(all(one.complete for one in found))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,214 @@
+"""The rules by which a CheckpointManager keeps checkpoints, against what they say, in one process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import unittest
+from typing import Any
+from unittest import mock
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.examples import examples
+from kit.wrapping import check_refused, error_text
+from parameterized import parameterized
+
+from fsdp_optim.checkpoint import agreeing
+from fsdp_optim.checkpoint.agreeing import Rhythm
+from fsdp_optim.checkpoint.keeping import Entry, KeepRules, left_behind, metric_of, name_of_step
+from fsdp_optim.checkpoint.preemption import Signals
+
+COUNTS = st.one_of(st.none(), st.integers(1, 4))
+METRICS = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.5, -1.0]))
+ENTRIES = st.lists(st.tuples(st.integers(0, 12), METRICS), max_size=8, unique_by=lambda pair: pair[0]).map(
+    lambda pairs: [
+        Entry(name_of_step(step), step, (place + 1, step, 0, ""), -1, metric)
+        for place, (step, metric) in enumerate(pairs)
+    ]
+)
+
+
+class RulesTest(unittest.TestCase):
+    @examples(300)
+    @given(ENTRIES, COUNTS, COUNTS, COUNTS, st.sampled_from(["min", "max"]))
+    def test_a_checkpoint_stays_if_a_rule_keeps_it(
+        self, entries: list[Entry], last: int | None, every: int | None, best: int | None, which: Any
+    ) -> None:
+        kept = KeepRules(last, every, best, which).kept(entries)
+        for entry in entries:
+            num_newer = sum(other.order > entry.order for other in entries)
+            by_last = num_newer < (last or 1)
+            by_every = every is not None and entry.step % every == 0
+            better = [
+                other
+                for other in entries
+                if entry.metric is not None
+                and other.metric is not None
+                and (
+                    (other.metric < entry.metric if which == "min" else other.metric > entry.metric)
+                    or (other.metric == entry.metric and other.order > entry.order)
+                )
+            ]
+            by_best = best is not None and entry.metric is not None and len(better) < best
+            no_rule = (last, every, best) == (None, None, None)
+            self.assertEqual(entry.name in kept, by_last or by_every or by_best or no_rule, (entry, entries))
+
+    @examples(300)
+    @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=14))
+    def test_what_a_run_has_taken_back_is_left_behind(self, events: list[tuple[bool, int]]) -> None:
+        """A run saves, and goes back to a checkpoint now and then. `line`: the steps that it has not taken back."""
+        on_disk: dict[int, Entry] = {}
+        line: list[int] = []
+        sequence, at = 0, -1
+        for goes_back, number in events:
+            if goes_back and line:
+                at = line[number % len(line)]
+                continue
+            step, sequence = at + 1 + number % 4, sequence + 1
+            on_disk[step] = Entry(name_of_step(step), step, (sequence, step, 0, ""), at)  # replaces one of this step
+            line = [one for one in line if one <= at] + [step]
+            at = step
+            self.assertEqual(
+                {name_of_step(one) for one in on_disk if one not in line}, left_behind(on_disk.values()), events
+            )
+
+    @examples(100)
+    @given(ENTRIES)
+    def test_the_newest_stays_and_all_stay_without_a_rule(self, entries: list[Entry]) -> None:
+        self.assertEqual(KeepRules().kept(entries), {entry.name for entry in entries})
+        newest = max(entries, key=lambda entry: entry.order, default=None)
+        for rules in (KeepRules(1), KeepRules(None, 5), KeepRules(None, None, 2)):
+            self.assertIn(newest.name if newest is not None else None, {*rules.kept(entries), None})
+
+    @parameterized.expand(
+        [
+            (None, None),
+            (3, 3.0),
+            (float("nan"), None),
+            (float("inf"), None),
+            (True, 1.0),
+            (__import__("numpy").float32(0.5), 0.5),
+        ]
+    )
+    def test_a_metric(self, given: Any, wanted: float | None) -> None:
+        self.assertEqual(metric_of(given), wanted)
+
+    @parameterized.expand([("word", "high"), ("list", [1.0])])
+    def test_a_metric_that_is_none(self, _: str, given: Any) -> None:
+        check_refused("metric", [error_text(lambda: metric_of(given))], "StateError", "metric has to be a number")
+
+    def test_names_sort_as_steps(self) -> None:
+        steps = [0, 5, 10, 999, 12345678]
+        names = [name_of_step(step) for step in steps]
+        self.assertEqual(names, sorted(names))
+        self.assertEqual(names[1], "step-00000005")
+
+
+class RhythmTest(unittest.TestCase):
+    def seconds_between(self, num_ranks: int, seconds_per_step: float, num_steps: int = 100_000) -> tuple[float, int]:
+        """How far meetings are apart in the end, and how many steps the first three of them are apart in all."""
+        clock, step, gaps = itertools.count(), 0, []
+        rhythm = Rhythm(num_ranks, None)
+        with mock.patch.object(agreeing.time, "monotonic", side_effect=lambda: step * seconds_per_step):
+            while step < num_steps and next(clock) < 200:
+                gaps.append(rhythm.steps_to_next(step))
+                step += gaps[-1]
+        return gaps[-1] * seconds_per_step, sum(gaps[:3])
+
+    @parameterized.expand(
+        [(2, 0.001, 1.0), (2, 0.3, 0.9), (2, 60.0, 60.0), (64, 0.01, 3.2), (1024, 0.01, 10.0), (4096, 0.1, 10.0)]
+    )
+    def test_how_often_ranks_meet(self, num_ranks: int, seconds_per_step: float, wanted: float) -> None:
+        seconds, first = self.seconds_between(num_ranks, seconds_per_step)
+        self.assertAlmostEqual(seconds, wanted, delta=0.02)
+        self.assertLessEqual(first, 1 + 2 + 4)
+
+    def test_a_number_that_was_given_stays(self) -> None:
+        rhythm = Rhythm(4, 7)
+        self.assertEqual([rhythm.steps_to_next(step) for step in (1, 8, 15)], [7, 7, 7])
+        self.assertEqual(Rhythm(1, 7).steps_to_next(1), 1, "one rank asks nobody")
+
+    def test_a_clock_that_stands_still(self) -> None:
+        rhythm = Rhythm(2, None)
+        with mock.patch.object(agreeing.time, "monotonic", return_value=5.0):
+            gaps = [rhythm.steps_to_next(step) for step in range(40)]
+        self.assertEqual(gaps[:4], [1, 2, 4, 8])
+        self.assertLessEqual(max(gaps), 1_000_000)
+
+
+class SignalsTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.calls: list[str] = []
+        before = signal.signal(signal.SIGUSR1, lambda number, frame: self.calls.append("theirs"))
+        self.addCleanup(signal.signal, signal.SIGUSR1, before)
+        self.theirs = signal.getsignal(signal.SIGUSR1)
+
+    def test_it_is_noted_and_the_previous_handler_is_called(self) -> None:
+        signals = Signals([signal.SIGUSR1])
+        self.assertFalse(signals.received)
+        signal.raise_signal(signal.SIGUSR1)
+        self.assertTrue(signals.received)
+        self.assertEqual(self.calls, ["theirs"])
+        signals.put_back()
+        self.assertIs(signal.getsignal(signal.SIGUSR1), self.theirs)
+
+    def test_two_managers_closed_in_either_order(self) -> None:
+        for first in (0, 1):
+            both = [Signals([signal.SIGUSR1]), Signals([signal.SIGUSR1])]
+            signal.raise_signal(signal.SIGUSR1)
+            self.assertEqual([one.received for one in both], [True, True])
+            both[first].put_back()
+            both[0].received = both[1].received = False
+            self.calls.clear()
+            signal.raise_signal(signal.SIGUSR1)
+            self.assertEqual([one.received for one in both], [first == 1, first == 0])
+            self.assertEqual(self.calls, ["theirs"])
+            both[1 - first].put_back()
+            both[0].received = both[1].received = False
+            signal.raise_signal(signal.SIGUSR1)
+            self.assertEqual([one.received for one in both], [False, False])
+            signal.signal(signal.SIGUSR1, self.theirs)
+
+    def test_an_interrupt_is_noted_instead_of_raised(self) -> None:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            signals = Signals([signal.SIGINT])
+            signal.raise_signal(signal.SIGINT)
+            self.assertTrue(signals.received)
+            signals.put_back()
+            self.assertIs(signal.getsignal(signal.SIGINT), signal.default_int_handler)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_a_forked_process_does_as_before(self) -> None:
+        """A worker of a data loader is ended by SIGTERM: a handler that only notes it would let the loader wait for ever."""
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            signals = Signals([signal.SIGTERM])
+            pid = os.fork()
+            if pid == 0:
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+            self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), -signal.SIGTERM)
+            signals.put_back()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def test_another_thread_has_no_handlers(self) -> None:
+        def make() -> None:
+            with self.assertLogs("fsdp_optim", "WARNING") as logs:
+                Signals([signal.SIGUSR1])
+            self.calls.extend(logs.output)
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+        self.assertIn("SIGUSR1 will not be noticed: only the main thread", self.calls[0])
+        self.assertIs(signal.getsignal(signal.SIGUSR1), self.theirs)
+
+
+if __name__ == "__main__":
+    unittest.main()
