@@ -12,8 +12,11 @@ from fsdp_optim.formats.base import Format, FormatReader, replaced_error
 from fsdp_optim.formats.dcp import DCP
 from fsdp_optim.formats.dcp_format import DCP_FOLDER, TORCHTITAN_FOLDER
 from fsdp_optim.formats.deepspeed import DEEPSPEED
+from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
+from fsdp_optim.formats.olmo_local import OLMO_LOCAL
 from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.rank_tensors import RANK_TENSORS
 from fsdp_optim.formats.torch_file import TORCH_FILE
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
@@ -26,7 +29,7 @@ FORMATS: tuple[Format, ...] = (OURS,)
 SAVED: tuple[Format, ...] = (OURS, DCP_FOLDER)
 """The formats that `save` writes, one for each manifest. Their checkpoints in one folder are numbered together."""
 
-FOREIGN: tuple[Format, ...] = (DCP, DEEPSPEED, TORCH_FILE, HUGGING_FACE)
+FOREIGN: tuple[Format, ...] = (DCP, DEEPSPEED, FAIRSCALE_SHARDS, OLMO_LOCAL, RANK_TENSORS, TORCH_FILE, HUGGING_FACE)
 """The formats of other libraries, in the order in which they are asked whether they recognise the files of a place.
 
 TORCH_FILE recognises any file of torch.save, so formats of which such files are a part come before it.

@@ -149,6 +149,8 @@ def _names_or_ids(full: Mapping[str, Any], names: Names) -> Sequence[Sequence[st
     named = names_in(full)
     if named is not None:
         return named
+    if full.get("unknown_order"):
+        raise StateError(str(full["unknown_order"]))
     if names.unknown_order:
         raise StateError(
             f"{names.unknown_order}: the parameters of the ids in a dict without names are not known; gather the dict with "
