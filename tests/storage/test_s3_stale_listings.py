@@ -23,6 +23,7 @@ from fsdp_optim.checkpoint.save import save
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.options import Options as CallOptions
 from fsdp_optim.options import SaveOptions
+from fsdp_optim.storage.objects.base import Found
 from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
@@ -72,7 +73,21 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
 
 
 class StaleBucket(MemoryBucket):
+    """One that knows no conditions, and whose next listing of a place is empty where it `is_stale`."""
+
     is_stale = False
+
+    def put(self, key: str, data: bytes, *, only_if: str | None = None) -> str:
+        return super().put(key, data)
+
+    def look(self, key: str) -> Found | None:
+        return next((found for found in super().list(key) if found.key == key), None)
+
+    def list(self, prefix: str) -> Iterator[Found]:
+        if self.is_stale and ".saving-" not in prefix:
+            self.is_stale = False
+            return iter(())
+        return super().list(prefix)
 
     def folders(self, prefix: str) -> Iterator[str]:
         return iter(()) if self.is_stale else super().folders(prefix)
@@ -89,6 +104,16 @@ class OrderTest(unittest.TestCase):
             bucket.is_stale = False
             self.assertEqual(catalog.latest(store.shelf()), f"memory://bucket/run/step-{number}")
         self.assertEqual(list(bucket.folders("run/")), ["run/step-3", "run/step-4"])
+
+    def test_a_save_that_does_not_see_what_it_replaces(self) -> None:
+        """It puts its files beside those, and never removes its own."""
+        bucket, one = StaleBucket(), Trained("plain", adam, 1)
+        store = ObjectStore(bucket, "run/current", OURS.judge)
+        for bucket.is_stale in (False, True, True, False):
+            save(store, one.model, one.optim, SaveOptions(CallOptions(), durable=False, progress=False, overwrite=True))
+            with store.open() as opened:
+                standing = OURS.judge.standing_in(opened, whole=True)
+            self.assertTrue(standing.is_complete, standing.reason)
 
 
 class StaleListingsTest(unittest.TestCase):

@@ -42,8 +42,11 @@ class ObjectStaging(Staging):
         try:
             self._before = self._check_free(overwrite)
             is_empty = all(found.key.startswith(place.saving) for found in bucket.list(place.inside))
-            # A save that was slow, not dead, may still put objects where nobody else has a folder.
-            self._has_folder = not is_empty or bool(found.dead) or bool(self._claim.others())
+            # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
+            # not dead, may still put objects where nobody else has a folder.
+            self._has_folder = (
+                self._before is not None or not is_empty or bool(found.dead) or bool(self._claim.others())
+            )
             if not self._has_folder:
                 self._claim.mark_plain()
         except BaseException:
