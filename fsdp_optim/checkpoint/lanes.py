@@ -7,7 +7,8 @@ with a note is read from the new files, and copied again only if its segments do
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -57,6 +58,7 @@ class Share:
     nbytes_done: int = 0
     receipt: bytes = b""
     _rows: dict[str, list[Rows]] = field(default_factory=dict)
+    _left: list[deque[Unit]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -67,17 +69,20 @@ class Share:
 
     def run(self, first: StoreWriter, num_lanes: int) -> None:
         """Copy all units. `first`: the access of the first lane to the new files. Raises the first error of a lane."""
-        units, writers = iter(self.units), [first]
+        writers = [first]
         try:
             writers += [self.join() for _ in range(min(num_lanes, len(self.units)) - 1)]
-            if len(writers) == 1:
-                self._lane(first, units)
+            num, of_all = len(self.units), len(writers)
+            for lane in range(of_all):  # far from each other, because writes to one file wait for each other
+                self._left.append(deque(self.units[num * lane // of_all : num * (lane + 1) // of_all]))
+            if of_all == 1:
+                self._lane(first, 0)
             else:
-                with ThreadPoolExecutor(len(writers), thread_name_prefix="fsdp_optim: convert") as pool:
-                    lanes = [pool.submit(self._lane, writer, units) for writer in writers]
+                with ThreadPoolExecutor(of_all, thread_name_prefix="fsdp_optim: convert") as pool:
+                    lanes = [pool.submit(self._lane, writer, number) for number, writer in enumerate(writers)]
                     try:
-                        for lane in lanes:
-                            lane.result()
+                        for done in lanes:
+                            done.result()
                     except BaseException:
                         self._stopped.set()
                         raise
@@ -87,13 +92,20 @@ class Share:
             for writer in writers:
                 writer.discard()
 
-    def _lane(self, writer: StoreWriter, units: Iterator[Unit]) -> None:
+    def _next(self, lane: int) -> Unit | None:
+        """The next unit of a lane: one of its own, in order; else the last one of the lane that has the most left."""
+        with self._lock:
+            if self._left[lane]:
+                return self._left[lane].popleft()
+            longest = max(self._left, key=len)
+            return longest.pop() if longest else None
+
+    def _lane(self, writer: StoreWriter, number: int) -> None:
         source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True)
         copier = Copier(alone("convert"), source, self.stored, writer, self.unit_nbytes)
         try:
             while not self._stopped.is_set():
-                with self._lock:
-                    unit = next(units, None)
+                unit = self._next(number)
                 if unit is None:
                     return
                 try:

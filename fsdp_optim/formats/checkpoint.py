@@ -25,6 +25,7 @@ from fsdp_optim.formats.manifest import NAME, FileInfo, Manifest, manifest_in
 from fsdp_optim.storage.base import Opened, check_name
 
 MOST_INDEX_NBYTES = 1 << 28
+_MOST_TABLES = 4  # of checksums, in memory
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
 DESCRIPTION_FILE = "extra/optim.safetensors"
@@ -90,7 +91,7 @@ class Checkpoint:
     optim: Mapping[str, StoredTensor]
     verifies: bool = True
     _manifest_version: tuple[object, ...] | None = None
-    _last_table: dict[str, tuple[str, Sums | None]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
@@ -241,12 +242,14 @@ class Checkpoint:
             raise
 
     def _table(self, file: StoredFile) -> Sums | None:
-        """The table of checksums of a file. The table that was read last is kept."""
-        last = self._last_table.get("last")
-        if last is None or last[0] != file.name:
-            last = file.name, file.table(self.opened)
-            self._last_table["last"] = last  # one step, because several threads may read at the same time
-        return last[1]
+        """The table of checksums of a file. A few tables are kept, because several threads may read different files."""
+        if file.name not in self._tables:
+            table = file.table(self.opened)
+            for name in list(self._tables)[: 1 - _MOST_TABLES]:
+                self._tables.pop(name, None)
+            self._tables[file.name] = table
+            return table
+        return self._tables.get(file.name) or file.table(self.opened)
 
 
 def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> StoredFile:

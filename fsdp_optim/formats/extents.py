@@ -64,9 +64,14 @@ def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbyte
             unwritten = []
         if not unwritten:
             unwritten_start = segment[0].start
-        at = segment[-1].stop
+        start, at = segment[0].start, segment[-1].stop
         pieces = [extent.memory for extent in segment]
-        rows.append((segment[0].start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
+        if segment_nbytes and at - start > segment_nbytes:  # several whole segments, whose hashes take less than a loop
+            (memory,), starts = pieces, range(start, at, segment_nbytes)
+            hashes = map(hash_of, [memory[first - start : first - start + segment_nbytes] for first in starts])
+            rows += zip(starts, range(start + segment_nbytes, at + 1, segment_nbytes), hashes, strict=True)
+        else:
+            rows.append((start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
         unwritten += pieces
     if unwritten:
         section.move(unwritten, section.offset + unwritten_start)
@@ -74,7 +79,7 @@ def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbyte
 
 
 def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
-    """Cut ranges at multiples of `nbytes`, and join adjacent ranges between these."""
+    """Cut ranges at multiples of `nbytes`, and join adjacent ranges between these. Whole segments may come together."""
     pending: list[Extent] = []
     grid = nbytes or _WRITE_NBYTES
     for extent in sorted((e for e in extents if len(e.memory)), key=lambda e: e.start):
@@ -83,6 +88,11 @@ def _segments(extents: Iterable[Extent], nbytes: int) -> Iterator[list[Extent]]:
             pending = []
         at = extent.start
         while at < extent.stop:
+            if not pending and not at % grid and extent.stop - at >= 2 * grid:
+                num = max(min(extent.stop - at, _WRITE_NBYTES) // grid, 1) * grid
+                yield [Extent(at, extent.memory[at - extent.start : at - extent.start + num])]
+                at += num
+                continue
             end = min((at // grid + 1) * grid, extent.stop)
             pending.append(Extent(at, extent.memory[at - extent.start : end - extent.start]))
             at = end
@@ -185,6 +195,12 @@ class _Check:
         start, memory = extent.start, extent.memory
         borders = self._segments.borders
         index = bisect.bisect_right(borders, start) - 1
+        last = bisect.bisect_right(borders, extent.stop) - 1  # the border at or before its end
+        if start == borders[index] and last > index + 1:
+            inner = borders[index : last + 1]
+            parts = [memory[begin - start : end - start] for begin, end in itertools.pairwise(inner)]
+            if [*map(hash_of, parts)] == self._segments.hashes[index:last]:
+                start, index = borders[last], last  # else the loop finds the segment
         while start < extent.stop:
             begin, end = borders[index], borders[index + 1]
             part = memory[start - extent.start : end - extent.start]
