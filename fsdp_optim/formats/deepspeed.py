@@ -36,20 +36,20 @@ class DeepSpeed(ForeignFormat):
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         files = find_files(opened)
-        archives = read_files(opened, list(files.models.values()))
-        models = ModelFiles(archives)
+        models = ModelFiles(opened, list(files.models.values()))
         optimizer: Optimizer | None
+        if files.is_universal or files.optims:
+            _check_ranks(files, models)
         if files.is_universal:
             optimizer, more = read_universal(opened, files, models)
         elif files.optims:
-            _check_ranks(files, models, _stage_3_models(files))
             more = read_files(opened, list(files.optims.values()))
             optimizer = read_optimizer(more, models.saved.get("param_shapes"))
         else:
             optimizer, more = _without_zero(files, models), []
         sources: dict[str, Source] = {}
         digest = sha256()
-        for archive in (*archives, *more):
+        for archive in (*models.read, *more):
             sources.update(archive.sources)
             digest.update(archive.digest.encode())
         extra = models.extra(optimizer.scaler if optimizer is not None else {})
@@ -78,10 +78,12 @@ def _stage_3_models(files: Files) -> bool:
     return any(name.rpartition("/")[2].startswith(_STAGE_3) for name in files.models.values())
 
 
-def _check_ranks(files: Files, models: ModelFiles, has_model_of_each: bool) -> None:
+def _check_ranks(files: Files, models: ModelFiles) -> None:
     """Raise CheckpointError that names the first missing file, unless there are files of all ranks, and of no others."""
-    wanted = set(range(models.num_ranks or len(files.optims)))
-    for found, kind in ((files.optims, "optim"), *([(files.models, "model")] if has_model_of_each else [])):
+    kinds = [(files.models, "model")] if _stage_3_models(files) else []
+    kinds += [(files.optims, "optim")] if files.optims else []
+    for found, kind in kinds:
+        wanted = set(range(models.num_ranks or len(found)))
         like = next(iter(found.values())).rpartition("/")[2]
         for rank in sorted(wanted ^ set(found)):
             head, _, tail = like.partition(_STAGE_3)
@@ -120,7 +122,7 @@ def _without_zero(files: Files, models: ModelFiles) -> Optimizer | None:
                 "not save the names: load it with DeepSpeed, and save it with ZeRO 1"
             )
         mapping(tree["state"], "state")
-        return Optimizer({}, _with_keys(models.archives[0], tree), {})
+        return Optimizer({}, _with_keys(models.first, tree), {})
 
 
 def _with_keys(archive: TorchArchive, tree: Mapping[str, Any]) -> Mapping[str, Any]:

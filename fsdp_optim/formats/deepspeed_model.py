@@ -12,13 +12,21 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.deepspeed_cuts import cut_fragments
-from fsdp_optim.formats.deepspeed_trees import any_tensor, check_same_dtype, listed, mapping, shapes_of, whole_number
+from fsdp_optim.formats.deepspeed_trees import (
+    any_tensor,
+    check_same_dtype,
+    listed,
+    mapping,
+    read_files,
+    shapes_of,
+    whole_number,
+)
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignValues
 from fsdp_optim.formats.torch_archive import TorchArchive, Unread
+from fsdp_optim.formats.torch_parts import is_extra_state
 from fsdp_optim.formats.tree import children
-
-_EXTRA_STATE = "extra_state"  # torch puts an underscore before it
+from fsdp_optim.storage.base import Opened
 
 _OWN = frozenset(
     (
@@ -40,29 +48,62 @@ _OF_DEEPSPEED = frozenset(
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files with the model, of all ranks that have one: one file before stage 3 of ZeRO, and in it one of each rank."""
+    """The files with the model: one file before stage 3 of ZeRO, and in stage 3 one of each rank.
 
-    archives: Sequence[TorchArchive]
+    In stage 3 each of them names all parameters, so those of other ranks than the first are read only where they are needed: for
+    frozen parameters, of which each has a part, and for the values that a rank gave.
+    """
 
-    def __post_init__(self) -> None:
-        for archive in self.archives:
-            with distrusted(archive.where):
-                saved, first = mapping(archive.value, "the file"), mapping(self.archives[0].value, "the file")
-                for name in ("global_steps", "dp_world_size", "param_shapes"):
-                    if saved.get(name) != first.get(name):
-                        raise CheckpointError(
-                            f"{archive.where}: differs in {name} from {self.archives[0].where}: {saved.get(name)!r:.80} is not "
-                            f"{first.get(name)!r:.80}; the files are of different saves"
-                        )
+    opened: Opened
+    names: Sequence[str]
+
+    @cached_property
+    def first(self) -> TorchArchive:
+        """The file of the first rank."""
+        found = read_files(self.opened, self.names[:1])[0]
+        with distrusted(found.where):
+            mapping(found.value, "the file")
+        return found
+
+    @cached_property
+    def all(self) -> Sequence[TorchArchive]:
+        """The files of all ranks."""
+        others = read_files(self.opened, self.names[1:])
+        for archive in others:
+            self._check_beside(archive)
+        return [self.first, *others]
+
+    @property
+    def read(self) -> Sequence[TorchArchive]:
+        """The files whose tensors are in the checkpoint."""
+        return self.all if self.saved.get("frozen_param_shapes") else [self.first]
+
+    def of_rank(self, rank: int) -> TorchArchive:
+        """The file of one rank, which may be read for this call."""
+        if rank == 0 or "all" in vars(self):
+            return self.all[rank] if rank else self.first
+        archive = read_files(self.opened, [self.names[rank]])[0]
+        self._check_beside(archive)
+        return archive
+
+    def _check_beside(self, archive: TorchArchive) -> None:
+        with distrusted(archive.where):
+            saved, first = mapping(archive.value, "the file"), self.saved
+            for name in ("global_steps", "dp_world_size", "param_shapes"):
+                if saved.get(name) != first.get(name):
+                    raise CheckpointError(
+                        f"{archive.where}: differs in {name} from {self.file}: {saved.get(name)!r:.80} is not "
+                        f"{first.get(name)!r:.80}; the files are of different saves"
+                    )
 
     @property
     def file(self) -> str:
-        return self.archives[0].where
+        return self.first.where
 
     @property
     def saved(self) -> Mapping[str, Any]:
         """The values of the first rank's file."""
-        value: Mapping[str, Any] = self.archives[0].value
+        value: Mapping[str, Any] = self.first.value
         return value
 
     @property
@@ -88,7 +129,7 @@ class ModelFiles:
             return {
                 str(name): replace(value, key=str(name))
                 for name, value in mapping(saved, "module").items()
-                if isinstance(value, StoredTensor) and not str(name).endswith(_EXTRA_STATE)
+                if isinstance(value, StoredTensor) and not is_extra_state(str(name))
             }
 
     @property
@@ -113,11 +154,11 @@ class ModelFiles:
         found = {}
         for name, shape in shapes.items():
             fragments = []
-            for archive in self.archives:
+            for archive in self.all:
                 with distrusted(archive.where):
                     of_rank = mapping(archive.value["frozen_param_fragments"], "frozen_param_fragments")
                     fragments.append(any_tensor(of_rank[name], name))
-            files = [archive.where for archive in self.archives]
+            files = [archive.where for archive in self.all]
             check_same_dtype(name, fragments, files)
             if len(fragments) == 1 and fragments[0].shape == shape:
                 found[name] = replace(fragments[0], key=name)
@@ -131,34 +172,49 @@ class ModelFiles:
         """Values in the module's state dict that are neither parameters nor buffers (of `get_extra_state`)."""
         saved = self.saved.get("module")
         return {
-            str(name): _versioned(_readable(self.archives[0], str(name), value))
+            str(name): _versioned(_readable(self.first, str(name), value))
             for name, value in (saved.items() if isinstance(saved, dict) else ())
-            if not isinstance(value, StoredTensor) or str(name).endswith(_EXTRA_STATE)
+            if not isinstance(value, StoredTensor) or is_extra_state(str(name))
         }
 
     # ------------------------------------------------------------------------------------------- values of the trainer
 
     def extra(self, scaler: Mapping[str, Any]) -> Mapping[str, Any]:
         """The values of the first rank. `scaler`: the numbers of the loss scaler."""
-        found = _values(self.archives[0], lambda name: name not in _OWN)
+        found = _values(self.first, lambda name: name not in _OWN)
         added = {"loss_scaler": dict(scaler)} if scaler and "loss_scaler" not in found else {}
         return {**found, **added}
 
     def rank_extras(self) -> Sequence[ForeignValues]:
-        """The values that each rank gave by itself; none where only the first rank has a file, or no rank gave any."""
-        if len(self.archives) == 1:
+        """The values that each rank gave by itself; none where only the first rank has a file, or gave none."""
+        if len(self.names) == 1 or not _of_rank(self.first):
             return ()
-        found = [_values(archive, lambda name: name not in _OWN | _OF_DEEPSPEED) for archive in self.archives]
-        if not any(found):
-            return ()
-        return [
-            ForeignValues(values, _pickled(archive, values))
-            for archive, values in zip(self.archives, found, strict=True)
-        ]
+        return _RankExtras(self)
 
     def pickled(self, extra: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:
         """A function that returns the values with real objects in the place of those that were not read."""
-        return _pickled(self.archives[0], extra)
+        return _pickled(self.first, extra)
+
+
+class _RankExtras(Sequence[ForeignValues]):
+    """The values of each rank, whose file is read when they are asked for."""
+
+    def __init__(self, models: ModelFiles) -> None:
+        self._models = models
+
+    def __len__(self) -> int:
+        return len(self._models.names)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(len(self))[index]]
+        archive = self._models.of_rank(range(len(self))[index])
+        values = _of_rank(archive)
+        return ForeignValues(values, _pickled(archive, values))
+
+
+def _of_rank(archive: TorchArchive) -> dict[str, Any]:
+    return _values(archive, lambda name: name not in _OWN | _OF_DEEPSPEED)
 
 
 def _pickled(archive: TorchArchive, values: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:

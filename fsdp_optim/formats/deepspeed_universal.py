@@ -121,7 +121,7 @@ def _check_order(
             continue
         few = (min(prod(weight.shape), _NUM_COMPARED),)
         fp32 = archives[fqn].materialised(replace(weight, shape=few))
-        module = models.archives[0].materialised(replace(of_module, shape=few))
+        module = models.first.materialised(replace(of_module, shape=few))
         if not torch.equal(fp32.to(module.dtype), module):
             raise CheckpointError(
                 f"{files.where}/zero/{fqn}/fp32.pt: has other weights than the module: DeepSpeed's converter mixes up the "
