@@ -136,7 +136,8 @@ class RankFiles:
         for rank, other in others:
             found = self.archives[rank].materialised(other)
             if found.dtype != value.dtype or found.shape != value.shape or bits_of(found) != bits_of(value):
-                raise self.of_another_save(rank, first, f"{what} is {found.tolist()!r}, and not {value.tolist()!r},")
+                shown = f"{what} is {found.tolist()!r:.200}, and not {value.tolist()!r:.200},"
+                raise self.of_another_save(rank, first, shown)
         return replace(stored, key=key)
 
     def extras(self, but: frozenset[str]) -> list[Mapping[str, Any]]:

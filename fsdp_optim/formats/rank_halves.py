@@ -5,7 +5,7 @@ A name that means different parameters on different ranks becomes `name@rank`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -137,6 +137,25 @@ class Half:
                 raise self.files.of_another_save(second, first, f"{name} is cut in another way")
             for by, ranks in zip(cuts.values(), groups, strict=True):
                 for rank in by:
+                    made.setdefault(rank, {})[name] = f"{name}@{min(ranks)}"
+        return made
+
+    def renames_of_whole(self, names: Collection[str]) -> dict[int, dict[str, str]]:
+        """By rank, new names for parameters that are whole on each of several ranks and differ there.
+
+        Experts on groups of one rank are such parameters, and nothing is sharded in a group of one. Only files in which other
+        parameters are shared by several ranks show that the ranks have one model.
+        """
+        made: dict[int, dict[str, str]] = {}
+        if not any(len(_owners(by)) > 1 for cuts in self._cuts.values() for by in cuts.values()):
+            return made
+        for name in names:
+            by = {rank: values[name] for rank, values in self.values.items() if name in values}
+            alike: dict[object, list[int]] = {}
+            for rank, stored in by.items() if all(isinstance(one, StoredTensor) for one in by.values()) else ():
+                alike.setdefault((stored.shape, stored.dtype, self._sample(rank, stored)), []).append(rank)
+            for ranks in alike.values() if len(alike) > 1 else ():
+                for rank in ranks:
                     made.setdefault(rank, {})[name] = f"{name}@{min(ranks)}"
         return made
 

@@ -216,12 +216,19 @@ class _Merged:
             for rank, renames in half.renames().items():
                 self._renames.setdefault(rank, {}).update(renames)
 
+        for rank, renames in self._model.renames_of_whole(self._stepped).items() if self._model is not None else ():
+            self._renames.setdefault(rank, {}).update(renames)
+
+    @property
+    def _stepped(self) -> set[Any]:
+        """The names of parameters with state."""
+        return {name for values in (self._optim.values if self._optim is not None else {}).values() for name in values}
+
     def model(self) -> dict[str, StoredTensor]:
         if self._model is None:
             return {}
-        stepped = {
-            name for values in (self._optim.values if self._optim is not None else {}).values() for name in values
-        }
+        stepped = set(self._stepped)
+        stepped |= {new for renames in self._renames.values() for old, new in renames.items() if old in stepped}
         return {
             name: self._model.tensor(name, by, strictly=name in stepped)
             for name, by in self._model.renamed(self._renames).items()
