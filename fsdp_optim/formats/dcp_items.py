@@ -60,7 +60,7 @@ class Items:
         if head is not None and self._head_of(item, len(head.data)) == head.data:
             return item.file, item.start + len(head.data)
         where = f"{self._opened.named(item.file)}: {name}"
-        archive = read_archive(self._opened, item.file, start=item.start, nbytes=item.nbytes)
+        archive = _archive(name, self._opened, item)
         stored = archive.value
         if not isinstance(stored, StoredTensor) or stored.dtype != dtype or stored.shape != sizes:
             raise CheckpointError(
@@ -144,9 +144,7 @@ def read_values(opened: Opened, items: Mapping[str, Item], *, allow_pickle: bool
             start = item.start - first.start
             part = data[start : start + item.nbytes]
             if part not in known:
-                known[part] = read_archive(
-                    _Part(opened, item.start, part), item.file, start=item.start, nbytes=item.nbytes
-                )
+                known[part] = _archive(key, _Part(opened, item.start, part), item)
             archive = known[part]
             values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
     return values
@@ -154,6 +152,14 @@ def read_values(opened: Opened, items: Mapping[str, Item], *, allow_pickle: bool
 
 def _are_close(item: Item, following: Item) -> bool:
     return item.file == following.file and 0 <= following.start - item.start - item.nbytes <= _GAP_NBYTES
+
+
+def _archive(name: str, opened: Opened, item: Item) -> TorchArchive:
+    """The archive of an item. Raises CheckpointError that names `name`, which is in the item."""
+    try:
+        return read_archive(opened, item.file, start=item.start, nbytes=item.nbytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} ({name} is there, at byte {item.start})") from error
 
 
 def unread_in(value: Any) -> str:

@@ -5,17 +5,44 @@ What is loaded is compared, bit for bit, with the same wrapper that has trained 
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from kit.checkpoints import Whole, load_trained, two_groups
-from kit.dcp import HAVE_TRAIN_STATE, LAYOUTS, TRAIN_STATE
-from kit.wrapping import OfModel, Trained, check_same, cpu
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kit.checkpoints import Whole, everything, load, load_trained, mine, optims_of, scramble, two_groups
+from kit.dcp import HAVE_TRAIN_STATE, LAYOUTS, TRAIN_STATE, model_dict
+from kit.dcp_files import DcpFiles
+from kit.models import Tied
+from kit.wrapping import (
+    Differs,
+    OfModel,
+    Trained,
+    adam,
+    adamw_tensor_lr,
+    check_same,
+    cpu,
+    error_text,
+    local_of,
+    sgd,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import fsdp_optim
+from fsdp_optim.checkpoint import restore
+from fsdp_optim.formats.dcp import DCP
+from fsdp_optim.options import LoadOptions, Options
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
+from fsdp_optim.storage.posix.opened import OpenFolder
 from fsdp_optim.testing import run_on_ranks
 
 TWO_GROUPS = {"make": OfModel(two_groups), "model": Whole}
@@ -94,6 +121,196 @@ class LayoutsTest(unittest.TestCase):
                     layout = SAVES[number][2]
                     if layout in HAVE_TRAIN_STATE:
                         check_same(layout, dict(sorted(one["extra"]["train_state"].items())), TRAIN_STATE)
+
+
+# ------------------------------------------------------------------------------------------- parts of models and optimizers
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    stem = [param for name, param in named if "stem" in name.split(".")]
+    rest = [param for name, param in named if "stem" not in name.split(".")]
+    return [adam(stem), sgd(rest)]
+
+
+def without_stem(model: nn.Module) -> torch.optim.Optimizer:
+    return adam([param for name, param in model.named_parameters() if "stem" not in name.split(".")])
+
+
+def without_state(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def freeze_stem(model: nn.Module) -> None:
+    for param in model.stem.parameters():
+        param.requires_grad_(False)
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "frozen": ("FSDP2", "FSDP1 orig", {"make": OfModel(without_stem), "model": Whole, "prepare": freeze_stem}),
+    "no state": ("FSDP2", "DDP", {"make": without_state, "model": Whole}),
+    "some without state": ("FSDP2", "FSDP2", {"model": Whole, "unused": ("head.bias", "stem.weight")}),
+    "tensor hyperparameters": ("DDP", "FSDP2", {"make": adamw_tensor_lr, "model": Whole}),
+    "two optimizers": ("FSDP2", "FSDP2", {"make": OfModel(two_optimizers), "model": Whole}),
+    "tied": ("FSDP2", "DDP", {"model": Tied}),
+}
+WITHOUT_STATE = {"some without state": ["head.bias", "stem.weight"]}
+
+
+def save_cases(root: str) -> None:
+    with cpu():
+        for name, (wrapper, _, kwargs) in CASES.items():
+            trained = Trained(wrapper, **kwargs)
+            saved: dict[str, Any] = {"model": model_dict(trained)}
+            for number, optim in enumerate(optims_of(trained)):
+                saved[f"optimizer_{number}"] = get_optimizer_state_dict(trained.model, optim)
+            dcp.save(saved, checkpoint_id=Path(root) / name)
+
+
+def load_cases(root: str) -> dict[str, Any]:
+    return {name: load_trained(Path(root) / name, other, kw, check="bitwise") for name, (_, other, kw) in CASES.items()}
+
+
+def part_by_part(root: str) -> None:
+    """The folder of the model alone, and the folder of the optimizer alone."""
+    with cpu():
+        trained, other = Trained("FSDP2", **TWO_GROUPS), Trained("FSDP2", **{**TWO_GROUPS, "steps": 0})
+        LAYOUTS["accelerate"](trained, Path(root) / "parts")
+        scramble(other)
+        fsdp_optim.load(Path(root) / "parts" / "pytorch_model_fsdp_0", other.model, check="bitwise", progress=False)
+        check_same("weights", mine(other)["values"], mine(trained)["values"])
+        load(Path(root) / "parts" / "optimizer_0", other)
+        check_same("state", mine(other)["state"], mine(trained)["state"])
+
+
+class PartsTest(unittest.TestCase):
+    def test_cases(self) -> None:
+        """Frozen and tied parameters, parameters without state, hyperparameters that are tensors, several optimizers."""
+        with tempfile.TemporaryDirectory() as root:
+            run_on_ranks(save_cases, 2, root)
+            for world in (2, 3):
+                for found in run_on_ranks(load_cases, world, root):
+                    for name, one in found.items():
+                        if name in WITHOUT_STATE:
+                            self.assertEqual(one["absent"], WITHOUT_STATE[name])
+
+    def test_part_by_part(self) -> None:
+        with tempfile.TemporaryDirectory() as root:
+            run_on_ranks(part_by_part, 2, root)
+
+
+# ------------------------------------------------------------------------------------------- bytes, and damage
+
+
+class Large(nn.Module):
+    units = ("layers.0", "layers.1", "")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 512))
+
+
+def few_bytes(root: str) -> None:
+    """Save at 2 ranks, then count what each rank reads of the data files when it loads at the same size, and cut otherwise."""
+    with cpu():
+        trained, path = Trained("FSDP2", model=Large), Path(root) / "large"
+        LAYOUTS["nested"](trained, path)
+        dist.barrier()
+        real, read = OpenFolder.read_into, [0]
+
+        def counted(opened: Any, name: str, pieces: Any, offset: int) -> None:
+            read[0] += sum(map(len, pieces)) if name.endswith(".distcp") else 0
+            real(opened, name, pieces, offset)
+
+        for wrapper in ("FSDP2", "FSDP1 flat", "fairscale flat"):
+            other = Trained(wrapper, model=Large, steps=0)
+            read[0] = 0
+            with mock.patch.object(OpenFolder, "read_into", counted):
+                load(path, other)
+            own = 3 * sum(local_of(param).nbytes for param in other.params)
+            if not 0.99 * own <= read[0] <= 1.1 * own:  # padding is not read
+                raise Differs(f"{wrapper}: {read[0]} bytes were read for {own} bytes of elements")
+
+
+def damaged(root: str, file: str, names: list[str], start: int | None) -> None:
+    """A load of a damaged checkpoint: an error on every rank that has these names, and nothing is changed."""
+    with cpu():
+        target = Trained("FSDP2", **{**TWO_GROUPS, "steps": 0})
+        before = everything(target)
+        text = ": ".join(error_text(lambda: load(Path(root) / "nested", target)))
+        for name in ("CheckpointError", file, *names):
+            if name not in text:
+                raise Differs(f"{file}, {start}: {name} is not in: {text}")
+        check_same(f"{file}, {start}", everything(target), before)
+
+
+class BytesTest(unittest.TestCase):
+    def test_each_rank_reads_its_own_elements(self) -> None:
+        with tempfile.TemporaryDirectory() as root:
+            run_on_ranks(few_bytes, 2, root)
+
+    def test_damage_is_an_error_on_all_ranks(self) -> None:
+        """A file that is missing, cut, or of another program, and the description of one chunk that has changed."""
+        with tempfile.TemporaryDirectory() as root:
+            run_on_ranks(save_all, 2, [(f"{root}/nested", "FSDP2", "nested", TWO_GROUPS)])
+            folder = Path(root) / "nested"
+            first = opened_metadata(folder).info("model.mix")
+            for file, start, data, names in (
+                (".metadata", 0, None, []),
+                (".metadata", 0, b"{}", []),
+                (".metadata", 300, b"", []),
+                ("__1_0.distcp", 0, None, ["missing"]),
+                ("__1_0.distcp", 5000, b"", ["cut short"]),
+                (first.relative_path, first.offset, b"XXXX", ["model.mix"]),
+                (first.relative_path, first.offset + 90, b"XXXX", ["model.mix"]),
+            ):
+                whole = (folder / file).read_bytes()
+                if data is None:
+                    (folder / file).unlink()
+                else:
+                    rest = whole[start + len(data) :] if data else b""
+                    (folder / file).write_bytes(whole[:start] + data + rest)
+                run_on_ranks(damaged, 2, root, file if names else "nested", names, start)
+                (folder / file).write_bytes(whole)
+
+    def test_from_a_bucket(self) -> None:
+        """By requests for ranges: for each chunk one for its elements, and one for what is before them."""
+        with tempfile.TemporaryDirectory() as root:
+            run_on_ranks(save_all, 2, [(f"{root}/nested", "FSDP2", "nested", {"model": Large})])
+            trained = run_on_ranks(alone, 1)[0]
+            bucket, requests = MemoryBucket(), list[tuple[str, int]]()
+            for file in sorted((Path(root) / "nested").iterdir()):
+                bucket.put(f"run/{file.name}", file.read_bytes())
+            smallest = min(file.stat().st_size for file in (Path(root) / "nested").glob("*.distcp"))
+            real = bucket.read_into
+
+            def counted(key: str, pieces: Any, offset: int, **kwargs: Any) -> None:
+                requests.append((key, sum(map(len, pieces))))
+                real(key, pieces, offset, **kwargs)
+
+            with mock.patch.object(bucket, "read_into", counted):
+                model = Large()
+                optim = adam(model.parameters())
+                options = LoadOptions(Options(), check=None)
+                restore.restore(ObjectStore(bucket, "run", DCP.judge), model, optim, options)
+            check_same("weights", dict(model.named_parameters()), trained[0])
+            check_same("moments", [dict(sorted(one.items())) for one in optim.state.values()], trained[1])
+            data = [nbytes for key, nbytes in requests if key.endswith(".distcp")]
+            num_chunks = 2 * 3 * 4 + 4  # of two ranks: weights and two moments of four parameters; and their steps
+            self.assertLessEqual(len(data), 2 * num_chunks + 5 * 6)  # and the directory of one archive of each kind
+            self.assertLess(max(data), smallest / 2)
+
+
+def alone() -> tuple[dict[str, torch.Tensor], list[Any]]:
+    trained = Trained("plain", model=Large)
+    state = [dict(sorted(trained.optim.state[param].items())) for param in trained.params]
+    return dict(trained.model.named_parameters()), state
+
+
+def opened_metadata(folder: Path) -> Any:
+    files = DcpFiles(folder.parent / "unused")
+    files.metadata = pickle.loads((folder / ".metadata").read_bytes())
+    return files
 
 
 if __name__ == "__main__":
