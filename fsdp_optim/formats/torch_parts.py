@@ -139,9 +139,8 @@ def _found(where: str, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Torch
     optims = {key: found for key, item in value.items() if (found := _optims_in(item))}
     optim_key = _chosen(where, "optimizers", list(optims), OPTIM_KEYS)
     models = [key for key, item in value.items() if key not in optims and is_model(item)]
-    usual = [key for key in models if key in MODEL_KEYS]
-    others = [key for key in models if not any(word in str(key).lower() for word in _RANDOM)]
-    model_key = _chosen(where, "models", usual or others, MODEL_KEYS)
+    models = [key for key in models if not any(word in str(key).lower() for word in _RANDOM)]
+    model_key = _chosen(where, "models", models, MODEL_KEYS)
     rest = {key: item for key, item in value.items() if key not in (model_key, optim_key)}
     return TorchParts(
         value[model_key] if model_key is not None else None,

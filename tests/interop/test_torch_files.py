@@ -608,6 +608,15 @@ class TorchFilesTest(unittest.TestCase):
         fsdp_optim.load(self.root / "tied.pt", model, check="bitwise")
         check_same("weights", dict(model.state_dict()), dict(tied.state_dict()))
 
+    def test_one_step_of_several_parameters(self) -> None:
+        """A tensor that several parameters share is one stored tensor, and is read once."""
+        step = torch.tensor(3.0)
+        state = {index: {"step": step, "exp_avg": torch.ones(2) * index} for index in range(3)}
+        torch.save({"state": state, "param_groups": [{"params": [0, 1, 2]}]}, self.root / "shared.pt")
+        with closing(OpenFiles.at(self.root / "shared.pt")) as opened:
+            reader = TORCH_FILE.open(opened, verify=True)
+            self.assertEqual(sorted(one.shape for one in reader.optim.values()), [(), (2,), (2,), (2,)])
+
     def test_other_orders_of_elements(self) -> None:
         """Weights and state in channels_last, and a transposed weight."""
         model = nn.Sequential(nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(5, 4))

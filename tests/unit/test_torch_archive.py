@@ -476,6 +476,8 @@ HOSTILE: list[tuple[str, bytes]] = [
     ("items for a tuple", b"\x80\2)K\1a."),
     ("an id that is no tuple", b"\x80\2K\1Q."),
     ("an id of another kind", b"\x80\2(X\6\0\0\0modulectorch\nFloatStorage\nK\1K\1K\1tQ."),
+    ("a size below zero", b"\x80\2ctorch\nSize\nJ\xff\xff\xff\xff\x85\x85R."),
+    ("a size of texts", b"\x80\2ctorch\nSize\nX\1\0\0\0a\x85\x85R."),
     ("a layout that is a function", b"\x80\2ctorch.serialization\n_get_layout\nX\4\0\0\0load\x85R."),
     ("numbers of numpy that are objects", pickle.dumps(np.array([{}], dtype=object), 2)),
     ("a dtype of numpy with fields", pickle.dumps(np.zeros(2, [("a", "f4")]), 2)),
@@ -546,8 +548,29 @@ class TestHostile(ArchiveTestCase):
         directory = data.rindex(b"PK\1\2", 0, data.rindex(b"archive/data/0"))
         data[directory + 24 : directory + 28] = struct.pack("<I", 0x7FFFFFFF)
         archive = self.archive(bytes(data))
-        with self.assertRaisesRegex(CheckpointError, "data/0"):
+        with self.assertRaisesRegex(CheckpointError, "data/0: has 2147483647 bytes, which no [0-9]+ bytes can hold"):
             archive.materialised(archive.value)
+
+    def test_a_record_that_begins_elsewhere(self) -> None:
+        """Where only the local header can tell, it has to be the right one."""
+        data = bytearray(zipped(written([torch.zeros(3), torch.ones(3)])))
+        first, second = (data.rindex(b"PK\1\2", 0, data.rindex(f"archive/data/{i}".encode())) for i in (0, 1))
+        data[second + 42 : second + 46] = data[first + 42 : first + 46]
+        archive = self.archive(bytes(data))
+        with self.assertRaisesRegex(CheckpointError, "data/1: does not begin where the archive says"):
+            archive.materialised(archive.value)
+
+    def test_a_legacy_storage_of_another_size(self) -> None:
+        data = bytearray(written([torch.arange(1.0, 4.0)], _use_new_zipfile_serialization=False))
+        at = data.rindex(struct.pack("<3f", 1.0, 2.0, 3.0)) - 8
+        data[at : at + 8] = struct.pack("<q", 2)
+        archive = self.archive(bytes(data))
+        with self.assertRaisesRegex(CheckpointError, "has 2 elements in the file, not 3"):
+            archive.materialised(archive.value)
+
+    def test_a_value_that_contains_itself_is_named(self) -> None:
+        with self.assertRaisesRegex(CheckpointError, r"the value\['a'\]: contains itself"):
+            self.archive(with_pickle(b"\x80\2}q\0X\1\0\0\0ah\0s."))
 
     @parameterized.expand([("text", b"hello"), ("empty", b""), ("pickle", pickle.dumps({"a": 1})), ("zip", b"PK\3\4")])
     def test_other_files(self, _: str, data: bytes) -> None:
@@ -579,8 +602,9 @@ class TestFuzz(ArchiveTestCase):
             data = written(self.small(), _use_new_zipfile_serialization=is_zip)
             draw = random.Random(1)
             for nbytes in sorted(draw.sample(range(len(data)), min(self.rounds // 4, len(data)))):
-                with self.assertRaises(CheckpointError, msg=f"the first {nbytes} bytes"):
-                    self.whole(data[:nbytes])
+                refused = self.assertRaises(CheckpointError, msg=f"the first {nbytes} bytes")
+                with closing(self.opened(data[:nbytes])) as opened, refused:
+                    read_archive(opened, "a.pt")
 
     def test_flipped_bits_of_an_archive(self) -> None:
         """Flips in elements are left out: a part of a record has no checksum."""
