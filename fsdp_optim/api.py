@@ -730,7 +730,8 @@ def convert(
     Args:
         src: the checkpoint: a path, or a URL as for save.
         dst: the place of the new checkpoint: a path, or a URL as for save.
-        format: "safetensors": this library's own, as save writes it.
+        format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
+            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load.
         world_size: the number of ranks, for formats that have a part for each rank.
         key_by: "id" or "name", for formats whose optimizer dict may have either.
         memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint

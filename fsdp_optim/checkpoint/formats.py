@@ -18,6 +18,7 @@ from fsdp_optim.formats.olmo_local import OLMO_LOCAL
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.formats.rank_tensors import RANK_TENSORS
 from fsdp_optim.formats.torch_file import TORCH_FILE
+from fsdp_optim.formats.torch_writer import WrittenTorchFiles
 from fsdp_optim.options import KeyBy
 from fsdp_optim.storage.base import Opened, Store, is_sure_that_not
 
@@ -71,10 +72,17 @@ def _dcp(wanted: Wanted, format: Format) -> Format:
     return format
 
 
+def _torch(wanted: Wanted) -> Format:
+    if wanted.world_size is not None:
+        raise CheckpointError('world_size is for formats with a part for each rank: the format "torch" has full dicts')
+    return WrittenTorchFiles(by_id=wanted.key_by != "name")
+
+
 WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
     "safetensors": _ours,
     "dcp": partial(_dcp, format=DCP_FOLDER),
     "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
+    "torch": _torch,
 }
 """The formats that can be written, by the names that callers give."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +13,18 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Chunks, StoredTensor
+from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.dcp_boxes import Cuts
 from fsdp_optim.formats.dcp_full import filled, full_dict, keys_in
 from fsdp_optim.formats.dcp_items import At, Items, read_values, unread_in
+from fsdp_optim.formats.dcp_judge import NAME as METADATA
+from fsdp_optim.formats.dcp_judge import brief_of
 from fsdp_optim.formats.dcp_keys import GROUPS, meaning_of
 from fsdp_optim.formats.dcp_metadata import Metadata, Path, Tensor, read_metadata
 from fsdp_optim.formats.dcp_pickle import Item
+from fsdp_optim.formats.dcp_values import OF_RANKS
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader
 from fsdp_optim.formats.torch_archive import read_archive
@@ -173,6 +178,8 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
                 f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
                 "checkpoint as it was saved, and save the optimizer without it"
             )
+    brief = _own_brief(opened)
+    given, rank_extras = _of_ranks(extra.values if brief is not None else {})
     return ForeignReader(
         opened,
         DCP.name,
@@ -181,15 +188,35 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
             opened.where, [filled(tree, lambda key: values.get(key, stored.get(key))) for tree in meaning.optimizers]
         ),
         items.sources,
-        extra_values={**extra.values, **_of_lightning(opened)},
+        extra_values={**(extra.values if brief is None else given), **_of_lightning(opened)},
+        rank_extras=rank_extras,
         module_values={
             name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
         },
         pickled=extra.pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
-        world_size=_world_size(opened),
+        world_size=brief.world_size if brief is not None else _world_size(opened),
+        step=brief.step if brief is not None else None,
         metadata_digest=saved.digest,
         files=(*saved.files, *files),
     )
+
+
+def _own_brief(opened: Opened) -> Brief | None:
+    """The brief of a checkpoint that this library has saved."""
+    if opened.selected or not opened.has(METADATA):
+        return None
+    with contextlib.suppress(CheckpointError):
+        return brief_of(opened)
+    return None
+
+
+def _of_ranks(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The trainer's values that this library has saved, without those of each rank, and those of each rank."""
+    of_ranks = extra.get(OF_RANKS)
+    if not isinstance(of_ranks, Mapping) or set(of_ranks) != {str(rank) for rank in range(len(of_ranks))}:
+        return dict(extra), []
+    rest = {name: value for name, value in extra.items() if name != OF_RANKS}
+    return rest, [of_ranks[str(rank)] for rank in range(len(of_ranks))]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format, FormatReader, FormatWriter
+from fsdp_optim.formats.dcp import DCP
 from fsdp_optim.formats.dcp_judge import DCP_JUDGE, NAME, brief_of
 from fsdp_optim.formats.dcp_writer import DcpWriter
 from fsdp_optim.storage.base import Opened
@@ -27,7 +27,7 @@ class WrittenDcp(Format):
         return opened.has(NAME)
 
     def open(self, opened: Opened, *, verify: bool) -> FormatReader:
-        raise CheckpointError(f"{opened.where}: is read as a checkpoint of another library: leave source_format out")
+        return DCP.open(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
         return DcpWriter(self.is_flat)

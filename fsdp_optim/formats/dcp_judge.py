@@ -84,7 +84,7 @@ class DcpJudge(Judge[Brief]):
     """The `Judge` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
 
     manifest = NAME
-    others: tuple[str, ...] = (OUR_NAME,)
+    others: tuple[str, ...] = (OUR_NAME, "torch_files.json")
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
         try:

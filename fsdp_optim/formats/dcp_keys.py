@@ -153,6 +153,8 @@ def _optimizer_tree(where: str, members: Mapping[str, Path]) -> Mapping[str, Any
     """The full dict of one optimizer, nested or flattened as it was saved."""
     if any(isinstance(path[0], str) and _is_dotted(path[0]) for path in members.values()):
         members = {key: _undotted(path) for key, path in members.items()}
+    if any(path[0] == GROUPS for path in members.values()):  # this library writes both forms, and this one says more
+        members = {key: path for key, path in members.items() if not str(path[0]).startswith(f"{GROUPS}.")}
     tree: dict[Any, Any] = {}
     for key, path in members.items():
         _put(where, tree, path, Leaf(key))

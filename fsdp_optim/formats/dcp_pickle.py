@@ -200,7 +200,7 @@ def said(value: Any) -> str:
 
 # ------------------------------------------------------------------------------------------- the operations
 
-_ALONE = rb"[" + re.escape(b"()]}NRabestu\x81\x85\x86\x87\x88\x89\x93\x94") + rb"]"
+_ALONE = rb"[" + re.escape(b"()0]}NRabestu\x81\x85\x86\x87\x88\x89\x93\x94") + rb"]"
 _FIXED = re.compile(rb"(?:" + _ALONE + rb"+|[hKq\x80].|M..|[Jj]....|[G\x95].{8}){1,4096}", re.DOTALL)
 """Operations without an argument, and with an argument of a fixed length: numbers, and places in the memo."""
 

@@ -22,6 +22,9 @@ from fsdp_optim.memory import dtype_name
 Path: TypeAlias = "tuple[str | int, ...]"
 """The place of a value in nested dicts and lists."""
 
+OF_RANKS = "per_rank_extra"
+"""The key of the trainer's values of each rank, which are under the numbers of the ranks."""
+
 _LENGTH = 8  # bytes
 _PLAIN = ("builtins.", "collections.", "numpy.")  # besides what torch.load(weights_only=True) reads
 _UNSAFE = ("builtins.eval", "builtins.exec", "builtins.getattr")

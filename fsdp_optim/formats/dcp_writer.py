@@ -34,7 +34,7 @@ from fsdp_optim.formats.base import (
 from fsdp_optim.formats.brief import Brief, content_of
 from fsdp_optim.formats.checksums import join_tables
 from fsdp_optim.formats.dcp_judge import NAME, VERSION, with_brief
-from fsdp_optim.formats.dcp_values import Path, ValueFile, ValueItem, flattened, items_in, key_of
+from fsdp_optim.formats.dcp_values import OF_RANKS, Path, ValueFile, ValueItem, flattened, items_in, key_of
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.frames import joined
 from fsdp_optim.formats.torch_zip import ALIGNMENT, TensorStub, frames_around
@@ -44,7 +44,7 @@ from fsdp_optim.memory import dtype_named, in_batches
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-MODEL, OPTIM, OF_RANKS = "model", "optimizer", "per_rank_extra"
+MODEL, OPTIM = "model", "optimizer"
 _STATE, _GROUPS = "state", "param_groups"
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
 _MOST_NAMED = 8

@@ -23,7 +23,7 @@ class CheckpointJudge:
     """The `Judge` of this library's own format."""
 
     manifest = NAME
-    others: tuple[str, ...] = (NAME_OF_DCP,)
+    others: tuple[str, ...] = (NAME_OF_DCP, "torch_files.json")
 
     def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
         """Whether the place has all files of the manifest with their sizes."""

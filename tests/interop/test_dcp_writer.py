@@ -37,6 +37,15 @@ FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 MORE = range(STEPS, STEPS + 2)
 
 
+EXTRA: dict[str, Any] = {
+    "scheduler": {"last_epoch": 3, "lrs": [0.1, 0.2], "betas": (0.9, 0.99)},
+    "ema": {"a.b": torch.arange(6.0).reshape(2, 3), "list": [torch.ones(1), {"x": 1}]},
+    "numpy": numpy.random.RandomState(3).get_state(),
+    "step": 7,
+    "nothing": None,
+}
+
+
 def adam(params: Any) -> Any:
     return torch.optim.Adam(params, lr=0.01, betas=(0.85, 0.97), weight_decay=0.03)
 
@@ -180,11 +189,34 @@ def losses_match(root: Path) -> None:
     check_same("losses", train(model, optim, sched, range(3, 6)), wanted)
 
 
-def save_extras(root: Path, extra: dict[str, Any]) -> None:
+def save_extras(path: Path, extra: dict[str, Any]) -> None:
     one = Trained("FSDP2", adam)
     rank = dist.get_rank()
     options: dict[str, Any] = {"extra": extra, "per_rank_extra": {"rng": torch.full((3,), rank)}, "durable": False}
-    fsdp_optim.save(root / "extras", one.model, one.optim, format="dcp", **options)
+    fsdp_optim.save(path, one.model, one.optim, format="dcp", **options)
+
+
+def in_order(full: dict[str, Any]) -> dict[str, Any]:
+    """A full dict with the values of each parameter in the order of their names."""
+    state = {key: dict(sorted(values.items())) for key, values in full["state"].items()}
+    groups = [dict(sorted(group.items())) for group in full["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def load_ours(path: Path, wrapper: str, has_extras: bool) -> None:
+    """This library's own load, at another world size, in another wrapper."""
+    with cpu():
+        one, wanted = Trained(wrapper, adam, 0), Trained(wrapper, adam)
+        restored = fsdp_optim.load(path, one.model, one.optim, check="bitwise", process_group=one.process_group)
+        check_same(wrapper, *[in_order(of.gather(None)) for of in (one, wanted)])
+        full = StateDictOptions(full_state_dict=True)
+        if wrapper == "FSDP2":
+            weights = [get_model_state_dict(of.model, options=full) for of in (one, wanted)]
+            check_same("weights", *weights)
+        check_same("world size", restored.summary.world_size, 2 if has_extras else restored.summary.world_size)
+        if has_extras:
+            check_same("extra", (restored["step"], restored["scheduler"]["lrs"]), (7, [0.1, 0.2]))
+            check_same("of ranks", restored.all_ranks, tuple({"rng": torch.full((3,), rank)} for rank in range(2)))
 
 
 class StockResumesTest(unittest.TestCase):
@@ -217,14 +249,8 @@ class StockResumesTest(unittest.TestCase):
 
     def test_extras(self) -> None:
         """The trainer's values are found where torch.distributed.checkpoint looks for them."""
-        extra: dict[str, Any] = {
-            "scheduler": {"last_epoch": 3, "lrs": [0.1, 0.2], "betas": (0.9, 0.99)},
-            "ema": {"a.b": torch.arange(6.0).reshape(2, 3), "list": [torch.ones(1), {"x": 1}]},
-            "numpy": numpy.random.RandomState(3).get_state(),
-            "step": 7,
-            "nothing": None,
-        }
-        run_on_ranks(save_extras, 2, self.root, extra)
+        extra = dict(EXTRA)
+        run_on_ranks(save_extras, 2, self.root / "extras", extra)
         found = loaded_whole(self.root / "extras")
         numpys, theirs = extra.pop("numpy"), found["numpy"]
         self.assertTrue(all(map(numpy.array_equal, theirs, numpys)), theirs)  # type: ignore[arg-type, call-overload]
@@ -234,6 +260,18 @@ class StockResumesTest(unittest.TestCase):
         check_same("weights", found["model"], dict(oracle.model.state_dict()))
         state = found["optimizer"]["state"]
         check_same("state", {name: dict(sorted(state[name].items())) for name in oracle.names}, sorted_state(oracle))
+
+    def test_loaded_by_this_library(self) -> None:
+        """Recognised, in either layout, and converted to this library's format and back."""
+        run_on_ranks(save_extras, 2, self.root / "given", EXTRA)
+        run_on_ranks(load_ours, 3, self.root / "given", "fairscale flat", True)
+        run_on_ranks(load_ours, 3, self.root / "fairscale-flat-titan", "FSDP2", False)
+        fsdp_optim.convert(self.root / "given", self.root / "ours", durable=False)
+        for format in ("dcp", "torchtitan"):
+            fsdp_optim.convert(self.root / "ours", self.root / f"back-{format}", format=format, durable=False)
+        run_on_ranks(load_ours, 1, self.root / "back-torchtitan", "FSDP2", True)
+        run_on_ranks(resume, 3, self.root, "back-dcp", "FSDP2", False)
+        run_on_ranks(resume, 3, self.root, "back-torchtitan", "FSDP2", True, True)
 
     def test_each_item_is_a_file_of_torch_save(self) -> None:
         """The bytes of each item by themselves, mapped and plain; tensors begin at multiples of 64 bytes of the file."""

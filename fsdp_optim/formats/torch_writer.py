@@ -1,0 +1,229 @@
+"""Writing plain torch files: model.pt and optim.pt, each as torch.save writes it, with the state dicts of an unwrapped model.
+
+The elements of tensors lie in the files as in any other format, so that they are copied there in place; the rest of each archive
+is frames. The trainer's values are in trainer.pt, those of each rank in rank-00000.pt, those of modules in modules.pt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base import (
+    COMMON,
+    MODULES,
+    CheckpointContents,
+    Format,
+    FormatReader,
+    FormatWriter,
+    Half,
+    PlannedFile,
+    PlannedTensor,
+    Prepared,
+    Stamp,
+    WrittenFiles,
+)
+from fsdp_optim.formats.brief import Brief, content_of
+from fsdp_optim.formats.checksums import join_tables
+from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
+from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.frames import joined
+from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.formats.manifest import NAME as OUR_NAME
+from fsdp_optim.formats.torch_file import TORCH_FILE
+from fsdp_optim.formats.torch_zip import ArchiveFrames, TensorStub
+from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
+
+NAME = "torch_files.json"
+_MOST_NBYTES = 1 << 20
+_VERSION = 1
+_FILES = {COMMON: "trainer.pt", MODULES: "modules.pt"}
+_OWN = ("model.pt", "optim.pt", NAME, *_FILES.values())
+
+
+class TorchFilesJudge(Judge[Brief]):
+    """The `Judge` of folders of torch files, whose manifest has the sizes of the files."""
+
+    manifest = NAME
+    others: tuple[str, ...] = (OUR_NAME, ".metadata")
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+        try:
+            brief = _brief_of(opened)
+            for name, nbytes in brief.files.items():
+                if opened.nbytes_of(name) != nbytes:
+                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
+        except (OSError, MemoryError) as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return Standing(brief)
+
+    def token_in(self, opened: Opened) -> str | None:
+        with contextlib.suppress(OSError, MemoryError):
+            return _brief_of(opened).token
+        return None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return lambda name: name in _OWN or (name.startswith("rank-") and name.endswith(".pt"))
+
+
+def _brief_of(opened: Opened) -> Brief:
+    where = opened.named(NAME)
+    values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
+    with distrusted(where):
+        return Brief.from_json(where, values["brief"])
+
+
+@dataclass(frozen=True)
+class WrittenTorchFiles(Format):
+    """Plain torch files. `by_id`: the optimizer's dict calls parameters by id, else by name."""
+
+    by_id: bool = True
+    name = "torch"
+    judge: Judge[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
+
+    def recognises(self, opened: Opened) -> bool:
+        return opened.has(NAME)
+
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+        return TORCH_FILE.open(opened, verify=verify)
+
+    def writer(self) -> FormatWriter:
+        return TorchWriter(self.by_id)
+
+    def sequence_in(self, opened: Opened) -> int:
+        with contextlib.suppress(OSError):
+            return _brief_of(opened).sequence
+        return 0
+
+
+@dataclass
+class TorchWriter(FormatWriter):
+    """The `FormatWriter` of plain torch files."""
+
+    by_id: bool = True
+    _contents: CheckpointContents | None = None
+
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        for fqn, param in contents.optim.params.items() if contents.optim is not None else ():
+            for name, _, value in param.values:
+                if isinstance(value, tuple(records.values())):
+                    raise CheckpointError(
+                        f"{fqn}: {name!r} of its state has one part for each shard, which a full dict of torch cannot "
+                        "represent: save it in this library's own format"
+                    )
+        self._contents = contents
+        content = content_of(contents.params, has_optim=contents.optim is not None)
+        return Prepared(content, "", {}, contents.optim, contents)
+
+    def copied(self, reader: FormatReader) -> Prepared | None:
+        return None
+
+    def files(
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan one file for the half, however large."""
+        if self._contents is None:
+            raise CheckpointError("files of torch are written by convert, whose ranks all prepare what they write")
+        stubs = {one.key: TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
+        small = _Small(len(stubs))
+        if half == "optim" and self._contents.optim is not None:
+            tree: Any = small.without(_full_dict(self._contents.optim, stubs, by_id=self.by_id))
+        else:
+            aliases = self._contents.aliases.items()
+            tree = {**stubs, **{other: stubs[fqn] for other, fqn in aliases if fqn in stubs}}
+        archive = ArchiveFrames()
+        pending, frames, starts, at = archive.first(tree), [], list[int](), 0
+        for one in tensors:
+            nbytes = prod(one.shape) * dtype_named(one.dtype).itemsize
+            frames.append((at, pending + archive.tensor(len(starts), nbytes)))
+            starts.append(at)
+            pending, at = b"", at + nbytes
+        for number, content in small.contents.items():
+            pending += archive.tensor(number, len(content)) + content
+        head, between = joined([*frames, (at, pending + archive.end())])
+        name = f"{half}.pt"
+        return [PlannedFile(name, half, head, tuple(tensors), tuple(starts), at, 0, lambda *_: name, between)]
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        buffer = io.BytesIO()
+        torch.save({fqn: kept for fqn, (_, kept) in value.items()} if name == MODULES else value, buffer)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue()))
+        if named and not allow_pickle:
+            raise CheckpointError(
+                f"{_FILES.get(name, name)}: has a {named[0]}, which torch.load(weights_only=True) does not read: give "
+                "allow_pickle=True, or save plain values"
+            )
+        return _FILES.get(name, f"{name}.pt"), buffer.getvalue()
+
+    def info_of(self, data: bytes) -> Any:
+        return len(data)
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        for file in files:
+            join_tables(file.name, written.rows[file.name], file.nbytes_of_data)  # raises where a byte was not written
+        brief = Brief(
+            version=_VERSION,
+            sequence=stamp.sequence,
+            step=stamp.step,
+            keep_last=stamp.keep_last,
+            created_ns=time.time_ns(),
+            token=stamp.token,
+            content=prepared.content,
+            world_size=prepared.document.world_size,
+            files={**{file.name: file.nbytes for file in files}, **written.extras},
+        )
+        yield NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
+
+
+@dataclass
+class _Small:
+    """Tensors that are not in files of the source: hyperparameters, for example. `contents`: their bytes by number."""
+
+    number: int
+    contents: dict[int, bytes] = field(default_factory=dict)
+
+    def without(self, value: Any) -> Any:
+        """The value with a stub in the place of each tensor."""
+        if isinstance(value, torch.Tensor):
+            plain = value.detach().to("cpu").contiguous()
+            stub = TensorStub(dtype_name(plain.dtype), tuple(plain.shape), self.number)
+            self.contents[self.number] = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+            self.number += 1
+            return stub
+        if isinstance(value, dict):
+            return {key: self.without(item) for key, item in value.items()}
+        return type(value)(map(self.without, value)) if type(value) in (list, tuple) else value
+
+
+def _full_dict(optim: OptimDescription, stubs: Mapping[str, TensorStub], *, by_id: bool) -> dict[str, Any]:
+    """The full dict of an optimizer on the unwrapped model."""
+    fqns = [fqn for group in optim.groups for fqn in group.params]
+    key_of: dict[str, Any] = {fqn: number if by_id else fqn for number, fqn in enumerate(fqns)}
+    state = {
+        key_of[fqn]: {
+            name: value if kind in (SCALAR, OPAQUE) else stubs[value] for name, kind, value in optim.params[fqn].values
+        }
+        for fqn in fqns
+        if fqn in optim.params and optim.params[fqn].has_state
+    }
+    groups = [
+        {
+            **dict(group.hyperparameters),
+            "params": [key_of[fqn] for fqn in group.params],
+            **({"param_names": list(group.params)} if by_id else {}),
+        }
+        for group in optim.groups
+    ]
+    return {**optim.other_keys, "state": state, "param_groups": groups}

@@ -1,0 +1,106 @@
+"""convert(format="torch"): plain files that stock torch.load reads, mapped and plain, for the unwrapped model."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
+from parameterized import parameterized
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.testing import run_on_ranks
+
+MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}
+
+
+def save_all(root: Path) -> None:
+    for wrapper, make in MAKES.items():
+        with cpu():
+            one = Trained(wrapper, make)
+            extra = {"step": 3, "lrs": [0.1, 0.2]}
+            name = wrapper.replace(" ", "-")
+            fsdp_optim.save(
+                root / name, one.model, one.optim, extra=extra, durable=False, process_group=one.process_group
+            )
+
+
+def load(path: Path) -> Any:
+    """What stock torch reads, without unpickling objects; mapped, and plain."""
+    found = torch.load(path, weights_only=True)
+    check_same("mapped", torch.load(path, weights_only=True, mmap=True), found)
+    return found
+
+
+class TorchWriterTest(unittest.TestCase):
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        run_on_ranks(save_all, 2, cls.root)
+
+    @parameterized.expand(list(MAKES))
+    def test_stock_torch_goes_on(self, wrapper: str) -> None:
+        """The unwrapped model and a plain optimizer train on as in the run that never stopped."""
+        name, make = wrapper.replace(" ", "-"), MAKES[wrapper]
+        fsdp_optim.convert(self.root / name, self.root / f"{name}-torch", format="torch", durable=False)
+        path = self.root / f"{name}-torch"
+        one, wanted = Oracle(make, 0), Oracle(make, STEPS)
+        one.model.load_state_dict(load(path / "model.pt"))
+        one.optim.load_state_dict(copy.deepcopy(load(path / "optim.pt")))
+        for more in ((), range(STEPS, STEPS + 2)):
+            one.step(more)
+            wanted.step(more)
+            check_same("weights", dict(one.model.state_dict()), dict(wanted.model.state_dict()))
+            check_same("state", one.by_name(), wanted.by_name())
+        for group in one.optim.param_groups:
+            group.pop("param_names", None)
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in one.optim.param_groups]
+        wanted_groups = [{k: v for k, v in g.items() if k != "params"} for g in wanted.optim.param_groups]
+        check_same("groups", *[[dict(sorted(g.items())) for g in its] for its in (groups, wanted_groups)])
+        check_same("extra", load(path / "trainer.pt"), {"step": 3, "lrs": [0.1, 0.2]})
+
+    def test_by_name(self) -> None:
+        fsdp_optim.convert(self.root / "FSDP2", self.root / "named", format="torch", key_by="name", durable=False)
+        found, wanted = load(self.root / "named" / "optim.pt"), Oracle(adamw_tensor_lr)
+        check_same("names", found["param_groups"][0]["params"], wanted.names)
+        state = {name: {key: found["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
+        check_same("state", state, wanted.by_name())
+
+    def test_there_and_back(self) -> None:
+        """This library reads its own torch files."""
+        fsdp_optim.convert(self.root / "fairscale-flat", self.root / "there", format="torch", durable=False)
+        fsdp_optim.convert(self.root / "there", self.root / "back", durable=False)
+        model = Net()
+        optim = adam(model.parameters())
+        fsdp_optim.load(self.root / "back", model, optim)
+        wanted = Oracle(adam)
+        check_same("weights", dict(model.state_dict()), dict(wanted.model.state_dict()))
+        name_of = {param: name for name, param in model.named_parameters()}
+        state = {name_of[param]: values for param, values in optim.state.items()}
+        check_same("state", {name: state[name] for name in wanted.names}, wanted.by_name())
+
+    def test_refused(self) -> None:
+        with self.assertRaisesRegex(CheckpointError, "world_size is for formats with a part for each rank"):
+            fsdp_optim.convert(self.root / "FSDP2", self.root / "x", format="torch", world_size=2)
+        self.assertFalse((self.root / "x").exists())
+
+    def test_overwrite(self) -> None:
+        """A folder of torch files is replaced by another one only."""
+        model = nn.Linear(2, 2)
+        fsdp_optim.save(self.root / "small", model, durable=False)
+        path = self.root / "files"
+        fsdp_optim.convert(self.root / "small", path, format="torch", durable=False)
+        with self.assertRaisesRegex(CheckpointError, "exists already"):
+            fsdp_optim.convert(self.root / "small", path, format="torch", durable=False)
+        fsdp_optim.convert(self.root / "small", path, format="torch", overwrite=True, durable=False)
+        check_same("weights", load(path / "model.pt"), dict(model.state_dict()))
