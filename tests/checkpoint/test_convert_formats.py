@@ -1,0 +1,102 @@
+"""Conversions into the formats of other libraries, and back: bit for bit, by ranks, and after a kill."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed.checkpoint as dcp
+from kit.checkpoint_format import all_bytes, tensors_of
+from kit.compare import check_same
+from kit.conversions import MEMORY, UNIT, save_some
+from parameterized import parameterized
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import fsdp_optim
+from fsdp_optim.storage.posix.folder import FolderStaging
+from fsdp_optim.testing import run_on_ranks
+
+FORMATS = [("dcp",), ("torchtitan",)]
+
+
+def data_of(path: Path) -> dict[str, bytes]:
+    """The files with tensors."""
+    return {name: data for name, data in all_bytes(path).items() if name.startswith(("model", "optim"))}
+
+
+def convert_on_ranks(source: Path, target: Path, format: str) -> int:
+    return fsdp_optim.convert(source, target, format=format, memory=MEMORY, durable=False).nbytes_written
+
+
+class ConvertFormatsTest(unittest.TestCase):
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        cls.source = cls.root / "source"
+        save_some(cls.source)
+        for (format,) in FORMATS:
+            fsdp_optim.convert(cls.source, cls.root / format, format=format, memory=MEMORY, durable=False)
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(dir=self.root)
+        self.addCleanup(folder.cleanup)
+        self.target = Path(folder.name) / "to"
+
+    def convert(self, source: Path, **options: Any) -> int:
+        return fsdp_optim.convert(source, self.target, memory=MEMORY, durable=False, **options).nbytes_written
+
+    def test_dcp_is_read_by_torchs_own_calls(self) -> None:
+        dcp_to_torch_save(self.root / "dcp", self.target)
+        found = torch.load(self.target, weights_only=False)
+        for name, value in tensors_of(self.source, "model").items():
+            check_same(name, found["model"][name], value)
+        for name, value in tensors_of(self.source, "optim").items():
+            fqn, key = name.removeprefix("state.").rsplit(".", 1)
+            check_same(name, found["optimizer" if "optimizer" in found else "optim"]["state"][fqn][key], value)
+
+    @parameterized.expand(FORMATS)
+    def test_and_back(self, format: str) -> None:
+        self.convert(self.root / format)
+        check_same("state", tensors_of(self.target, "optim"), tensors_of(self.source, "optim"))
+        found, wanted = tensors_of(self.target, "model"), tensors_of(self.source, "model")
+        check_same("weights", {name: found[name] for name in wanted}, wanted)
+        self.assertEqual(fsdp_optim.verify(self.target).num_tensors, len(found) + 24)
+
+    @parameterized.expand(FORMATS)
+    def test_ranks_write_the_same_files(self, format: str) -> None:
+        written = run_on_ranks(convert_on_ranks, 2, self.source, self.target, format)
+        self.assertTrue(all(written), written)
+        check_same("files", data_of(self.target), data_of(self.root / format))
+
+    @parameterized.expand(FORMATS)
+    def test_what_was_left_is_gone_on_with(self, format: str) -> None:
+        """Also where what stands between the tensors was lost: the units beside it are written again."""
+        with (
+            mock.patch.object(FolderStaging, "seal", side_effect=KeyboardInterrupt),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            self.convert(self.source, format=format)
+        (left,) = self.target.parent.iterdir()
+        largest = max(left.glob("*.distcp"), key=lambda file: file.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        at = content.index(b"PK\x03\x04", len(content) // 2)  # the header of a record of a zip archive
+        content[at] ^= 1
+        largest.write_bytes(content)
+        written = self.convert(self.source, format=format)
+        self.assertTrue(0 < written <= 2 * UNIT, written)
+        check_same("files", data_of(self.target), data_of(self.root / format))
+
+    def test_dcp_keeps_the_values_of_the_trainer(self) -> None:
+        self.convert(self.root / "dcp")
+        restored = fsdp_optim.load(self.target)
+        check_same("extra", dict(sorted(restored.items())), {"history": torch.arange(3), "seed": 0})
+        metadata = dcp.FileSystemReader(self.root / "dcp").read_metadata()
+        self.assertTrue(metadata.state_dict_metadata)
