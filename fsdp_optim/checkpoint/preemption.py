@@ -24,7 +24,7 @@ class Signals:
         self._process = os.getpid()
         self._is_active = True
         self._previous: dict[int, Any] = {}
-        for number in signals:
+        for number in sorted({int(number) for number in signals}):  # a handler that was there twice would call itself
             self._install(number)
 
     def _install(self, number: int) -> None:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from kit import scripts
 from kit.catalogs import LOG, CatalogTest, sequence_of
 from kit.catalogs import save as save_plain
-from kit.checkpoint_damage import flip
+from kit.checkpoint_damage import flip, seal_as_it_is, sealed_brief
+from kit.checkpoint_format import read_manifest
 from kit.checkpoints import before_writes
 from kit.managed import Loader, Run, closing_all, names_in, steps_in
 from kit.wrapping import Differs, check_refused, check_same, cpu, error_text
@@ -337,8 +338,6 @@ def wrong_arguments(root: Path, bad: int) -> None:
 
 
 def record_of(root: Path, step: int) -> Any:
-    from kit.checkpoint_format import read_manifest
-
     return read_manifest(root / f"step-{step:08}")["brief"].get("manager")
 
 
@@ -723,6 +722,50 @@ class KeepTest(CatalogTest):
             manifest.write_bytes(text[:-40] + b"x" + text[-39:])  # behind the brief
             run.steps(range(3, 4))
         self.check_only("step-00000001", "step-00000002", "step-00000003")
+
+    @parameterized.expand([("removed", {"keep_last": 1}, 1), ("taken back", {}, 2)])
+    def test_nothing_goes_before_the_new_one_is_on_the_disk(self, _: str, rules: dict[str, Any], last: int) -> None:
+        """Also with durable=False: what goes may be the only one that is on the disk."""
+        run = Run(self.root, "plain", every=1, **rules)
+        events: list[str] = []
+        real_sync, real_remove = os.fsync, FolderShelf.remove
+
+        def sync(file: int) -> None:
+            if os.readlink(f"/proc/self/fd/{file}").endswith("model.safetensors"):
+                events.append("sync")
+            real_sync(file)
+
+        def remove(shelf: Any, ones: Any, reason: str) -> None:
+            events.append("remove")
+            real_remove(shelf, ones, reason)
+
+        patches = (mock.patch.object(os, "fsync", sync), mock.patch.object(FolderShelf, "remove", remove))
+        with run.manager, patches[0], patches[1]:
+            run.steps(range(1, last + 1))
+            run.manager.wait()
+            self.assertEqual(events, [], "nothing goes, and nothing is flushed")
+            if last == 2:
+                run.manager.rollback(to=1)
+                run.manager.save(3)
+            else:
+                run.steps([2])
+            run.manager.wait()
+        self.assertEqual((events[0], events[-1]), ("sync", "remove"))
+
+    def test_a_reader_passes_over_what_a_later_version_records(self) -> None:
+        """As readers of earlier versions do with the record of a manager."""
+        run = Run(self.root, "plain", every=1)
+        with run.manager:
+            run.steps([1])
+        folder = self.root / "step-00000001"
+        manifest = read_manifest(folder)
+        self.assertEqual(manifest["brief"]["manager"], {"after": -1, "metric": None})
+        more = sealed_brief({**manifest["brief"], "manager": {"after": -1, "metric": None, "more": 1}, "yet more": [2]})
+        seal_as_it_is(folder, {**manifest, "brief": more})
+        self.assertEqual(Path(str(fsdp_optim.latest(self.root))).name, folder.name)
+        again = Run(self.root, "plain")
+        with again.manager:
+            self.assertEqual(again.manager.resume(), 1)
 
     def test_checkpoints_of_others_are_not_resumed_from_in_silence(self) -> None:
         save_plain(self.root / "step-5", step=5)

@@ -155,6 +155,13 @@ class SignalsTest(unittest.TestCase):
         signals.put_back()
         self.assertIs(signal.getsignal(signal.SIGUSR1), self.theirs)
 
+    def test_a_signal_that_is_given_twice(self) -> None:
+        signals = Signals([signal.SIGUSR1, int(signal.SIGUSR1)])
+        signal.raise_signal(signal.SIGUSR1)
+        self.assertEqual((signals.received, self.calls), (True, ["theirs"]))
+        signals.put_back()
+        self.assertIs(signal.getsignal(signal.SIGUSR1), self.theirs)
+
     def test_two_managers_closed_in_either_order(self) -> None:
         for first in (0, 1):
             both = [Signals([signal.SIGUSR1]), Signals([signal.SIGUSR1])]
