@@ -731,7 +731,8 @@ def convert(
         src: the checkpoint: a path, or a URL as for save.
         dst: the place of the new checkpoint: a path, or a URL as for save.
         format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
-            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load.
+            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "fairscale": the same with
+            the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is wrapped.
         world_size: the number of ranks, for formats that have a part for each rank.
         key_by: "id" or "name", for formats whose optimizer dict may have either.
         memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint

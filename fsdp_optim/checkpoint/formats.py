@@ -72,10 +72,15 @@ def _dcp(wanted: Wanted, format: Format) -> Format:
     return format
 
 
-def _torch(wanted: Wanted) -> Format:
+def _torch(wanted: Wanted, is_fairscales: bool = False) -> Format:
+    made = WrittenTorchFiles(by_id=wanted.key_by != "name", is_fairscales=is_fairscales)
     if wanted.world_size is not None:
-        raise CheckpointError('world_size is for formats with a part for each rank: the format "torch" has full dicts')
-    return WrittenTorchFiles(by_id=wanted.key_by != "name")
+        raise CheckpointError(
+            f'world_size is for formats with a part for each rank: the format "{made.name}" has full dicts'
+        )
+    if is_fairscales and not made.by_id:
+        raise CheckpointError("fairscale's full dict calls parameters by id: leave key_by out")
+    return made
 
 
 WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
@@ -83,6 +88,7 @@ WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
     "dcp": partial(_dcp, format=DCP_FOLDER),
     "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
     "torch": _torch,
+    "fairscale": partial(_torch, is_fairscales=True),
 }
 """The formats that can be written, by the names that callers give."""
 

@@ -85,11 +85,19 @@ def _brief_of(opened: Opened) -> Brief:
 
 @dataclass(frozen=True)
 class WrittenTorchFiles(Format):
-    """Plain torch files. `by_id`: the optimizer's dict calls parameters by id, else by name."""
+    """Plain torch files.
+
+    `by_id`: the optimizer's dict calls parameters by id, else by name. `is_fairscales`: the dict is one that fairscale's own
+    `get_shard_from_optim_state_dict` takes, for a model whose root alone is wrapped.
+    """
 
     by_id: bool = True
-    name = "torch"
+    is_fairscales: bool = False
     judge: Judge[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
+
+    @property
+    def name(self) -> str:
+        return "fairscale" if self.is_fairscales else "torch"
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
@@ -98,7 +106,7 @@ class WrittenTorchFiles(Format):
         return TORCH_FILE.open(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
-        return TorchWriter(self.by_id)
+        return TorchWriter(self.by_id, self.is_fairscales)
 
     def sequence_in(self, opened: Opened) -> int:
         with contextlib.suppress(OSError):
@@ -111,6 +119,7 @@ class TorchWriter(FormatWriter):
     """The `FormatWriter` of plain torch files."""
 
     by_id: bool = True
+    is_fairscales: bool = False
     _contents: CheckpointContents | None = None
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
@@ -121,6 +130,8 @@ class TorchWriter(FormatWriter):
                         f"{fqn}: {name!r} of its state has one part for each shard, which a full dict of torch cannot "
                         "represent: save it in this library's own format"
                     )
+        if self.is_fairscales and contents.optim is not None:
+            _check_fits_fairscale(contents.optim)
         self._contents = contents
         content = content_of(contents.params, has_optim=contents.optim is not None)
         return Prepared(content, "", {}, contents.optim, contents)
@@ -137,7 +148,8 @@ class TorchWriter(FormatWriter):
         stubs = {one.key: TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
         small = _Small(len(stubs))
         if half == "optim" and self._contents.optim is not None:
-            tree: Any = small.without(_full_dict(self._contents.optim, stubs, by_id=self.by_id))
+            full = _full_dict(self._contents.optim, stubs, by_id=self.by_id)
+            tree: Any = small.without(_fairscales(full) if self.is_fairscales else full)
         else:
             aliases = self._contents.aliases.items()
             tree = {**stubs, **{other: stubs[fqn] for other, fqn in aliases if fqn in stubs}}
@@ -185,6 +197,35 @@ class TorchWriter(FormatWriter):
             files={**{file.name: file.nbytes for file in files}, **written.extras},
         )
         yield NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
+
+
+def _check_fits_fairscale(optim: OptimDescription) -> None:
+    """Refuse an optimizer that fairscale cannot have on one flat parameter."""
+    if len(optim.groups) != 1:
+        raise CheckpointError(
+            f"the optimizer has {len(optim.groups)} param groups, and fairscale's full dict has one: write the format "
+            '"torch", and load it by fsdp_optim.scatter_full_optim_state_dict'
+        )
+    without = [fqn for fqn in optim.groups[0].params if fqn not in optim.params or not optim.params[fqn].has_state]
+    if without and len(without) < len(optim.groups[0].params):
+        raise CheckpointError(
+            f"{without[0]}: has no state, and others have: fairscale's full dict has one state for the whole flat parameter"
+        )
+
+
+def _fairscales(full: dict[str, Any]) -> dict[str, Any]:
+    """A full dict by id as fairscale's reader takes it: that cuts every tensor which is not in a list, even a single number."""
+    state = {
+        key: {
+            name: [value] if isinstance(value, (torch.Tensor, TensorStub)) and not value.shape else value
+            for name, value in values.items()
+        }
+        for key, values in full["state"].items()
+    }
+    (group,) = full["param_groups"]
+    group = {name: value for name, value in group.items() if name != "param_names"}
+    ids = dict.fromkeys(group["params"], 0 if state else None)
+    return {**full, "state": state, "param_groups": [group], "param_id_map": ids, "uncollected_local_ids": []}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fairscale.nn import FullyShardedDataParallel
 from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -29,6 +30,21 @@ def save_all(root: Path) -> None:
             fsdp_optim.save(
                 root / name, one.model, one.optim, extra=extra, durable=False, process_group=one.process_group
             )
+
+
+def resumed_by_fairscale(path: Path) -> None:
+    with cpu():
+        one = Trained(lambda model: FullyShardedDataParallel(model, flatten_parameters=True), adam, 0)
+        one.model.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+        own = one.model.get_shard_from_optim_state_dict(torch.load(path / "optim.pt", weights_only=True))
+        one.optim.load_state_dict(own)
+        one.step(range(STEPS, STEPS + 2))
+        wanted = Oracle(adam, STEPS + 2)
+        full = one.gather(None, "name")
+        state = {name: {key: full["state"][name][key] for key in its} for name, its in wanted.by_name().items()}
+        check_same("state", state, wanted.by_name())
+        weights = one.model.state_dict()
+        check_same("weights", {name: weights[name] for name in wanted.names}, dict(wanted.model.state_dict()))
 
 
 def load(path: Path) -> Any:
@@ -68,6 +84,19 @@ class TorchWriterTest(unittest.TestCase):
         wanted_groups = [{k: v for k, v in g.items() if k != "params"} for g in wanted.optim.param_groups]
         check_same("groups", *[[dict(sorted(g.items())) for g in its] for its in (groups, wanted_groups)])
         check_same("extra", load(path / "trainer.pt"), {"step": 3, "lrs": [0.1, 0.2]})
+
+    def test_fairscale_itself_reads_it(self) -> None:
+        """Its own load_state_dict and get_shard_from_optim_state_dict, at another world size, with the root alone wrapped."""
+        path = self.root / "for-fairscale"
+        fsdp_optim.convert(self.root / "fairscale-flat", path, format="fairscale", durable=False)
+        run_on_ranks(resumed_by_fairscale, 3, path)
+        model = Net()
+        optim = torch.optim.Adam([{"params": list(model.stem.parameters())}, {"params": list(model.head.parameters())}])
+        model.stem(torch.ones(1, 5)).sum().backward()
+        optim.step()
+        fsdp_optim.save(self.root / "groups", model, optim, durable=False)
+        with self.assertRaisesRegex(CheckpointError, "2 param groups, and fairscale's full dict has one"):
+            fsdp_optim.convert(self.root / "groups", self.root / "x", format="fairscale", durable=False)
 
     def test_by_name(self) -> None:
         fsdp_optim.convert(self.root / "FSDP2", self.root / "named", format="torch", key_by="name", durable=False)
