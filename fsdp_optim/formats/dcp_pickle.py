@@ -220,7 +220,7 @@ def _check_operations(data: bytes) -> None:
         operation = data[at : at + 1]
         if operation in _NBYTES_OF_LENGTH:
             start = at + 1 + _NBYTES_OF_LENGTH[operation]
-            at = start + int.from_bytes(data[at + 1 : start], "little")
+            at = min(start + int.from_bytes(data[at + 1 : start], "little"), len(data))
         elif operation == b"r" and int.from_bytes(data[at + 1 : at + 5], "little") <= len(data):
             at += 5
         elif operation == b"c":

@@ -24,6 +24,7 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import COMMON, MODULES, Format
 from fsdp_optim.formats.dcp import DCP
 from fsdp_optim.formats.dcp_keys import Leaf, meaning_of
+from fsdp_optim.formats.dcp_pickle import load as load_pickle
 from fsdp_optim.formats.foreign import NO_JUDGE, ForeignReader
 from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatChunks, Whole
 from fsdp_optim.plan import copies_into
@@ -305,28 +306,34 @@ class HostileTest(InFolder):
             self.assertFalse(mark.exists(), place)
 
     def test_attributes_of_classes_are_not_changed_for_later_pickles(self) -> None:
-        name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
-        state = b"(NU\x0cplanner_data"  # not an operation of torch's pickles
+        """A pickle can set attributes of a class that it names."""
         self.folder.mkdir()
-        for evil in (
-            b"\x80\x02" + name + b"N}X\x0c\x00\x00\x00planner_dataK\x01s\x86b.",
-            b"\x80\x02" + name + state + b".",
-        ):
-            (self.folder / ".metadata").write_bytes(evil)
-            self.check_refused(".metadata")
+        for name in (b"ChunkStorageMetadata", b"MetadataIndex", b"TensorStorageMetadata"):
+            named = b"ctorch.distributed.checkpoint.metadata\n" + name + b"\n"
+            (self.folder / ".metadata").write_bytes(
+                b"\x80\x02" + named + b"N}X\x0c\x00\x00\x00__setstate__K\x01s\x86b."
+            )
+            self.check_refused(".metadata", "the class torch.distributed.checkpoint.metadata." + name.decode())
         fill(DcpFiles(self.folder)).finish()
         with closing(opened(self.folder)) as reader:
             self.check_model(reader)
 
     def test_pickles_that_ask_for_memory(self) -> None:
+        """They are refused before the unpickler sees them."""
         self.folder.mkdir()
-        for evil in (
-            b"\x80\x04Nr\xff\xff\xff\xff.",
-            b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.",
-            b"\x80\x05\x96" + b"\xff" * 7 + b"\x7f.",
+        length = b"\xff" * 7 + b"\x7f"
+        for evil, words in (
+            (b"\x80\x04Nr\xff\xff\xff\xff.", "the operation b'r' at byte 3"),
+            (b"\x80\x04\x8d" + length + b".", "it was cut short"),
+            (b"\x80\x05\x96" + length + b".", "the operation b'\\x96' at byte 2"),
         ):
             (self.folder / ".metadata").write_bytes(evil)
-            self.check_refused(".metadata")
+            self.check_refused(".metadata", words)
+
+    def test_words_are_not_made(self) -> None:
+        """Paths, layouts and memory formats, which nobody needs."""
+        for value in (Path("a/b"), torch.strided):
+            self.assertEqual(load_pickle("here", pickle.dumps(value)), "")
 
 
 def replaced(files: DcpFiles, key: str, **fields: Any) -> None:
