@@ -41,8 +41,6 @@ from fsdp_optim.testing.mix_in import MixIn
 
 Tensors = Mapping[str, torch.Tensor]
 
-_NUM_FLIPS, _NUM_CUTS = 300, 40  # damaged copies
-
 
 @dataclass(frozen=True)
 class Written:
@@ -66,6 +64,9 @@ class ReaderConformance(MixIn):
     def write(self, folder: Path) -> Written:
         """Write a checkpoint into an empty folder, as the other library does."""
         raise NotImplementedError
+
+    num_flips, num_cuts = 300, 40
+    """How many damaged copies of each file are read: with one bit changed, and cut short."""
 
     def open_any(self, folder: Path) -> Opened:
         """The files of a folder, as a store opens files of any content."""
@@ -175,12 +176,12 @@ class ReaderConformance(MixIn):
         for path in _files(folder):
             data = path.read_bytes()
             cuts = sorted(
-                {0, 1, len(data) // 2, len(data) - 1, *(rng.randrange(len(data) or 1) for _ in range(_NUM_CUTS))}
+                {0, 1, len(data) // 2, len(data) - 1, *(rng.randrange(len(data) or 1) for _ in range(self.num_cuts))}
             )
             for cut in cuts:
                 if cut < len(data):
                     self._check_damaged(folder, path, data[:cut], f"cut to {cut} of {len(data)} bytes")
-            for _ in range(_NUM_FLIPS if data else 0):
+            for _ in range(self.num_flips if data else 0):
                 at, bit = rng.randrange(len(data)), rng.randrange(8)
                 self._check_damaged(
                     folder, path, data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :], f"bit {bit} of byte {at}"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import unittest
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint
+from kit.zero_files import write_zero
 from safetensors.torch import save_file
 
 from fsdp_optim.formats.base import Format
+from fsdp_optim.formats.dcp import DCP
+from fsdp_optim.formats.deepspeed import DEEPSPEED
 from fsdp_optim.formats.foreign import NO_JUDGE
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.torch_file import TORCH_FILE
@@ -85,6 +90,42 @@ class TorchFilesTest(InFolders, unittest.TestCase):
         torch.save({"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.bin")
         torch.save({"last_epoch": 4}, folder / "scheduler.bin")
         return Written(WEIGHTS, [torch.ones(2)], {"scheduler": {"last_epoch": 4}})
+
+
+class DcpTest(InFolders, unittest.TestCase):
+    """A folder that torch.distributed.checkpoint has written in one process."""
+
+    def make_format(self) -> Format:
+        return DCP
+
+    def write(self, folder: Path) -> Written:
+        state = {"große": {"exp_avg": torch.ones(7, 5), "step": torch.tensor(3.0)}}
+        groups = [{"lr": 0.1, "params": ["große"]}]
+        weights = {"große": WEIGHTS["größe"], "half": WEIGHTS["half"]}
+        saved = {"model": weights, "optimizer": {"state": state, "param_groups": groups}, "epoch": 3}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.distributed.checkpoint.save(saved, checkpoint_id=folder, no_dist=True)
+        return Written(weights, list(state["große"].values()), {"epoch": 3})
+
+
+class ZeroTest(InFolders, unittest.TestCase):
+    """Files of DeepSpeed's ZeRO 2, of two ranks."""
+
+    stage, num_flips, num_cuts = 2, 60, 10
+
+    def make_format(self) -> Format:
+        return DEEPSPEED
+
+    def write(self, folder: Path) -> Written:
+        weights = {"a": torch.arange(35.0).reshape(7, 5), "b": torch.arange(3.0)}
+        moments = {name: weight + 0.5 for name, weight in weights.items()}
+        write_zero(folder, self.stage, 2, [weights], {"exp_avg": [moments]}, step=3)
+        return Written(weights, list(moments.values()))
+
+
+class Zero3Test(ZeroTest):
+    stage = 3
 
 
 if __name__ == "__main__":
