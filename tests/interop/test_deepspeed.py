@@ -189,6 +189,19 @@ class TestRuns(unittest.TestCase):
             restore.restore(store, model, optim, LoadOptions(Options(), cast=True))
             check_loaded(model, optim, self.oracle, self.root / "live")
 
+    def test_converted(self) -> None:
+        """Without ranks, into a checkpoint of this library; objects of other classes need allow_pickle, as in a save."""
+        for name in ("z2-w3-aligned", "z3-w2-groups", "z3-w3-fp32-universal"):
+            place = self.root / "converted" / name
+            with self.assertRaisesRegex(CheckpointError, "args has an object of the class"):
+                fsdp_optim.convert(self.root / name, place, progress=False)
+            fsdp_optim.convert(self.root / name, place, allow_pickle=True, progress=False)
+            model = of_zeros()
+            optim = optimizer(model)
+            restored = fsdp_optim.load(place, model, optim, cast=True)
+            check_loaded(model, optim, self.oracle, self.root / "live")
+            check_same("the rest", (restored["epoch"], restored.summary.step), (4, STEPS))
+
     def test_the_fp32_weights_are_the_weights(self) -> None:
         """Frozen ones and buffers are given as they are, and the module's own where there is no optimizer."""
         for name in RUNS[:-1]:
