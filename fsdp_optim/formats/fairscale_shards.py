@@ -19,7 +19,14 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader
 from fsdp_optim.formats.id_order import live_of_ids
 from fsdp_optim.formats.local_optim import LiveParam, Original, groups_of, joined
-from fsdp_optim.formats.rank_files import RankFiles, UnreadableOptimError, by_rank, complete, unreadable
+from fsdp_optim.formats.rank_files import (
+    RankFiles,
+    UnreadableOptimError,
+    by_rank,
+    complete,
+    is_extra_state,
+    unreadable,
+)
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
 
@@ -57,8 +64,9 @@ class FairscaleShards(ForeignFormat):
                 files.sources,
                 aliases,
                 extra_values=extras[0],
-                rank_extras=extras,
-                pickled=partial(files.pickled, _NOT_EXTRA),
+                module_values=files.module_values(shards.weights[0]),
+                rank_extras=files.rank_extras(extras),
+                pickled=partial(files.pickled, extras[0]),
                 world_size=files.num,
                 step=_step(values[0]),
                 metadata_digest=files.digest,
@@ -164,8 +172,8 @@ class _Shards:
         units = {self._place(self.weights[0][unit.key]): unit for unit in self.units}
         aliases = {alias: fqn for fqn, alias in self.shared if fqn in model}
         for key, value in self.weights[0].items():
-            if not isinstance(value, StoredTensor):
-                continue  # extra state of a module, which the loader does not have a place for
+            if not isinstance(value, StoredTensor) or is_extra_state(key):
+                continue  # see module_values
             tied = units.get(self._place(value))
             if tied is None:
                 model[key] = replace(value, key=key)  # a buffer, of which the first rank's counts

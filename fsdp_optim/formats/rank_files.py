@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,14 +13,19 @@ from xxhash import xxh3_128
 from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun
 from fsdp_optim.formats.base import Chunks, StoredTensor
 from fsdp_optim.formats.codec import Withheld
-from fsdp_optim.formats.foreign import Source, tensors_in
+from fsdp_optim.formats.foreign import ForeignValues, Source, tensors_in
 from fsdp_optim.formats.inert_pickle import Unread
 from fsdp_optim.formats.torch_archive import TorchArchive, read_archive
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.storage.base import Opened
 
 _MOST_NAMED = 8
+_EXTRA_STATE = "_extra_state"
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value
+
+
+class Shard:
+    """The parent of stand-ins for a rank's part of a tensor."""
 
 
 class UnreadableOptimError(CheckpointError):
@@ -147,9 +152,32 @@ class RankFiles:
             for archive in self.archives
         ]
 
-    def pickled(self, but: frozenset[str]) -> Mapping[str, Any]:
-        """The values of the trainer of the first rank with all their classes. Runs the code in pickles."""
-        return {key: value for key, value in self.archives[0].unpickled().items() if key not in but}
+    def module_values(self, model: Mapping[Any, Any]) -> dict[str, Any]:
+        """By name, what modules add to the first rank's state dict besides parameters and buffers."""
+        kept = {
+            str(name): _extra(self.archives[0], name, value)
+            for name, value in model.items()
+            if not isinstance(value, (StoredTensor, Shard)) or is_extra_state(name)
+        }
+        return {name: value if isinstance(value, Withheld) else [None, value] for name, value in kept.items()}
+
+    def rank_extras(self, extras: Sequence[Mapping[str, Any]]) -> list[ForeignValues]:
+        """The same values of each rank, which load their pickles when that is allowed."""
+        return [ForeignValues(values, partial(self.pickled, values, rank)) for rank, values in enumerate(extras)]
+
+    def pickled(self, values: Mapping[str, Any], rank: int = 0) -> Mapping[str, Any]:
+        """The values of the trainer of a rank, with all classes of those that are withheld. Runs the code in pickles."""
+        archive = self.archives[rank]
+        real = archive.unpickled() if any(isinstance(value, Withheld) for value in values.values()) else {}
+        return {
+            key: archive.materialised(real[key]) if isinstance(value, Withheld) else value
+            for key, value in values.items()
+        }
+
+
+def is_extra_state(name: Any) -> bool:
+    """Whether a name in a state dict is that of a module's `get_extra_state`, whose value may be a tensor."""
+    return str(name).rpartition(".")[2] == _EXTRA_STATE
 
 
 def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:

@@ -23,6 +23,7 @@ from fsdp_optim.formats.rank_files import (
     by_rank,
     complete,
     first_unread,
+    is_extra_state,
     unreadable,
 )
 from fsdp_optim.formats.rank_halves import Half, Values, first_shards, in_order, numbers_in
@@ -69,8 +70,9 @@ class RankTensors(ForeignFormat):
                 merged.optim(),
                 {name: source for one in read for name, source in one.files.sources.items()},
                 extra_values=extras[0] if extras else None,
-                rank_extras=extras,
-                pickled=partial(main.files.pickled, but) if extras else None,
+                module_values=merged.module_values(),
+                rank_extras=main.files.rank_extras(extras),
+                pickled=partial(main.files.pickled, extras[0]) if extras else None,
                 world_size=main.files.num,
                 files=[name for one in read for name in one.files.names],
                 metadata_digest=" ".join(one.files.digest for one in read),
@@ -224,6 +226,11 @@ class _Merged:
         """The names of parameters with state."""
         return {name for values in (self._optim.values if self._optim is not None else {}).values() for name in values}
 
+    def module_values(self) -> dict[str, Any]:
+        """By name, what modules add to a state dict besides parameters and buffers."""
+        half = self._model
+        return half.files.module_values(half.values[min(half.values)]) if half is not None else {}
+
     def model(self) -> dict[str, StoredTensor]:
         if self._model is None:
             return {}
@@ -232,7 +239,7 @@ class _Merged:
         return {
             name: self._model.tensor(name, by, strictly=name in stepped)
             for name, by in self._model.renamed(self._renames).items()
-            if any(isinstance(value, (Fields, StoredTensor)) for value in by.values())
+            if any(isinstance(value, (Fields, StoredTensor)) for value in by.values()) and not is_extra_state(name)
         }
 
     def optim(self) -> Mapping[str, Any] | None:

@@ -15,6 +15,7 @@ import numpy
 
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.inert_pickle import Known, Unread
+from fsdp_optim.formats.rank_files import Shard
 from fsdp_optim.layout import Box, MeshBoxes, Shape
 
 
@@ -43,11 +44,11 @@ class Fields:
         return self.fields[name]
 
 
-class ShardedTensorFields(Fields):
+class ShardedTensorFields(Fields, Shard):
     """torch's ShardedTensor: (local shards, metadata, process group, sharding spec, rrefs)."""
 
 
-class DTensorFields(Fields):
+class DTensorFields(Fields, Shard):
     """torch's DTensor: `_local_tensor` and `_spec`."""
 
 

@@ -74,7 +74,11 @@ class FlatRuns(Placement):
         return (self.by[shard],)
 
     def shard_of(self, rank: int) -> int | None:
-        return self.by.index(rank) if rank in self.by else None
+        return self._shards.get(rank)
+
+    @cached_property
+    def _shards(self) -> dict[int, int]:
+        return {rank: shard for shard, rank in enumerate(self.by)}
 
     def run(self, shard: int) -> Run:
         return Run(self.starts[shard], self.stops[shard], 0)

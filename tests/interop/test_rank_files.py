@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from kit.cases import expand, some
 from kit.experts import Experts
-from kit.rank_files import Buffered, save_fairscale, save_olmo_local, save_sharded, weights_of
+from kit.rank_files import Buffered, Remembering, save_fairscale, save_olmo_local, save_sharded, weights_of
 from kit.wrapping import (
     STEPS,
     Net,
@@ -148,8 +148,17 @@ def write_all(root: str) -> None:
             wrapper = fsdp1_hybrid_groups if wrap == "hybrid" else wrap
             trained = Trained(wrapper, make, STEPS, model_of(name), prepare)
             trained.forget_gradients()
+            remembering(trained.model, 7)
             save(str(folder), trained.model, trained.optim)
             dist.barrier()
+
+
+def remembering(model: nn.Module, seen: int | None = None) -> list[int]:
+    """What the layers with extra state have; `seen`: it is set first."""
+    layers = [module for module in model.modules() if isinstance(module, Remembering)]
+    for layer in layers if seen is not None else ():
+        layer.seen = int(seen or 0)
+    return [layer.seen for layer in layers]
 
 
 @functools.lru_cache(maxsize=1)
@@ -184,6 +193,7 @@ def check_loaded(path: str, wrap: Any, make: Any, prepare: Any, model: Any) -> N
         check_same("weights", local_of(param).detach().double().reshape(-1)[real], values[index][real])
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in target.model.named_buffers()}
     check_same("buffers", buffers, {name.rpartition(".")[2]: buffer for name, buffer in oracle.model.named_buffers()})
+    check_same("extra state", remembering(target.model), [7] if model is Buffered else [])
     groups = [{k: v for k, v in g.items() if k != "params"} for g in target.optim.param_groups]
     check_same("groups", groups, [{k: v for k, v in g.items() if k != "params"} for g in oracle.optim.param_groups])
 
@@ -248,12 +258,19 @@ class ReadingTest(unittest.TestCase):
 
     def test_the_values_of_the_trainer_are_extras(self) -> None:
         model = Buffered()
-        restored = fsdp_optim.load(f"{written_by(2)}/fairseq, 2/checkpoint_last.pt", model)
+        restored = fsdp_optim.load(f"{written_by(2)}/metaseq, momentum, 2/checkpoint_last.pt", model)
         check_same("cfg", restored["cfg"], {"optimizer": {"lr": [0.01]}})
         check_same(
             "rng", [one["extra_state"]["rng"] for one in restored.all_ranks], [torch.arange(3), torch.arange(3) + 1]
         )
         self.assertEqual((restored.summary.world_size, restored.summary.step), (2, 3))
+
+    def test_extras_of_other_classes_are_withheld_unless_pickles_are_allowed(self) -> None:
+        path = f"{written_by(2)}/fairseq, 2"
+        with self.assertRaisesRegex(CheckpointError, "Namespace"):
+            fsdp_optim.load(path, Buffered())["args"]
+        restored = fsdp_optim.load(path, Buffered(), allow_pickle=True)
+        self.assertEqual([one["args"].arch for one in restored.all_ranks], ["net of rank 0", "net of rank 1"])
 
     def test_one_of_several_checkpoints_in_a_folder_is_selected_by_its_path(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +18,26 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDict
 from kit.wraps import Net
 
 
+class Remembering(nn.Linear):
+    """A layer with extra state."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
 class Buffered(Net):
-    """`Net` with buffers in the root and in a unit."""
+    """`Net` with buffers in the root and in a unit, and with extra state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.arange(6.0).reshape(2, 3) / 7)
         self.block[1].register_buffer("count", torch.tensor(2**40 + 1))
+        self.head = Remembering(5, 2)
 
 
 def save_fairscale(
@@ -39,6 +53,8 @@ def save_fairscale(
         "last_optimizer_state": optim.state_dict(),
         metadata: model.local_metadata_dict(),
     }
+    if metadata == "fsdp_metadata":
+        state["args"] = argparse.Namespace(arch=f"net of rank {rank}")
     torch.save(state, Path(folder) / f"{stem}-shard{rank}.pt")
 
 
