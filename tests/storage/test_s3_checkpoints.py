@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import unittest
 from contextlib import ExitStack, nullcontext
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
+from kit.managed import Run
 from kit.servers import new_bucket, serving
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
@@ -62,6 +64,32 @@ def load_all(root: str, options: Options) -> None:
             check_same(f"{source} into {wrap}", mine(other), mine(expected))
             check_same("extra", (restored["wrap"], restored.summary.step), (source, 3))
             check_same("per rank", restored.per_rank, dist.get_rank())
+
+
+def manage(root: str, options: Options) -> None:
+    """A run of a manager that is stopped by a signal on one rank, goes on, and goes back."""
+    asked: Options = {"every": 1, "keep_last": 2, "agree_every": 1, "storage_options": options}
+
+    def steps() -> list[int | None]:
+        return [one.step for one in fsdp_optim.checkpoints(root, storage_options=options) if one.complete]
+
+    run = Run(root, "FSDP2", **asked)
+    with run.manager:
+        check_same("nothing there", run.manager.resume(), 0)
+        run.steps(range(1, 4))
+        if run.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        run.steps(range(4, 9))
+        check_same("stopped", (run.manager.should_stop, steps()), (True, [4, 3]))
+    dist.barrier()
+    again = Run(root, "FSDP2", **asked)
+    with again.manager:
+        check_same("resumed at", again.manager.resume(), 4)
+        check_same("everything", again.everything()["params"], run.everything()["params"])
+        again.manager.rollback(to=3)
+        again.manager.save(5)
+        again.manager.wait()
+        check_same("4 was taken back", steps(), [5, 3])
 
 
 def save_and_upload(folder: str, root: str, options: Options) -> None:
@@ -148,6 +176,10 @@ class TestServers(unittest.TestCase):
             run_on_ranks(load_all, world_size, root, options)
         self.check_bucket(name, options)
         self.assertEqual(fsdp_optim.latest(root, storage_options=options), f"{root}/{WRAPS[-1]}")
+
+    def test_a_manager(self) -> None:
+        options = self.options["moto"]
+        run_on_ranks(manage, 2, f"s3://{new_bucket(options)}/run", options)
 
     def test_a_folder_goes_up(self) -> None:
         options = self.options["rclone"]
