@@ -269,7 +269,6 @@ PRIVATE_OF_TORCH = {
         *("_tensor", "_StridedShard", "_Partial"),
     },
     "fsdp_optim.formats.rank_tensors": {"_spec", "_rank"},
-    "fsdp_optim.formats.rank_files": {"_extra_state"},
     "fsdp_optim.formats.torch_globals": {"_metadata"},  # the versions of modules, beside a state dict
     "fsdp_optim.formats.torch_file": {"_metadata"},
     "fsdp_optim.formats.torch_parts": {"_extra_state"},  # the last part of the names of values that modules add

@@ -24,9 +24,9 @@ from fsdp_optim.formats.rank_files import (
     UnreadableOptimError,
     by_rank,
     complete,
-    is_extra_state,
     unreadable,
 )
+from fsdp_optim.formats.torch_parts import is_extra_state
 from fsdp_optim.layout import Shape
 from fsdp_optim.storage.base import Opened
 
@@ -172,7 +172,7 @@ class _Shards:
         units = {self._place(self.weights[0][unit.key]): unit for unit in self.units}
         aliases = {alias: fqn for fqn, alias in self.shared if fqn in model}
         for key, value in self.weights[0].items():
-            if not isinstance(value, StoredTensor) or is_extra_state(key):
+            if not isinstance(value, StoredTensor) or is_extra_state(str(key)):
                 continue  # see module_values
             tied = units.get(self._place(value))
             if tied is None:

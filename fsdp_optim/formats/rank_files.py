@@ -16,11 +16,11 @@ from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.foreign import ForeignValues, Source, tensors_in
 from fsdp_optim.formats.inert_pickle import Unread
 from fsdp_optim.formats.torch_archive import TorchArchive, read_archive
+from fsdp_optim.formats.torch_parts import is_extra_state
 from fsdp_optim.layout import FlatRuns, Placement, Shape
 from fsdp_optim.storage.base import Opened
 
 _MOST_NAMED = 8
-_EXTRA_STATE = "_extra_state"
 _MOST_EXTRA_NBYTES = 16 << 20  # of tensors among the values of the trainer, in one value
 
 
@@ -157,7 +157,7 @@ class RankFiles:
         kept = {
             str(name): _extra(self.archives[0], name, value)
             for name, value in model.items()
-            if not isinstance(value, (StoredTensor, Shard)) or is_extra_state(name)
+            if not isinstance(value, (StoredTensor, Shard)) or is_extra_state(str(name))
         }
         return {name: value if isinstance(value, Withheld) else [None, value] for name, value in kept.items()}
 
@@ -173,11 +173,6 @@ class RankFiles:
             key: archive.materialised(real[key]) if isinstance(value, Withheld) else value
             for key, value in values.items()
         }
-
-
-def is_extra_state(name: Any) -> bool:
-    """Whether a name in a state dict is that of a module's `get_extra_state`, whose value may be a tensor."""
-    return str(name).rpartition(".")[2] == _EXTRA_STATE
 
 
 def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:

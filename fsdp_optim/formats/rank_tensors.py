@@ -23,11 +23,11 @@ from fsdp_optim.formats.rank_files import (
     by_rank,
     complete,
     first_unread,
-    is_extra_state,
     unreadable,
 )
 from fsdp_optim.formats.rank_halves import Half, Values, first_shards, in_order, numbers_in
 from fsdp_optim.formats.torch_archive import is_torch_archive, read_archive
+from fsdp_optim.formats.torch_parts import is_extra_state
 from fsdp_optim.formats.torch_shards import DTensorFields, Fields, ShardedTensorFields, shards_of, stand_ins
 from fsdp_optim.storage.base import Opened
 
@@ -239,7 +239,7 @@ class _Merged:
         return {
             name: self._model.tensor(name, by, strictly=name in stepped)
             for name, by in self._model.renamed(self._renames).items()
-            if any(isinstance(value, (Fields, StoredTensor)) for value in by.values()) and not is_extra_state(name)
+            if any(isinstance(value, (Fields, StoredTensor)) for value in by.values()) and not is_extra_state(str(name))
         }
 
     def optim(self) -> Mapping[str, Any] | None:
