@@ -22,7 +22,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import proving, targets
+from fsdp_optim.checkpoint import proving, stored_state
 from fsdp_optim.formats.json_text import parse_json
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
@@ -230,7 +230,7 @@ class SaidTest(InFolder):
             raise AttributeError("a mistake in the library")
 
         calls: dict[Any, Callable[[], Any]] = {
-            targets: lambda: fsdp_optim.load(self.path, model, optim),
+            stored_state: lambda: fsdp_optim.load(self.path, model, optim),
             proving: lambda: fsdp_optim.save(self.path, model, optim, overwrite=True, **QUIET),
         }
         for module, call in calls.items():
