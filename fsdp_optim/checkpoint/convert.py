@@ -28,7 +28,7 @@ from fsdp_optim.checkpoint.save import Job, encode_written, finish
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_of_leader
 from fsdp_optim.checkpoint.transcript import Naming, Transcript, transcribe
 from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Unit, plan_units
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base import Format, FormatReader, FormatWriter
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.ours import OURS
@@ -234,6 +234,11 @@ class _Work:
                 resumed.abandon()
         staging = store.begin(overwrite=self.options.overwrite, durable=self.options.durable)
         try:
+            if self.format.needs_names and staging.replaces and not staging.capabilities.renames:
+                raise CheckpointError(
+                    f"{store.where}: has objects, and this store would keep the new files of the format {self.format.name} in a "
+                    "folder beside them, where no other tool looks: convert into a new place, or remove the objects first"
+                )
             strategy = self._strategy(staging, is_one_machine)
             if strategy in (IN_PLACE, IN_PARTS):
                 make_files(staging, self.files)

@@ -348,10 +348,12 @@ class FormatWriter(Protocol):
 class Format(Protocol):
     """One format of checkpoints. `name`: its name for users; `judge`: the object that stores ask before they remove anything.
 
-    `is_foreign`: whether other libraries write it, so that it is opened by `Store.open_any`.
+    `is_foreign`: whether other libraries write it, so that it is opened by `Store.open_any`. `needs_names`: whether other tools
+    find its files by their names alone, so that a store must not keep them in a folder of the save.
     """
 
     is_foreign: bool = False
+    needs_names: bool = False
 
     @property
     def name(self) -> str: ...

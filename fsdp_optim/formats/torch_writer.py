@@ -94,6 +94,7 @@ class WrittenTorchFiles(Format):
     by_id: bool = True
     is_fairscales: bool = False
     judge: Judge[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
+    needs_names: bool = True
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 import unittest
@@ -15,7 +16,12 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint import convert as conversion
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.torch_writer import TorchFilesJudge
+from fsdp_optim.options import ConvertOptions, Options
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}
@@ -52,6 +58,10 @@ def load(path: Path) -> Any:
     found = torch.load(path, weights_only=True)
     check_same("mapped", torch.load(path, weights_only=True, mmap=True), found)
     return found
+
+
+def keys_of(bucket: MemoryBucket) -> list[str]:
+    return [found.key for found in bucket.list("run/")]
 
 
 class TorchWriterTest(unittest.TestCase):
@@ -122,6 +132,19 @@ class TorchWriterTest(unittest.TestCase):
         with self.assertRaisesRegex(CheckpointError, "world_size is for formats with a part for each rank"):
             fsdp_optim.convert(self.root / "FSDP2", self.root / "x", format="torch", world_size=2)
         self.assertFalse((self.root / "x").exists())
+
+    def test_a_bucket_keeps_the_names(self) -> None:
+        """Where new files would lie in a folder beside older objects, other tools would not find them: that is refused."""
+        model, bucket = nn.Linear(2, 2), MemoryBucket()
+        fsdp_optim.save(self.root / "one", model, durable=False)
+        options = ConvertOptions(Options(), format="torch", overwrite=True)
+        place = ObjectStore(bucket, "run/torch", TorchFilesJudge())
+        for _ in range(2):
+            with contextlib.ExitStack() as stack:
+                if bucket.look("run/torch/model.pt") is not None:
+                    stack.enter_context(self.assertRaisesRegex(fsdp_optim.CheckpointError, "into a new place"))
+                conversion.convert(self.root / "one", place, options)
+            self.assertEqual({key.rpartition("/")[0] for key in keys_of(bucket)}, {"run/torch"})
 
     def test_overwrite(self) -> None:
         """A folder of torch files is replaced by another one only."""
