@@ -99,10 +99,11 @@ class ForeignReader:
         num_optims: the number of optimizers that `full_dict` has joined.
         sources: what the names of files in the StoredTensors mean, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
-        extra: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are none.
+        extra_values: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are
+            none.
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
-        pickled: a function that returns `extra` with all pickles loaded; None if no value is withheld.
+        pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
     """
