@@ -168,9 +168,7 @@ class _Work:
             if begun.staged is not None:
                 stack.enter_context(begun.staged)
             total = sum(file.plan.nbytes_of_data for file in self.files)
-            progress = stack.enter_context(
-                Progress(self.options.progress, "converting", total, shown=self.leads, rate=True)
-            )
+            progress = stack.enter_context(Progress(self.options.progress, "converting", total, shown=self.leads))
             share, failure = self._share(begun, progress), Failure()
             with failure:
                 first = self._join(begun)

@@ -15,16 +15,19 @@ _LINE_EVERY = 30.0  # seconds
 log = logging.getLogger("fsdp_optim")
 
 
+def speed_of(nbytes: int, since: float) -> str:
+    """The seconds since a time of `time.monotonic`, and the MB/s, as text for a line of the log."""
+    seconds = time.monotonic() - since
+    return f"{seconds:.2f} s, {nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s"
+
+
 class Progress:
     """The progress of work on `total` bytes, shown if `shown` is True. `requested` None: only for long work.
 
-    `alone`: whether nothing else prints meanwhile. During training there is a bar only if `requested` is True. `rate`: whether
-    lines in the log have the bytes per second too.
+    `alone`: whether nothing else prints meanwhile. During training there is a bar only if `requested` is True.
     """
 
-    def __init__(
-        self, requested: bool | None, label: str, total: int, *, shown: bool, alone: bool = True, rate: bool = False
-    ) -> None:
+    def __init__(self, requested: bool | None, label: str, total: int, *, shown: bool, alone: bool = True) -> None:
         on_terminal = alone and sys.stderr.isatty()
         visible = shown and requested is not False and (requested is True or total >= _BAR_FROM)
         self._label, self._total = label, total
@@ -33,7 +36,6 @@ class Progress:
         )
         self._logs = visible and self._bar is None
         self._last_line = self._begin = time.monotonic()
-        self._rate = rate
 
     def __enter__(self) -> Progress:
         return self
@@ -47,8 +49,7 @@ class Progress:
             self._bar.update(done - self._bar.n)
         elif self._logs and time.monotonic() - self._last_line > _LINE_EVERY:
             self._last_line = time.monotonic()
-            rate = f", {done / 1e6 / max(self._last_line - self._begin, 1e-9):.0f} MB/s" if self._rate else ""
-            log.info("%s: %d of %d bytes%s", self._label, done, self._total, rate)
+            log.info("%s: %d of %d bytes, %s", self._label, done, self._total, speed_of(done, self._begin))
 
     def done(self) -> None:
         """Show that all work has succeeded."""

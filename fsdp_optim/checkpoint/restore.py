@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from fsdp_optim.checkpoint.checking import check_bitwise
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.places import common_store
-from fsdp_optim.checkpoint.progress import Progress
+from fsdp_optim.checkpoint.progress import Progress, speed_of
 from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
@@ -76,6 +77,7 @@ def _restore(
     format: Format | None,
     objects: TrainerObjects | None,
 ) -> Restored:
+    begun = time.monotonic()
     if model is None:
         if optim is not None:
             raise StateError("an optimizer needs the model that it was built from: give model= too")
@@ -130,7 +132,7 @@ def _restore(
         agree(callers, "installed")
         if options.check == "bitwise":
             check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
-    return _summarized(restored, checkpoint, weights, state, source.nbytes, callers, len(values))
+    return _summarized(restored, checkpoint, weights, state, source.nbytes, callers, len(values), begun)
 
 
 def _position(options: LoadOptions) -> int:
@@ -209,6 +211,7 @@ def _summarized(
     nbytes: int,
     callers: RankGroup,
     num_tensors: int,
+    begun: float,
 ) -> Restored:
     absent = state.absent if state is not None else ()
     if state is not None:
@@ -221,12 +224,13 @@ def _summarized(
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
     if callers.rank == callers.ranks[0]:
         log.info(
-            "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank; without optimizer state: %s",
+            "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",
             checkpoint.where,
             restored.summary.world_size,
             len(callers.ranks),
             num_tensors,
             nbytes,
+            speed_of(nbytes, begun),
             ", ".join(absent[:8]) or "none",
         )
     return restored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.formats import SAVED, format_named
 from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
-from fsdp_optim.checkpoint.progress import Progress
+from fsdp_optim.checkpoint.progress import Progress, speed_of
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, name_of, path_of, store_at, store_of_leader
@@ -86,6 +87,7 @@ class Job:
     claim: Claim | None = None  # on the same rank
     upload: Upload | None = None  # of the finished checkpoint to another store
     managed: ManagedSave | None = None
+    begun: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -444,10 +446,11 @@ def log_saved(job: Job) -> None:
     saved = job.saved(0)
     if job.leads:
         log.info(
-            "saved %s: %d tensors, %d bytes, from %d ranks; without optimizer state: %s",
+            "saved %s: %d tensors, %d bytes, from %d ranks, in %s; without optimizer state: %s",
             job.path,
             saved.num_tensors,
             saved.nbytes,
             len(job.callers.ranks),
+            speed_of(saved.nbytes, job.begun),
             ", ".join(saved.absent[:8]) or "none",
         )

@@ -60,7 +60,7 @@ def verify(
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
         files, stored = _files(checkpoint)
         nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
-        with Progress(progress, "verifying", nbytes, shown=True, rate=True) as shown:
+        with Progress(progress, "verifying", nbytes, shown=True) as shown:
             problems += _read_small(checkpoint)
             share = Share(
                 checkpoint,

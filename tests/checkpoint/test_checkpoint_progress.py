@@ -292,3 +292,20 @@ class ProgressTest(unittest.TestCase):
         self.assertTrue(first.percents, first.text)
         self.assertNotIn(100, first.percents)
         self.assertTrue(first.text.endswith("\n"), first.text)
+
+
+class SpeedTest(unittest.TestCase):
+    def test_the_log_says_how_long_a_save_and_a_load_took(self) -> None:
+        """One line each, with seconds and MB/s, also where a bar would be too short to read."""
+        model = nn.Linear(3, 2)
+        with tempfile.TemporaryDirectory() as folder:
+            for what, call in (
+                ("saved", lambda: fsdp_optim.save(Path(folder, "a"), model, durable=False)),
+                ("saved", lambda: fsdp_optim.async_save(Path(folder, "b"), model, durable=False).wait()),
+                ("loaded", lambda: fsdp_optim.load(Path(folder, "a"), model)),
+            ):
+                with self.assertLogs("fsdp_optim", logging.INFO) as logged:
+                    call()
+                lines = [record.getMessage() for record in logged.records if record.getMessage().startswith(what)]
+                self.assertEqual(len(lines), 1, logged.output)
+                self.assertRegex(lines[0], r", in \d+\.\d\d s, \d+ MB/s; without optimizer state: none$")

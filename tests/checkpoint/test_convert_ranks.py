@@ -175,7 +175,7 @@ class ConvertRanksTest(unittest.TestCase):
         lines = [line for line in logs.output if "converting" in line]
         self.assertGreater(len(lines), 4)
         for line in lines:
-            self.assertRegex(line, r"converting: \d+ of \d+ bytes, \d+ MB/s$")
+            self.assertRegex(line, r"converting: \d+ of \d+ bytes, \d+\.\d\d s, \d+ MB/s$")
         with self.assertNoLogs("fsdp_optim", logging.INFO):
             fsdp_optim.convert(self.source, self.folder / "again", progress=False, durable=False)
 
