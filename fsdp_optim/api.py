@@ -79,8 +79,9 @@ def gather_full_optim_state_dict(
 ) -> FullDict | None:
     """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
-    Changes no step, gradient, parameter, group or state. Memory beyond the training's own: on a recipient the full state and
-    `bucket_nbytes`, on other ranks `bucket_nbytes`.
+    Changes no step, gradient, parameter, group or state. An optimizer with `synchronize_for_checkpoint()` (Dion), whose replicas
+    differ between steps, is asked to make them equal first, as by save, iterate and transfer. Memory beyond the training's own:
+    on a recipient the full state and `bucket_nbytes`, on other ranks `bucket_nbytes`.
 
     Args:
         model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a

@@ -28,6 +28,7 @@ from fsdp_optim.verbs.call import Local, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_shards
+from fsdp_optim.verbs.synchronize import synchronize
 from fsdp_optim.view import LocalPart, ModelView, check_materialized
 
 WEIGHT = "weight"
@@ -166,6 +167,7 @@ def read_state(
 ) -> SavedHalf:
     """Agree with the other ranks on the optimizer's state. Called by all ranks."""
     everything = replace(options, collect="all")
+    synchronize(callers, optim)
     local, picture = meet(
         callers,
         lambda: _loadable(read_local(reader, optim, everything, callers.ranks), callers.rank),

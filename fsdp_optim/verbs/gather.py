@@ -24,6 +24,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
+from fsdp_optim.verbs.synchronize import synchronize
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: G
             )
         return local
 
+    synchronize(callers, optim)
     mismatch = options.call.on_replica_mismatch
     local, picture = meet(callers, read, options, with_state=True, on_replica_mismatch=mismatch)
     recipients = callers.ranks if recipient_rank is None else (recipient_rank,)

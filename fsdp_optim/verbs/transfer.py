@@ -26,6 +26,7 @@ from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_unsharded
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer, load_shard
 from fsdp_optim.verbs.scatter import FullContents, deliver
+from fsdp_optim.verbs.synchronize import synchronize
 
 
 def transfer(
@@ -49,6 +50,7 @@ def _transfer(
     options: Options,
 ) -> Incompatible:
     everything = replace(options, collect="all")
+    synchronize(callers, src_optim)
     local, picture = meet(
         callers,
         lambda: read_local(src, src_optim, everything, callers.ranks),

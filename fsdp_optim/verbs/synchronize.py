@@ -1,0 +1,23 @@
+"""Optimizers whose replicas differ between steps, and that make them equal when they are asked to, before a checkpoint."""
+
+from __future__ import annotations
+
+from fsdp_optim.state.classes import innermost
+from fsdp_optim.state.local import Optimizers
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+
+_METHOD = "synchronize_for_checkpoint"
+
+
+def synchronize(callers: RankGroup, optim: Optimizers) -> None:
+    """Call `synchronize_for_checkpoint()` of the optimizers that have this method, as Dion does. Called by all ranks.
+
+    The method may communicate, so the ranks agree before that all of them call it.
+    """
+    listed = optim if isinstance(optim, (list, tuple)) else [optim]
+    methods = [method for one in listed if callable(method := getattr(innermost(one), _METHOD, None))]
+    if methods:
+        agree(callers, f"before {_METHOD}")
+        for method in methods:
+            method()
