@@ -331,8 +331,8 @@ def scatter_full_model_state_dict(
         The differences that `strict=False` has passed over: `missing` and `unexpected`.
 
     Raises (the same on all ranks, before anything is changed):
-        StateError: names, shapes or dtypes differ, and the message lists the differences; or `full` has no whole tensors.
-        CheckpointError: two tensors of one tied parameter differ.
+        StateError: names, shapes, dtypes or two tensors of one tied parameter differ, and the message lists the differences; or
+            `full` has no whole tensors.
         WrapperError, RankError, RankTimeoutError: as `gather_full_optim_state_dict`.
     """
     call = Options(

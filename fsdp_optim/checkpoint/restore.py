@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
-from fsdp_optim.checkpoint.targets import State, Weights, check_optims
+from fsdp_optim.checkpoint.targets import State, Weights, check_optims, has_optim_only
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
@@ -222,6 +222,8 @@ def _summarized(
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
+    if callers.rank == callers.ranks[0] and has_optim_only(checkpoint):
+        log.warning("%s has an optimizer and no weights: those of the model stay as they are", checkpoint.where)
     if callers.rank == callers.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",

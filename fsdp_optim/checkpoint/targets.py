@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
 from fsdp_optim.checkpoint.contents import WEIGHT, check_not_empty, weights_of
-from fsdp_optim.checkpoint.matching import check_twins, find_stored, renamed_names, renamer
+from fsdp_optim.checkpoint.matching import differing_twins, find_stored, renamed_names, renamer
 from fsdp_optim.checkpoint.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.reading import StoredValue
 from fsdp_optim.checkpoint.stored_state import StoredState
@@ -26,6 +27,7 @@ from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
+from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import Local, meet, names_of_picture, read_local
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
@@ -67,10 +69,13 @@ class Weights:
         check_not_empty(picture, reader)
         names = renamed_names(names_of_picture(picture, local.view), checkpoint, asked.rename)
         stored, twins = find_stored(picture.params, names, local.view.aliases, checkpoint)
-        check_twins(checkpoint, twins, callers.rank, callers.ranks if readers is None else readers)
-        used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins}
+        differing = {}
+        if any(key not in picture.params for key in checkpoint.model):  # the same on all ranks
+            by_ranks = callers.ranks if readers is None else readers
+            differing = _of_all_ranks(callers, differing_twins(checkpoint, twins, callers.rank, by_ranks))
+        used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins if twin.key not in differing}
         missing = [fqn for fqn in picture.params if fqn not in stored]
-        unexpected = [key for key in checkpoint.model if key not in used]
+        unexpected = [key for key in checkpoint.model if key not in used and not (options.strict and key in differing)]
         values = StoredModuleValues.find(
             local.module_values,
             picture,
@@ -83,7 +88,9 @@ class Weights:
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
         strict = options.strict and not has_optim_only(checkpoint)
-        _check_model(checkpoint, local, picture, stored, lacking, unexpected, strict, cast=asked.cast)
+        _check_model(
+            checkpoint, local, picture, stored, lacking, unexpected, strict, cast=asked.cast, differing=differing
+        )
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
         for param in local.optim.params:
@@ -112,9 +119,21 @@ class Weights:
                 param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
 
 
+def _of_all_ranks(callers: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:
+    """The differences that any rank has found, by name. Called by all ranks."""
+    told = tell(callers, "tied weights", json.dumps(differing).encode())
+    found: dict[str, str] = {}
+    for rank in callers.ranks:
+        found.update(json.loads(told.content_of(rank)))
+    return found
+
+
 def has_optim_only(checkpoint: FormatReader) -> bool:
-    """Whether a checkpoint is the file of an optimizer without its model, which leaves the weights as they are."""
-    return checkpoint.has_optim and not checkpoint.model
+    """Whether a checkpoint is another library's file of an optimizer alone, which leaves the weights as they are.
+
+    A checkpoint of this library always has the weights; one without any was damaged.
+    """
+    return checkpoint.full_dict is not None and not checkpoint.model
 
 
 def check_optims(checkpoint: FormatReader, optim: object) -> None:
@@ -142,14 +161,18 @@ def _check_model(
     strict: bool,
     *,
     cast: bool,
+    differing: Mapping[str, str],
 ) -> None:
     """Raise StateError with a list of differences if the model differs from the checkpoint."""
     ways_out = set()
     differences = []
+    if strict and differing:
+        differences += [f"{key}: {difference}" for key, difference in differing.items()]
+        ways_out.add("strict=False loads the first of tensors that the model ties")
     if strict:
         differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
         differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
-        if differences:
+        if missing or unexpected:
             ways_out.add("strict=False loads the parameters that both sides have")
     for fqn, tensor in stored.items():
         shape = picture.params[fqn].placement.shape

@@ -238,6 +238,23 @@ class SaidTest(InFolder):
                 self.assertEqual(error_text(call), ("AttributeError", "a mistake in the library"))
 
 
+class NoWeightsTest(InFolder):
+    def test_a_manifest_that_has_lost_the_model(self) -> None:
+        """A load that restores the optimizer and leaves the weights as they are would be silently wrong."""
+        model, optim = stepped()
+        fsdp_optim.save(self.path, model, optim, **QUIET)
+
+        def without_model(manifest: dict[str, Any]) -> dict[str, Any]:
+            files = {name: info for name, info in manifest["files"].items() if not name.startswith("model")}
+            return {**{key: value for key, value in manifest.items() if key != "brief"}, "files": files, "version": 1}
+
+        self.rewrite(without_model)
+        before = contents(model, optim)
+        kind, text = error_text(lambda: fsdp_optim.load(self.path, model, optim))
+        self.assertEqual((kind, "weight: the model has it" in text), ("StateError", True), text)
+        check_same("as it was", contents(model, optim), before)
+
+
 class GrowthTest(InFolder):
     def test_keys_twice_take_linear_time(self) -> None:
         """Comparisons are counted: those of the keys."""

@@ -120,7 +120,7 @@ def refuse() -> None:
         "one too many": ({**good, "more": good["scale"]}, "StateError", ("more", "strict=False")),
         "a shape": ({**good, "scale": torch.zeros(2)}, "StateError", ("scale: shape [2]", "[1] in the model")),
         "a dtype": ({**good, "scale": good["scale"].double()}, "StateError", ("scale: float64", "cast=True")),
-        "ties": ({**good, "out.weight": good["out.weight"] + 1}, "CheckpointError", ("out.weight", "stem.weight")),
+        "ties": ({**good, "out.weight": good["out.weight"] + 1}, "StateError", ("out.weight", "stem.weight")),
         "meta": ({**good, "scale": good["scale"].to("meta")}, "StateError", ("scale", "meta")),
         "sharded": ({**good, "scale": model.scale}, "StateError", ("scale", "DTensor", "whole")),
     }
