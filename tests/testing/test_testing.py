@@ -584,7 +584,9 @@ def run_script(text: str) -> scripts.Started:
 def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        if not Path("/proc/self/stat").exists():
+            return True
+        # A process whose parent is gone may stay listed as a zombie; it may also end between these lines.
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    stat = Path(f"/proc/{pid}/stat")  # a process whose parent is gone may stay listed as a zombie
-    return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
