@@ -1,4 +1,4 @@
-"""The lanes of a conversion: threads of one rank, each of which copies units until the share of the rank is done.
+"""The lanes of a conversion: threads of one rank. Each thread copies units until the share of the rank is done.
 
 What is done is noted in a journal among the new files: eight bytes for each unit, written after the unit. After a kill, a unit
 with a note is read from the new files, and copied again only if its segments do not have this digest.

@@ -170,7 +170,7 @@ def unread_in(value: Any) -> str:
 
 
 class _Part(Opened):
-    """A file of which some bytes have been read."""
+    """A file, and those of its bytes that have been read."""
 
     def __init__(self, opened: Opened, start: int, data: bytes) -> None:
         self._opened, self._start, self._data = opened, start, data

@@ -116,7 +116,7 @@ def cuts_of_params(files: Sequence[str], shapes: Mapping[str, Shape], flats: Seq
 
 
 def cut_fragments(fqn: str, shape: Shape, fragments: Parts, files: Sequence[str]) -> StoredTensor:
-    """Stage 3: a frozen parameter, of which each rank has an equal part."""
+    """Stage 3: a frozen parameter. Each rank has an equal part of it."""
     part = -(-prod(shape) // len(fragments))
     for rank, fragment in enumerate(fragments):
         if prod(fragment.shape) != part:

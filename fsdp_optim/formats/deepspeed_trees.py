@@ -14,7 +14,7 @@ from fsdp_optim.storage.base import Opened
 
 
 class LossScaler:
-    """Stands for a loss scaler, of which only the numbers are kept."""
+    """Stands for a loss scaler. Only its numbers are kept."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, Any] = {}

@@ -176,7 +176,7 @@ class _Shards:
                 continue  # see module_values
             tied = units.get(self._place(value))
             if tied is None:
-                model[key] = replace(value, key=key)  # a buffer, of which the first rank's counts
+                model[key] = replace(value, key=key)  # a buffer: that of the first rank counts
             elif key != tied.key and len(tied.fqns) == 1:
                 aliases[key] = tied.fqns[0]
         return model, aliases

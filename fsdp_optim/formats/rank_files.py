@@ -114,11 +114,11 @@ class RankFiles:
         return CheckpointError(f"{self.opened.named(self.names[rank])}: {what}")
 
     def of_another_save(self, rank: int, other: int, what: str) -> CheckpointError:
-        """The error for two files of which each is whole, but which do not belong together."""
+        """The error for two whole files that do not belong together."""
         return self.damaged(rank, f"{what} than in {self.names[other]}: the files are not of one save")
 
     def dicts(self, values: Sequence[Any], what: str) -> list[Mapping[Any, Any]]:
-        """The same values, each of which has to be a dict."""
+        """The same values. Each value has to be a dict."""
         for rank, value in enumerate(values):
             if not isinstance(value, Mapping):
                 raise self.damaged(rank, f"{what} is a {type(value).__name__}, not a dict")

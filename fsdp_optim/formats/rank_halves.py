@@ -17,7 +17,7 @@ from fsdp_optim.formats.rank_files import Part, RankFiles, bits_of, in_chunks, i
 from fsdp_optim.formats.torch_shards import DTensorFields, Fields, ShardedTensorFields, Shards, shards_of
 from fsdp_optim.layout import Block, Box, Boxes, Shape, bounds_of_box
 
-_SAMPLE = 1024  # elements of each shard, by which copies are told from other parameters of the same name
+_SAMPLE = 1024  # elements of each shard that are compared, because copies and other parameters can have the same name
 
 Values = Mapping[int, Any]
 """By rank, what its file has."""

@@ -7,27 +7,25 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge, Opened
-from fsdp_optim.storage.objects.base import Bucket, Found, MissingObjectError, OvertakenError
+from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.objects.base import Bucket, Found, MissingObjectError
 from fsdp_optim.storage.objects.keys import Files, Place, own_token
+from fsdp_optim.storage.objects.versioned import VersionedObjects
 
 _HEAD_NBYTES = 64 << 10
 """The beginning of an object is read at once: headers, manifests and small files need one request."""
 
 
-class OpenedObjects(Opened):
+class OpenedObjects(VersionedObjects):
     """The objects of one save, in the versions that they had when they were first asked for.
 
     `manifest`: its object, as it was found.
     """
 
-    request_nbytes = 1 << 20
-    num_requests = 8
-
     def __init__(self, bucket: Bucket, place: Place, judge: Judge[Any], manifest: Found) -> None:
-        self._bucket, self._place, self._judge, self._manifest = bucket, place, judge, manifest
-        self._found: dict[str, Found | None] = {judge.manifest: manifest}
+        super().__init__(bucket)
+        self._place, self._judge, self._manifest = place, judge, manifest
+        self._found[judge.manifest] = manifest
         self._heads: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -53,31 +51,6 @@ class OpenedObjects(Opened):
     def _key(self, name: str) -> str:
         return self._place.manifest(name) if name == self._judge.manifest else self.files.key(name)
 
-    def _look(self, name: str) -> Found | None:
-        if name not in self._found:
-            self._found[name] = self._bucket.look(self._key(name))
-        return self._found[name]
-
-    def has(self, name: str) -> bool:
-        try:
-            return self._look(name) is not None
-        except CheckpointError:
-            return True
-
-    def version_of(self, name: str) -> tuple[object, ...] | None:
-        found = self._bucket.look(self._key(name))
-        return None if found is None else (found.version,)
-
-    def size_of(self, name: str) -> int:
-        nbytes = self.nbytes_of(name)
-        if nbytes < 0:
-            raise CheckpointError(f"{self.named(name)}: is missing; the checkpoint is not whole")
-        return nbytes
-
-    def nbytes_of(self, name: str) -> int:
-        found = self._look(name)
-        return -1 if found is None else found.nbytes
-
     def fetch_head(self, name: str) -> None:
         """Read the beginning of a file, from which `read_into` takes what it can."""
         found = self._look(name)
@@ -87,32 +60,19 @@ class OpenedObjects(Opened):
                 self._bucket.read_into(self._key(name), [memoryview(head)], 0, version=found.version)
             self._heads[name] = bytes(head)
 
-    def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        nbytes = sum(map(len, pieces))
-        if not nbytes:
+    def _fill(self, name: str, pieces: Sequence[memoryview], offset: int, stop: int) -> None:
+        if stop > _HEAD_NBYTES:
+            super()._fill(name, pieces, offset, stop)
             return
-        size = self.size_of(name)
-        if offset + nbytes > size:
-            raise CheckpointError(f"{self.named(name)}: ends at byte {size}: it was cut short")
-        if offset + nbytes <= _HEAD_NBYTES:
-            self.fetch_head(name)
-            head = self._heads[name]
-            for piece in pieces:
-                piece[:] = head[offset : offset + len(piece)]
-                offset += len(piece)
-            return
-        found = self._look(name)
-        try:
-            self._bucket.read_into(self._key(name), pieces, offset, version=found.version if found else None)
-        except OvertakenError as error:
-            raise CheckpointError(f"{self.named(name)}: was written again while it was read") from error
+        self.fetch_head(name)
+        head = self._heads[name]
+        for piece in pieces:
+            piece[:] = head[offset : offset + len(piece)]
+            offset += len(piece)
 
     def was_replaced(self) -> bool:
         found = self._bucket.look(self._place.manifest(self._judge.manifest))
         return found is None or found.version != self._manifest.version
-
-    def close(self) -> None:
-        """There is nothing to release."""
 
 
 def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import MOST_DEPTH, MOST_FILES, Opened, check_inside
-from fsdp_optim.storage.objects.base import Bucket, Found, MissingObjectError, OvertakenError
+from fsdp_optim.storage.base import MOST_DEPTH, MOST_FILES, check_inside
+from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.keys import Place
+from fsdp_optim.storage.objects.versioned import VersionedObjects
 
 
-class OpenedAny(Opened):
+class OpenedAny(VersionedObjects):
     """The objects under a prefix, in the versions that they had when they were listed or first asked for."""
 
     is_any = True
-    request_nbytes = 1 << 20
-    num_requests = 8
 
     def __init__(self, bucket: Bucket, prefix: str, selected: str = "") -> None:
-        self._bucket, self._prefix, self.selected = bucket, prefix, selected
-        self._found: dict[str, Found | None] = {}
+        super().__init__(bucket)
+        self._prefix, self.selected = prefix, selected
         self._names: list[str] | None = None
 
     @classmethod
@@ -65,46 +62,5 @@ class OpenedAny(Opened):
     def _key(self, name: str) -> str:
         return f"{self._prefix}{check_inside(self.where, name)}"
 
-    def _look(self, name: str) -> Found | None:
-        if name not in self._found:
-            self._found[name] = self._bucket.look(self._key(name))
-        return self._found[name]
-
-    def has(self, name: str) -> bool:
-        try:
-            return self._look(name) is not None
-        except CheckpointError:
-            return True
-
-    def version_of(self, name: str) -> tuple[object, ...] | None:
-        found = self._bucket.look(self._key(name))
-        return None if found is None else (found.version,)
-
-    def size_of(self, name: str) -> int:
-        nbytes = self.nbytes_of(name)
-        if nbytes < 0:
-            raise CheckpointError(f"{self.named(name)}: is missing; the checkpoint is not whole")
-        return nbytes
-
-    def nbytes_of(self, name: str) -> int:
-        found = self._look(name)
-        return -1 if found is None else found.nbytes
-
-    def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
-        nbytes = sum(map(len, pieces))
-        if not nbytes:
-            return
-        size = self.size_of(name)
-        if offset + nbytes > size:
-            raise CheckpointError(f"{self.named(name)}: ends at byte {size}: it was cut short")
-        found = self._look(name)
-        try:
-            self._bucket.read_into(self._key(name), pieces, offset, version=found.version if found else None)
-        except OvertakenError as error:
-            raise CheckpointError(f"{self.named(name)}: was written again while it was read") from error
-
     def was_replaced(self) -> bool:
         return False
-
-    def close(self) -> None:
-        """There is nothing to release."""
