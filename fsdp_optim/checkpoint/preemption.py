@@ -40,17 +40,24 @@ class Signals:
         signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._respond(number, frame, is_noted=False)
+
+    def _respond(self, number: int, frame: FrameType | None, is_noted: bool) -> None:
+        """Note the signal, and do what was done before. `is_noted`: by an instance that was installed on top of this one.
+
+        A signal that one of them notes neither ends the process nor raises KeyboardInterrupt, also where a closed instance,
+        which could not be taken out of the chain, has the default action below it.
+        """
+        if self._is_active and os.getpid() == self._process:
+            self.received = is_noted = True
         previous = self._previous.get(number)
-        if not self._is_active or os.getpid() != self._process:
-            if callable(previous):
-                previous(number, frame)
-            elif previous == signal.SIG_DFL:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            return
-        self.received = True
-        if callable(previous) and previous is not signal.default_int_handler:  # which raises KeyboardInterrupt
+        if below := _instance_of(previous):
+            below._respond(number, frame, is_noted)
+        elif callable(previous) and not (is_noted and previous is signal.default_int_handler):
             previous(number, frame)
+        elif previous == signal.SIG_DFL and not is_noted and _instance_of(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def put_back(self) -> None:
         """Install the previous handlers again. Where another handler was installed on top of this one, this one passes on."""
@@ -60,3 +67,9 @@ class Signals:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
+
+
+def _instance_of(handler: object) -> Signals | None:
+    """The instance whose method a handler is."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Signals) else None

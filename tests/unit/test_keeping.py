@@ -195,12 +195,49 @@ class SignalsTest(unittest.TestCase):
         before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             signals = Signals([signal.SIGTERM])
-            pid = os.fork()
-            if pid == 0:
-                signal.raise_signal(signal.SIGTERM)
-                os._exit(0)
-            self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), -signal.SIGTERM)
+            self.assertEqual(_exit_code_of_fork(signal.SIGTERM), -signal.SIGTERM)
             signals.put_back()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def test_a_closed_manager_below_another_one(self) -> None:
+        """The first one was closed first, so that its handler stayed below; the third one notes the signal for both."""
+        for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            before = signal.signal(number, default)
+            try:
+                first, second = Signals([number]), Signals([number])
+                first.put_back()
+                second.put_back()
+                third = Signals([number])
+                signal.raise_signal(number)
+                self.assertEqual([one.received for one in (first, second, third)], [False, False, True])
+                third.put_back()
+                self.assertEqual(_exit_code_of_fork(number), -number if default is signal.SIG_DFL else 3)
+            finally:
+                signal.signal(number, before)
+
+    def test_a_fork_below_two_managers(self) -> None:
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            both = [Signals([signal.SIGTERM]), Signals([signal.SIGTERM])]
+            self.assertEqual(_exit_code_of_fork(signal.SIGTERM), -signal.SIGTERM)
+            for one in reversed(both):
+                one.put_back()
+            self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def test_a_handler_of_others_decides_about_the_default(self) -> None:
+        """A handler that was installed on top, and calls the one before, gets no more than without a manager: no death."""
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            signals = Signals([signal.SIGTERM])
+            below = signal.getsignal(signal.SIGTERM)
+            assert callable(below)
+            signal.signal(signal.SIGTERM, lambda number, frame: (self.calls.append("theirs"), below(number, frame)))
+            signals.put_back()
+            signal.raise_signal(signal.SIGTERM)
+            self.assertEqual((self.calls, signals.received), (["theirs"], False))
         finally:
             signal.signal(signal.SIGTERM, before)
 
@@ -215,6 +252,18 @@ class SignalsTest(unittest.TestCase):
         thread.join()
         self.assertIn("SIGUSR1 will not be noticed: only the main thread", self.calls[0])
         self.assertIs(signal.getsignal(signal.SIGUSR1), self.theirs)
+
+
+def _exit_code_of_fork(number: int) -> int:
+    """The exit code of a forked process that gets a signal; 3 after a KeyboardInterrupt, 0 if nothing happens."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 if __name__ == "__main__":
