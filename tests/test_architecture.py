@@ -381,7 +381,7 @@ def public_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast
 
 
 READ_BY_USERS = (
-    "api.py",
+    *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "api").glob("*.py"))),
     "adapters/base.py",
     "checkpoint/manager.py",
     "testing/adapter_conformance.py",

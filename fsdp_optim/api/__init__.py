@@ -1,0 +1,61 @@
+"""The public functions, one file a topic. Docstrings are the contract; the work is done in `verbs` and `checkpoint`."""
+
+from __future__ import annotations
+
+from fsdp_optim.api.folders import checkpoints, latest, resume, wait
+from fsdp_optim.api.model_dicts import gather_full_model_state_dict, scatter_full_model_state_dict
+from fsdp_optim.api.offline import FORMATS_WRITTEN, convert, inspect, verify
+from fsdp_optim.api.optim_dicts import (
+    for_fairscale,
+    gather_full_optim_state_dict,
+    get_shard_from_optim_state_dict,
+    get_shard_without_optimizer,
+    iter_full_optim_state,
+    load_optim_state_dict,
+    rekey_optim_state_dict,
+    scatter_full_optim_state_dict,
+    transfer_optim_state,
+)
+from fsdp_optim.api.save_load import async_save, load, save
+from fsdp_optim.checkpoint.alone import launched_ranks
+from fsdp_optim.checkpoint.inspecting import Inspected, TensorInfo
+from fsdp_optim.checkpoint.manager import CheckpointManager
+from fsdp_optim.checkpoint.pending import SaveHandle
+from fsdp_optim.checkpoint.restored import Restored
+from fsdp_optim.checkpoint.results import CheckpointInfo, LoadSummary, Saved
+from fsdp_optim.verbs.load_state import Incompatible
+
+__all__ = [
+    "FORMATS_WRITTEN",
+    "CheckpointInfo",
+    "CheckpointManager",
+    "Incompatible",
+    "Inspected",
+    "LoadSummary",
+    "Restored",
+    "SaveHandle",
+    "Saved",
+    "TensorInfo",
+    "async_save",
+    "checkpoints",
+    "convert",
+    "for_fairscale",
+    "gather_full_model_state_dict",
+    "gather_full_optim_state_dict",
+    "get_shard_from_optim_state_dict",
+    "get_shard_without_optimizer",
+    "inspect",
+    "iter_full_optim_state",
+    "latest",
+    "launched_ranks",
+    "load",
+    "load_optim_state_dict",
+    "rekey_optim_state_dict",
+    "resume",
+    "save",
+    "scatter_full_model_state_dict",
+    "scatter_full_optim_state_dict",
+    "transfer_optim_state",
+    "verify",
+    "wait",
+]

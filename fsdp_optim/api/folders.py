@@ -1,0 +1,146 @@
+"""The calls on a folder of checkpoints, and the wait for what this process saves in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.checkpoint import catalog, listing, resuming
+from fsdp_optim.checkpoint.formats import SAVED
+from fsdp_optim.checkpoint.pending import pending
+from fsdp_optim.checkpoint.restored import Restored
+from fsdp_optim.checkpoint.results import CheckpointInfo
+from fsdp_optim.checkpoint.stores import shelf_at
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import BUCKET_NBYTES, Check, GroupsFrom, NameOf, OnDamage, Options, Rename, ResumeOptions
+from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.storage.schemes import scheme_of
+from fsdp_optim.verbs.load_state import LoadableOptimizer
+
+
+@ordinary_tensors()
+def resume(
+    root: str | os.PathLike[str],
+    model: nn.Module,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
+    *,
+    on_damage: OnDamage = "error",
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
+    keep: Sequence[str] = (),
+    cast: bool = False,
+    rename: Rename | None = None,
+    verify: bool = True,
+    check: Check | None = None,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    local_cache: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Restored | None:
+    """Load the newest checkpoint in a folder of checkpoints, or under a URL. Called by all ranks of the model.
+
+    The lowest rank lists the folder, so all ranks load the same checkpoint. The order is that of `checkpoints`.
+
+    Args:
+        root: a path, or a URL as for save.
+        on_damage: what to do if the newest checkpoint is damaged, or cannot be read just now. "error": raise CheckpointError
+            that names it, and the one before it. "previous": log a warning, and load the newest one that can be loaded.
+        model, optim, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
+            timeout, bucket_nbytes, local_cache, storage_options: as for load.
+
+    Returns:
+        As load; None where the folder has no checkpoint, and nothing was changed.
+
+    Raises (the same on all ranks): as load.
+    """
+    call = Options(
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        strict=strict,
+        bucket_nbytes=bucket_nbytes,
+        groups=groups,
+    )
+    with checkpoint_errors(root):
+        options = ResumeOptions(
+            call,
+            keep=keep,
+            verify=verify,
+            check=check,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            cast=cast,
+            rename=rename,
+            local_cache=local_cache,
+            storage_options=storage_options,
+            on_damage=on_damage,
+        )
+        return resuming.resume(root, model, optim, options)
+
+
+def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Path | str | None:
+    """The newest complete checkpoint in a folder of checkpoints, or under a URL; None where there is none. No communication.
+
+    The newest checkpoint is the one that was saved last, whatever the clocks showed, because each save records a sequence
+    number above all others in the folder. If two numbers are equal, as in merged folders, the higher `step` is newer, then the
+    later time. Checkpoints of versions that recorded no number are older than all others.
+
+    Args:
+        root: a path, or a URL as for save.
+        storage_options: as for save.
+
+    Returns:
+        A Path in a folder, a URL (str) under a URL; None where there is no complete checkpoint.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or none of its checkpoints can be read just now.
+    """
+    with checkpoint_errors(root):
+        found = catalog.latest(*(shelf_at(root, storage_options, format) for format in SAVED))
+        return found if found is None or scheme_of(root) is not None else Path(found)
+
+
+def checkpoints(
+    root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[CheckpointInfo]:
+    """The checkpoints in a folder, or under a URL, the newest first, damaged ones included. No communication.
+
+    The newest checkpoint is the one that was saved last, as for `latest`. A checkpoint whose manifest is damaged has no
+    sequence number, so its place follows from the number in its name; without a number it comes first.
+
+    Args:
+        root: a path, or a URL as for save.
+        storage_options: as for save.
+
+    Returns:
+        For each checkpoint its `path`, `step`, `world_size`, `nbytes`, whether it is `complete` (else the `reason`), and its
+        `metric`. Folders without a manifest are no checkpoints, and saves under way are none yet.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    with checkpoint_errors(root):
+        return listing.checkpoints(*(shelf_at(root, storage_options, format) for format in SAVED))
+
+
+def wait(timeout: float | None = None) -> None:
+    """Wait for the save or upload of this process that is in the background, if there is one. No communication.
+
+    Args:
+        timeout: seconds, at most; None: without limit.
+
+    Raises:
+        CheckpointError: the save failed, and its error was not raised before.
+        RankTimeoutError: the save did not end in time; it goes on.
+    """
+    pending.wait(timeout)

@@ -1,0 +1,92 @@
+"""The calls that have the weights and buffers of a model as a dict in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.checkpoint import model_dict
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import BUCKET_NBYTES, GatherOptions, LoadOptions, NameOf, OnReplicaMismatch, Options, Rename
+from fsdp_optim.verbs.load_state import Incompatible
+
+
+@ordinary_tensors()
+def gather_full_model_state_dict(
+    model: nn.Module,
+    recipient_rank: int | None = 0,
+    *,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
+) -> dict[str, Any] | None:
+    """The weights and buffers of the whole model, as the `state_dict()` of the unwrapped model. Called by all ranks of the model.
+
+    Changes nothing, and needs no forward pass before. Memory beyond the training's own: on a recipient the model and
+    `bucket_nbytes`, on other ranks `bucket_nbytes`. All arguments are those of `gather_full_optim_state_dict`.
+
+    Returns:
+        On recipients a dict of CPU tensors by FQN, in their original shapes and dtypes; on other ranks None. Tied weights are
+        one tensor under all their names. The extra state of modules (`get_extra_state`) is under its names; buffers that are
+        not persistent are left out.
+
+    Raises (the same on all ranks): WrapperError, StateError, RankError and RankTimeoutError, as `gather_full_optim_state_dict`.
+    """
+    options = Options(
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        bucket_nbytes=bucket_nbytes,
+        on_replica_mismatch=on_replica_mismatch,
+    )
+    return model_dict.gather_model(model, GatherOptions(options, recipient_rank, "name"))
+
+
+@ordinary_tensors()
+def scatter_full_model_state_dict(
+    model: nn.Module,
+    full: Mapping[str, Any] | None,
+    source_rank: int = 0,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    rename: Rename | None = None,
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> Incompatible:
+    """Load a full model dict of global rank `source_rank` into the model of all ranks; other ranks may give None.
+
+    Called by all ranks of the model. Every rank gets only its part. Nothing is changed before all ranks have received theirs.
+    Memory beyond the training's own: one copy of this rank's shard, and `bucket_nbytes`, in bytes.
+
+    Args:
+        full: the `state_dict()` of an unwrapped model, or what `gather_full_model_state_dict` returned: whole tensors on any
+            device. It is not changed.
+        strict, cast, rename: as for `load`.
+        source_rank: the global rank that has `full`.
+        name_of, process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
+
+    Returns:
+        The differences that `strict=False` has passed over: `missing` and `unexpected`.
+
+    Raises (the same on all ranks, before anything is changed):
+        StateError: names, shapes, dtypes or two tensors of one tied parameter differ, and the message lists the differences; or
+            `full` has no whole tensors.
+        WrapperError, RankError, RankTimeoutError: as `gather_full_optim_state_dict`.
+    """
+    call = Options(
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        strict=strict,
+        bucket_nbytes=bucket_nbytes,
+    )
+    return model_dict.scatter_model(model, full, source_rank, LoadOptions(call, cast=cast, rename=rename))

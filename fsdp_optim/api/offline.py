@@ -1,0 +1,136 @@
+"""The calls on one checkpoint without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.checkpoint import convert as conversion
+from fsdp_optim.checkpoint import inspecting, verifying
+from fsdp_optim.checkpoint.formats import WRITTEN
+from fsdp_optim.checkpoint.inspecting import Inspected
+from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.verifying import Verified
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Options
+from fsdp_optim.storage.posix.files import checkpoint_errors
+
+FORMATS_WRITTEN = tuple(WRITTEN)
+"""The names of the formats that `convert` writes."""
+
+
+@ordinary_tensors()
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    format: str = "safetensors",
+    world_size: int | None = None,
+    key_by: KeyBy | None = None,
+    memory: int = CONVERT_NBYTES,
+    names: Sequence[str] | None = None,
+    model: nn.Module | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    max_file_size: int = 4_000_000_000,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Saved:
+    """Write a checkpoint again in another format or in other files, bit for bit, without ranks and in bounded memory.
+
+    Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
+    default group make the call and each copies a share of the bytes. The new checkpoint is written aside and gets its name when
+    it is complete. A conversion into a folder that is killed or interrupted goes on where it stopped, if it is called again with
+    the same source, which has not changed, the same `dst` and the same options: what is there already is verified and not written
+    again. Any other save into the same parent folder removes such leftovers. After an error nothing is left.
+
+    Args:
+        src: the checkpoint: a path, or a URL as for save.
+        dst: the place of the new checkpoint: a path, or a URL as for save.
+        format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
+            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "fairscale": the same with
+            the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is wrapped.
+        world_size: the number of ranks, for formats that have a part for each rank.
+        key_by: "id" or "name", for formats whose optimizer dict may have either.
+        memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
+            (names, shapes) comes on top.
+        names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
+        model: in the place of `names`: a model whose parameters have this order; it may be on the meta device.
+        overwrite, durable, max_file_size: as for save.
+        allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
+        progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
+        process_group, timeout: as for gather: other ranks than those of the default group.
+        storage_options: as for save, for both places that are URLs.
+
+    Returns:
+        A `Saved`; `nbytes_written` are the bytes that this process wrote, without those that a killed conversion had written.
+
+    Raises (the same on all ranks):
+        CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
+        StateError: the source has ids without names, and neither `names` nor `model` tells them; or the ranks differ.
+    """
+    with checkpoint_errors(dst):
+        options = ConvertOptions(
+            Options(process_group=process_group, timeout=timeout),
+            format=format,
+            world_size=world_size,
+            key_by=key_by,
+            memory=memory,
+            names=names,
+            overwrite=overwrite,
+            durable=durable,
+            max_file_size=max_file_size,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            storage_options=storage_options,
+        )
+        return conversion.convert(src, dst, options, model)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    memory: int = CONVERT_NBYTES,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Verified:
+    """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
+
+    What has checksums is compared with them, which is every byte of this library's own checkpoints, unless they were saved with
+    `checksums=False`. Formats of other libraries have none: there everything is read, so that files that are missing, cut short
+    or contradict each other are found, but no changed bytes. Nothing is unpickled.
+
+    Args:
+        path: as for save.
+        memory: as for convert.
+        progress: show a bar. None: for long calls, a bar on a terminal, and lines in the log elsewhere.
+        storage_options: as for save.
+
+    Returns:
+        A `Verified`: what was read, and whether it `has_checksums`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.
+    """
+    with checkpoint_errors(path):
+        return verifying.verify(path, memory=memory, progress=progress, storage_options=storage_options)
+
+
+def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
+    """What a checkpoint of any format that `load` reads has: tensors by name, with dtypes, shapes and bytes, and the optimizer.
+
+    Reads the description and no elements. No communication. `path` and `storage_options` are as for save.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged or unknown.
+    """
+    with checkpoint_errors(path):
+        return inspecting.inspect(path, storage_options)

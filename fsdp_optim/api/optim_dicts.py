@@ -1,0 +1,324 @@
+"""The calls that have optimizer state in memory at both ends: dicts, and the live optimizers of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, overload
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import (
+    BUCKET_NBYTES,
+    Collect,
+    GatherOptions,
+    GroupsFrom,
+    KeyBy,
+    NameOf,
+    OnReplicaMismatch,
+    Options,
+    ScatterOptions,
+)
+from fsdp_optim.state.full import FullDict
+from fsdp_optim.state.local import OptimizerLike, Optimizers
+from fsdp_optim.state.shard import Shard
+from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
+from fsdp_optim.verbs import load_state as loading
+from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+
+
+@ordinary_tensors()
+def gather_full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizers,
+    recipient_rank: int | None = 0,
+    key_by: KeyBy = "id",
+    *,
+    collect: Collect = "wrapper",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
+) -> FullDict | None:
+    """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
+
+    Changes no step, gradient, parameter, group or state. An optimizer with `synchronize_for_checkpoint()` (Dion), whose replicas
+    differ between steps, is asked to make them equal first, as by save, iterate and transfer. Memory beyond the training's own:
+    on a recipient the full state and `bucket_nbytes`, on other ranks `bucket_nbytes`.
+
+    Args:
+        model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a
+            mix.
+        optim: an optimizer, or a list of optimizers: any object with `state_dict()` and `param_groups`.
+        recipient_rank: the global rank that gets the dict; None: every rank gets the dict.
+        key_by: "id" counts parameters as the optimizer does: group after group, and inside a group in the optimizer's own order,
+            with the originals of a flat parameter in its place. A group in the order of the wrapped model's parameters() is
+            counted in the order of the unwrapped model's parameters(). "name" uses clean FQNs, in the same order.
+        collect: "wrapper" treats units with fairscale's `no_broadcast_optim_state` as fairscale does: the dict has the
+            recipient's own state of these units, and `uncollected_local_ids` lists them. "all" gathers these units too.
+        name_of: a function `(fqn, rank) -> name`, for models in which ranks call different parameters by the same name (the own
+            expert of every rank is `experts.0`). The function gives each parameter its own name; `rank` is the lowest global
+            rank that holds the parameter.
+        process_group: the ranks that make this call, if the model does not show them (None: all ranks of its wrappers).
+        timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
+        bucket_nbytes: the memory for elements that move between ranks, in bytes.
+        on_replica_mismatch: the reaction to different state on ranks that hold the same part of a parameter, such as norms next
+            to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
+            lowest rank and logs a warning.
+
+    Returns:
+        On recipients the full dict, on other ranks None. Its tensors are on the CPU, each with its own storage, in the shape of
+        the original parameter (or 0-dim, for `step`) and in the dtype of the state. A plain optimizer on the unwrapped model
+        loads the dict by `load_state_dict(full)`. Besides `state` and `param_groups` (with `param_names`), the dict has
+        `optimizer_class` (the name of the innermost optimizer's class), `param_id_map` (id -> this rank's local id, or None
+        without state), `num_padded` (for each flat parameter, the padding of each group rank, in elements), `kinds` (how each
+        value relates to its parameter), `uncollected_local_ids`, and the other keys of the optimizer's own dict. With
+        `key_by="name"`, a dict whose parameters ids cannot count has `unknown_order`, the reason.
+
+    Raises (the same on all ranks):
+        WrapperError: the model or the optimizer cannot be read, or they do not belong together.
+        StateError: the ranks have different models or states; or `key_by` is "id", and no order of ids can be right (with a
+            module that torch FSDP wrapped in part, by `ignored_states`, or with stages that no rank has together).
+        RankError: a rank failed (the message has its reason) or made another call; or nothing in the model shows that the
+            recipient shares it (pipeline stages without a wrapper), and `process_group` is not given.
+        RankTimeoutError: a rank, which the message names, did not come in time.
+    """
+    options = Options(
+        collect,
+        name_of,
+        process_group,
+        timeout,
+        bucket_nbytes=bucket_nbytes,
+        on_replica_mismatch=on_replica_mismatch,
+    )
+    return gather.gather(model, optim, GatherOptions(options, recipient_rank, key_by))
+
+
+def iter_full_optim_state(
+    model: nn.Module,
+    optim: Optimizers,
+    recipient_rank: int | None = 0,
+    *,
+    collect: Collect = "wrapper",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """As `gather_full_optim_state_dict`, but one parameter at a time, so that no rank ever holds the whole state.
+
+    Yields (FQN, state) on every rank. The state is a dict of CPU tensors and other values on recipients ({} for a parameter
+    without state), and None on other ranks. The order is that of the ids of gather: with one group that of the unwrapped model,
+    unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all ranks.
+    Every rank of the model has to exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
+    parameter), and as much again while the elements move.
+    """
+    options = Options(
+        collect,
+        name_of,
+        process_group,
+        timeout,
+        bucket_nbytes=bucket_nbytes,
+        on_replica_mismatch=on_replica_mismatch,
+    )
+    return iterate.iterate(model, optim, GatherOptions(options, recipient_rank, "name"))
+
+
+@overload
+def get_shard_from_optim_state_dict(
+    model: nn.Module,
+    optim: OptimizerLike,
+    full: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> Shard: ...
+
+
+@overload
+def get_shard_from_optim_state_dict(
+    model: nn.Module,
+    optim: Sequence[OptimizerLike],
+    full: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> list[Shard]: ...
+
+
+@ordinary_tensors()
+def get_shard_from_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizers,
+    full: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+) -> Shard | list[Shard]:
+    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
+
+    Args:
+        model, optim: as for gather, at any world size.
+        full: the full dict, needed on this rank. It stays unchanged and shares no memory with the result. Accepted are the
+            result of `gather_full_optim_state_dict`, by id or by name; a full dict of fairscale or torch; and the state_dict()
+            of a plain optimizer on the unwrapped model.
+        strict: True: refuse parameters that only one side has, and state of another optimizer class. False: use the parameters,
+            hyperparameters and state values that both sides have; the result lists the rest.
+        groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
+            hyperparameters of the optimizer stay, and the state of every parameter is found by name.
+        name_of: the function that was given to gather.
+        process_group, timeout: as for gather; only for a sharded dict (DTensor, ShardedTensor), of which every rank has its part.
+            For such a dict, and only for such a dict, all ranks have to make the call, and elements move between them.
+
+    Returns:
+        The optimizer's own dict: local ids, the saved hyperparameters, and state tensors in the local shapes, on the devices of
+        the parameters, in the saved dtypes. With several optimizers, a list of dicts. If `strict=False` has left out anything,
+        the entry "incompatible" lists it; `load_optim_state_dict` removes and returns that entry.
+
+    Raises:
+        StateError: the dict does not belong to this model and optimizer. The message names the parameter and both numbers, or the
+            two optimizer classes and the names that only one of them has. Nothing was changed.
+    """
+    options = Options(name_of=name_of, process_group=process_group, timeout=timeout, strict=strict, groups=groups)
+    return shard.shard(model, optim, full, options)
+
+
+@ordinary_tensors()
+def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, name_of: NameOf | None = None) -> Shard:
+    """As `get_shard_from_optim_state_dict`, for an optimizer built like the saved one; the drop-in method without `optim`."""
+    own = shard.shard(model, None, full, Options(name_of=name_of))
+    return own if isinstance(own, dict) else own[0]
+
+
+@ordinary_tensors()
+def scatter_full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizers,
+    full: Mapping[str, Any] | None,
+    source_rank: int = 0,
+    *,
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> Shard | list[Shard]:
+    """As `get_shard_from_optim_state_dict`, but only global rank `source_rank` needs `full`; other ranks may give None.
+
+    Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`, in bytes.
+
+    Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
+    """
+    options = Options(
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        strict=strict,
+        bucket_nbytes=bucket_nbytes,
+        groups=groups,
+    )
+    return scatter.scatter(model, optim, full, ScatterOptions(options, source_rank))
+
+
+@ordinary_tensors()
+def load_optim_state_dict(
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    shard: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    keep: Sequence[str] = (),
+) -> Incompatible:
+    """As `optim.load_state_dict(shard)`, but every value keeps its saved dtype. No communication.
+
+    As with torch, the optimizer may keep the tensors of the shard without copies. torch's own method casts floating state to the
+    dtype of the parameter, which loses the precision of fp32 moments of a bf16 parameter. Changes of hyperparameters are logged
+    (INFO).
+
+    Args:
+        optim, shard: an optimizer and the result of `get_shard_from_optim_state_dict` for it, or a list of each.
+        keep: the hyperparameters whose current values stay, such as `keep=("lr",)`.
+
+    Returns:
+        The differences that `strict=False` has passed over, all empty without any: `missing` and `unexpected` (FQNs of
+        parameters), `unmatched_hyperparameters` and `unmatched_values` (names that only one of two optimizer classes has).
+
+    Raises:
+        StateError: the shard is a full dict, or does not fit this optimizer. Nothing was changed.
+    """
+    return loading.load_shard(optim, shard, keep)
+
+
+@ordinary_tensors()
+def transfer_optim_state(
+    src_model: nn.Module,
+    src_optim: Optimizers,
+    dst_model: nn.Module,
+    dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    *,
+    strict: bool = True,
+    groups: GroupsFrom = "saved",
+    name_of: NameOf | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+    on_replica_mismatch: OnReplicaMismatch = "error",
+) -> Incompatible:
+    """Load the state of one live optimizer into another in the same job, whatever wraps their models.
+
+    Called by all ranks of both models. Each byte moves once, directly to the rank that needs it, so a rank holds no more than
+    its own shards and `bucket_nbytes`. The source stays unchanged. `strict`, `groups`: as for
+    `get_shard_from_optim_state_dict`. Returns the same as `load_optim_state_dict`, and raises the same errors as gather and
+    scatter.
+    """
+    options = Options(
+        name_of=name_of,
+        process_group=process_group,
+        timeout=timeout,
+        strict=strict,
+        bucket_nbytes=bucket_nbytes,
+        groups=groups,
+        on_replica_mismatch=on_replica_mismatch,
+    )
+    return transfer.transfer(src_model, src_optim, dst_model, dst_optim, options)
+
+
+@ordinary_tensors()
+def rekey_optim_state_dict(
+    full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, *, optim: Optimizers | None = None
+) -> FullDict:
+    """The same full dict, keyed by "id" or by "name". It shares its tensors with `full`, which stays unchanged. No communication.
+
+    Args:
+        model: the model, wrapped or not; for a dict of fairscale itself, wrapped as at the save.
+        optim: an optimizer of `model` with the same parameters in the same groups. It is needed if the dict has ids without names
+            and several groups, or an order of parameters of its own; ids then count as this optimizer does. Without `optim`,
+            the ids of a dict without names count the parameters of the model.
+
+    Raises:
+        StateError: the dict does not belong to this model; or ids are read or requested, and neither the dict nor the model shows
+            their order.
+    """
+    return rekey.rekey(full, model, key_by, optim)
+
+
+@ordinary_tensors()
+def for_fairscale(full: Mapping[str, Any]) -> FullDict:
+    """A gathered dict (by id) in the form that fairscale's own `get_shard_from_optim_state_dict` reads.
+
+    The conversion is explicit, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
+    read. The result shares its tensors with `full`, which neither this function nor fairscale's reader changes.
+    """
+    return rekey.for_fairscale(full)
