@@ -94,6 +94,7 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"options", "state", "api"},
     "cli": {"errors", "api"},
+    "integrations": {"errors", "options", "memory", "state", "storage", "checkpoint", "api"},  # which nothing imports
     "__main__": {"cli"},
     "testing": {"errors", "layout", "plan", "memory", "view", "adapters", "storage", "formats", "transport", "api"},
     "": {"errors", "api", "drop_in", "testing"},
@@ -126,6 +127,10 @@ class TestArrows(unittest.TestCase):
             assert room in ARROWS, f"{file}: a room that is not in the plan; add it here and in docs/concepts.md"
             wrong += [f"{module} imports {used}" for used in rooms_used(file) - ARROWS[room] - {room}]
         assert not wrong, wrong
+
+    def test_nothing_uses_the_integrations(self) -> None:
+        """Each imports the trainer that it joins, which only users of that trainer have."""
+        assert not [room for room, uses in ARROWS.items() if "integrations" in uses]
 
     def test_the_arrows_close_no_circle(self) -> None:
         done: set[str] = set()
@@ -347,7 +352,18 @@ def loaded_by(code: str) -> set[str]:
 
 
 WRAPPERS = (
-    *("fairscale.", "deepspeed.", "accelerate.", "pytest.", "torch.nn.parallel.", "torch.distributed.fsdp."),
+    *(
+        "fairscale.",
+        "deepspeed.",
+        "accelerate.",
+        "lightning.",
+        "peft.",
+        "torchtitan.",
+        "verl.",
+        "pytest.",
+        "torch.nn.parallel.",
+        "torch.distributed.fsdp.",
+    ),
     *("torch.distributed._composable.", "torch.distributed.tensor.", "torch.distributed.checkpoint."),
     "torch.distributed.device_mesh.",
 )
@@ -362,6 +378,7 @@ class TestImport(unittest.TestCase):
         assert f"{PACKAGE}.api" in ours
         assert f"{PACKAGE}.drop_in" not in ours
         assert f"{PACKAGE}.testing" not in ours
+        assert not [name for name in ours if name.startswith(f"{PACKAGE}.integrations")]
 
     def test_asking_for_the_drop_in_loads_fairscale(self) -> None:
         loaded = loaded_by(f"from {PACKAGE} import FullyShardedDataParallel")
