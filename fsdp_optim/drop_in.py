@@ -32,7 +32,10 @@ class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairsca
     ) -> FullDict | None:
         """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
-        The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`, whose docstring explains the arguments.
+        The same as `fsdp_optim.gather_full_optim_state_dict(self, optim, ...)`.
+
+        Args:
+            optim, recipient_rank, key_by, collect, name_of, timeout: as for `fsdp_optim.gather_full_optim_state_dict`.
         """
         return api.gather_full_optim_state_dict(
             self, optim, recipient_rank, key_by, collect=collect, name_of=name_of, timeout=timeout

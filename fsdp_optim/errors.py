@@ -20,7 +20,8 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 class FsdpOptimError(Exception):
     """Parent of every error that this library raises on purpose.
 
-    `on_all_ranks`: every rank that makes the call raises this same error, so no rank has to report it.
+    Attributes:
+        on_all_ranks: whether every rank that makes the call raises this same error, so that no rank has to report it.
     """
 
     on_all_ranks: bool = False

@@ -52,16 +52,16 @@ def resume(
     The lowest rank lists the folder, so all ranks load the same checkpoint. The order is that of `checkpoints`.
 
     Args:
-        root: a path, or a URL as for save.
+        root: a path, or a URL as for `save`.
         on_damage: what to do if the newest checkpoint is damaged, or cannot be read just now. "error": raise CheckpointError
             that names it, and the one before it. "previous": log a warning, and load the newest one that can be loaded.
         model, optim, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
-            timeout, bucket_nbytes, local_cache, storage_options: as for load.
+            timeout, bucket_nbytes, local_cache, storage_options: as for `load`.
 
     Returns:
-        As load; None where the folder has no checkpoint, and nothing was changed.
+        As `load`; None where the folder has no checkpoint, and nothing was changed.
 
-    Raises (the same on all ranks): as load.
+    Raises (the same on all ranks): as `load`.
     """
     call = Options(
         name_of=name_of,
@@ -96,8 +96,8 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
     later time. Checkpoints of versions that recorded no number are older than all others.
 
     Args:
-        root: a path, or a URL as for save.
-        storage_options: as for save.
+        root: a path, or a URL as for `save`.
+        storage_options: as for `save`.
 
     Returns:
         A Path in a folder, a URL (str) under a URL; None where there is no complete checkpoint.
@@ -119,8 +119,8 @@ def checkpoints(
     sequence number, so its place follows from the number in its name; without a number it comes first.
 
     Args:
-        root: a path, or a URL as for save.
-        storage_options: as for save.
+        root: a path, or a URL as for `save`.
+        storage_options: as for `save`.
 
     Returns:
         For each checkpoint its `path`, `step`, `world_size`, `nbytes`, whether it is `complete` (else the `reason`), and its

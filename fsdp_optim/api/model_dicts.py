@@ -29,7 +29,11 @@ def gather_full_model_state_dict(
     """The weights and buffers of the whole model, as the `state_dict()` of the unwrapped model. Called by all ranks of the model.
 
     Changes nothing, and needs no forward pass before. Memory beyond the training's own: on a recipient the model and
-    `bucket_nbytes`, on other ranks `bucket_nbytes`. All arguments are those of `gather_full_optim_state_dict`.
+    `bucket_nbytes`, on other ranks `bucket_nbytes`.
+
+    Args:
+        model, recipient_rank, name_of, process_group, timeout, bucket_nbytes, on_replica_mismatch: as for
+            `gather_full_optim_state_dict`.
 
     Returns:
         On recipients a dict of CPU tensors by FQN, in their original shapes and dtypes; on other ranks None. Tied weights are
@@ -68,6 +72,7 @@ def scatter_full_model_state_dict(
     Memory beyond the training's own: one copy of this rank's shard, and `bucket_nbytes`, in bytes.
 
     Args:
+        model: the root of the model, in any wrapper or none.
         full: the `state_dict()` of an unwrapped model, or what `gather_full_model_state_dict` returned: whole tensors on any
             device. It is not changed.
         strict, cast, rename: as for `load`.

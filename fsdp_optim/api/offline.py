@@ -53,8 +53,8 @@ def convert(
     again. Any other save into the same parent folder removes such leftovers. After an error nothing is left.
 
     Args:
-        src: the checkpoint: a path, or a URL as for save.
-        dst: the place of the new checkpoint: a path, or a URL as for save.
+        src: the checkpoint: a path, or a URL as for `save`.
+        dst: the place of the new checkpoint: a path, or a URL as for `save`.
         format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
             `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "fairscale": the same with
             the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is wrapped.
@@ -64,11 +64,11 @@ def convert(
             (names, shapes) comes on top.
         names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
         model: in the place of `names`: a model whose parameters have this order; it may be on the meta device.
-        overwrite, durable, max_file_size: as for save.
+        overwrite, durable, max_file_size: as for `save`.
         allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
         progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
-        process_group, timeout: as for gather: other ranks than those of the default group.
-        storage_options: as for save, for both places that are URLs.
+        process_group, timeout: as for `gather_full_optim_state_dict`: other ranks than those of the default group.
+        storage_options: as for `save`, for both places that are URLs.
 
     Returns:
         A `Saved`; `nbytes_written` are the bytes that this process wrote, without those that a killed conversion had written.
@@ -109,10 +109,10 @@ def verify(
     or contradict each other are found, but no changed bytes. Nothing is unpickled.
 
     Args:
-        path: as for save.
-        memory: as for convert.
+        path: as for `save`.
+        memory: as for `convert`.
         progress: show a bar. None: for long calls, a bar on a terminal, and lines in the log elsewhere.
-        storage_options: as for save.
+        storage_options: as for `save`.
 
     Returns:
         A `Verified`: what was read, and whether it `has_checksums`.
@@ -127,7 +127,14 @@ def verify(
 def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
     """What a checkpoint of any format that `load` reads has: tensors by name, with dtypes, shapes and bytes, and the optimizer.
 
-    Reads the description and no elements. No communication. `path` and `storage_options` are as for save.
+    Reads the description and no elements. No communication.
+
+    Args:
+        path, storage_options: as for `save`.
+
+    Returns:
+        An object with the attributes `path`, `format`, `about`, `world_size`, `step`, `model`, `aliases`, `has_optim`, `state`,
+        `groups`, `optimizer_class`, `extras` and `nbytes`.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged or unknown.

@@ -116,6 +116,10 @@ def iter_full_optim_state(
     unless the optimizer lists its parameters in another order. If no order of ids is known, the order is the same on all ranks.
     Every rank of the model has to exhaust the iterator. A recipient holds at most `bucket_nbytes` of state (or one larger
     parameter), and as much again while the elements move.
+
+    Args:
+        model, optim, recipient_rank, collect, name_of, process_group, timeout, bucket_nbytes, on_replica_mismatch: as for
+            `gather_full_optim_state_dict`.
     """
     options = Options(
         collect,
@@ -171,7 +175,7 @@ def get_shard_from_optim_state_dict(
     """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
 
     Args:
-        model, optim: as for gather, at any world size.
+        model, optim: as for `gather_full_optim_state_dict`, at any world size.
         full: the full dict, needed on this rank. It stays unchanged and shares no memory with the result. Accepted are the
             result of `gather_full_optim_state_dict`, by id or by name; a full dict of fairscale or torch; and the state_dict()
             of a plain optimizer on the unwrapped model.
@@ -179,9 +183,10 @@ def get_shard_from_optim_state_dict(
             hyperparameters and state values that both sides have; the result lists the rest.
         groups: "saved": the optimizer has the saved groups, and gets their hyperparameters. "live": the groups and
             hyperparameters of the optimizer stay, and the state of every parameter is found by name.
-        name_of: the function that was given to gather.
-        process_group, timeout: as for gather; only for a sharded dict (DTensor, ShardedTensor), of which every rank has its part.
-            For such a dict, and only for such a dict, all ranks have to make the call, and elements move between them.
+        name_of: the function that was given to `gather_full_optim_state_dict`.
+        process_group, timeout: as for `gather_full_optim_state_dict`; only for a sharded dict (DTensor, ShardedTensor), of
+            which every rank has its part. For such a dict, and only for such a dict, all ranks have to make the call, and
+            elements move between them.
 
     Returns:
         The optimizer's own dict: local ids, the saved hyperparameters, and state tensors in the local shapes, on the devices of
@@ -220,6 +225,12 @@ def scatter_full_optim_state_dict(
     """As `get_shard_from_optim_state_dict`, but only global rank `source_rank` needs `full`; other ranks may give None.
 
     Called by all ranks of the model. Memory beyond the result: `bucket_nbytes`, in bytes.
+
+    Args:
+        model, optim, strict, groups, name_of: as for `get_shard_from_optim_state_dict`.
+        full: the full dict, on rank `source_rank`; other ranks may give None.
+        source_rank: the global rank that has `full`.
+        process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
 
     Raises (the same on all ranks): as `get_shard_from_optim_state_dict` and `gather_full_optim_state_dict`.
     """
@@ -279,9 +290,18 @@ def transfer_optim_state(
     """Load the state of one live optimizer into another in the same job, whatever wraps their models.
 
     Called by all ranks of both models. Each byte moves once, directly to the rank that needs it, so a rank holds no more than
-    its own shards and `bucket_nbytes`. The source stays unchanged. `strict`, `groups`: as for
-    `get_shard_from_optim_state_dict`. Returns the same as `load_optim_state_dict`, and raises the same errors as gather and
-    scatter.
+    its own shards and `bucket_nbytes`. The source stays unchanged.
+
+    Args:
+        src_model, src_optim: the model and the optimizer with the state, as for `gather_full_optim_state_dict`.
+        dst_model, dst_optim: the model and the optimizer that get the state.
+        strict, groups, name_of: as for `get_shard_from_optim_state_dict`.
+        process_group, timeout, bucket_nbytes, on_replica_mismatch: as for `gather_full_optim_state_dict`.
+
+    Returns:
+        As `load_optim_state_dict`.
+
+    Raises (the same on all ranks): as `gather_full_optim_state_dict` and `scatter_full_optim_state_dict`.
     """
     options = Options(
         name_of=name_of,
@@ -302,6 +322,8 @@ def rekey_optim_state_dict(
     """The same full dict, keyed by "id" or by "name". It shares its tensors with `full`, which stays unchanged. No communication.
 
     Args:
+        full: a full dict, by id or by name, as for `get_shard_from_optim_state_dict`.
+        key_by: the keys of the result.
         model: the model, wrapped or not; for a dict of fairscale itself, wrapped as at the save.
         optim: an optimizer of `model` with the same parameters in the same groups. It is needed if the dict has ids without names
             and several groups, or an order of parameters of its own; ids then count as this optimizer does. Without `optim`,
@@ -320,5 +342,8 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
 
     The conversion is explicit, because fairscale needs `step` and other 0-dim tensors in a form that torch.optim does not
     read. The result shares its tensors with `full`, which neither this function nor fairscale's reader changes.
+
+    Args:
+        full: the result of `gather_full_optim_state_dict` with `key_by="id"`.
     """
     return rekey.for_fairscale(full)

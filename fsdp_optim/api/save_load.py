@@ -70,7 +70,8 @@ def save(
         path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
             the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
             (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
-        model, optim: as for gather; several optimizers as a list, which may not be empty; None: weights and buffers only.
+        model, optim: as for `gather_full_optim_state_dict`; several optimizers as a list, which may not be empty; None: weights
+            and buffers only.
         step: the step of the trainer. It is recorded, and `restored.summary.step` returns it.
         extra: values of the trainer: JSON values, tuples, tensors, numpy arrays. The values of the lowest rank are saved.
         per_rank_extra: as `extra`, but every rank saves its own values.
@@ -88,8 +89,9 @@ def save(
         allow_pickle: pickle values that are neither JSON nor tensors, in the extras, in the state, and in values of modules.
             False: such a value is an error that names it.
         progress: show a bar on the lowest rank. None: for long saves, a bar on a terminal, and lines in the log elsewhere.
-        on_replica_mismatch: as for gather, and also for weights and buffers, BatchNorm statistics included, which have to be
-            equal on all ranks that hold the same part.
+        name_of, process_group, timeout, bucket_nbytes: as for `gather_full_optim_state_dict`.
+        on_replica_mismatch: as for `gather_full_optim_state_dict`, and also for weights and buffers, BatchNorm statistics
+            included, which have to be equal on all ranks that hold the same part.
         upload_to: a URL to which all ranks upload the finished folder in the background. `result.upload.wait()` waits for the
             end and raises the error of a failure; so do the next save of this process and the exit of the process. `overwrite`,
             `keep_last` and `storage_options` count for the URL too.
@@ -165,6 +167,14 @@ def async_save(
     next save or async_save of this process wait for this save, with `upload_to` also for the upload, and raise its error; the
     exit of the process waits too. Memory: one copy of the part that this rank writes (its shard, or its share of replicated
     values), until that part is written.
+
+    Args:
+        path, model, optim, step, extra, per_rank_extra, overwrite, strategy, max_file_size, checksums, durable, keep_last,
+            allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes, on_replica_mismatch, upload_to, format,
+            storage_options: as for `save`.
+
+    Returns:
+        A `SaveHandle` for this save.
     """
     with checkpoint_errors(path):
         options = SaveOptions(
@@ -222,8 +232,8 @@ def load(
     of this rank's shard, and `bucket_nbytes`.
 
     Args:
-        path: as for save. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
-        model, optim: as for save; `optim` None: weights and buffers only; both None: the extras only, on this process alone
+        path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
+        model, optim: as for `save`; `optim` None: weights and buffers only; both None: the extras only, on this process alone
             (the index of this process in `process_group` then selects the `per_rank_extra`).
         strict: True: refuse parameters that only one side has, and state of another optimizer class. False: these stay as they
             are, and the result lists them.
@@ -241,7 +251,7 @@ def load(
             module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
         local_cache: a folder of this machine that keeps what was read from a URL, in blocks of 1 MiB, for the next time. Blocks
             are verified when they are used. The ranks on one machine may share the folder.
-        progress, name_of, process_group, timeout, bucket_nbytes, storage_options: as for save and gather.
+        progress, name_of, process_group, timeout, bucket_nbytes, storage_options: as for `save`.
 
     Returns:
         The saved `extra` as a dict (another value is under the key "extra"), with the attributes `per_rank` (this rank's

@@ -51,8 +51,8 @@ class CheckpointManager:
     The checkpoint of step 1000 is `root/step-00001000`; `load` loads it too, with the objects' state under `"state"`.
 
     Args:
-        root: a folder for the checkpoints of one run, or a URL, as for save.
-        model, optim: as for save.
+        root: a folder for the checkpoints of one run, or a URL, as for `save`.
+        model, optim: as for `save`.
         state: objects of the trainer by name: anything with `state_dict()` and `load_state_dict()`, such as schedulers, scalers,
             EMA models, `nn.ModuleDict`. What the ranks have in common: the lowest rank's state is saved, and all ranks load it.
             The values in a state are those that `extra` of save takes.
@@ -72,10 +72,11 @@ class CheckpointManager:
             failed. All ranks meet for this. None: the lowest rank chooses the number, so that they meet about once a second,
             and with more than 20 ranks less often, at most every 10 s. A step that saves is such a step too.
         strategy, max_file_size, checksums, durable, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
-            on_replica_mismatch, storage_options: as for save, and those that load has, also for the load.
+            on_replica_mismatch, storage_options: as for `save`, and those that load has, also for the load.
 
     Raises:
-        StateError, CheckpointError: an argument is wrong. RankError: the ranks gave different ones.
+        StateError, CheckpointError: an argument is wrong.
+        RankError: the ranks gave different arguments.
     """
 
     @ordinary_tensors()
@@ -158,8 +159,8 @@ class CheckpointManager:
 
         Args:
             on_damage: as for `fsdp_optim.resume`: a damaged newest checkpoint is an error that names it, unless "previous".
-            strict: as for load, and for the names in `state` and `per_rank_state`.
-            groups, keep, cast, rename, verify, check, local_cache: as for load.
+            strict: as for `load`, and for the names in `state` and `per_rank_state`.
+            groups, keep, cast, rename, verify, check, local_cache: as for `load`.
         """
         options = self._load_options(strict, groups, keep, cast, rename, verify, check, local_cache, on_damage)
         return self._run.load(None, options)
@@ -181,7 +182,11 @@ class CheckpointManager:
         """Load the checkpoint of an earlier step, to train on from there; return the step.
 
         The checkpoints of later steps stay until the next save is complete, and are removed then, because the run took these
-        steps back. A run that ends before that resumes from the newest of them. The arguments are those of `resume`.
+        steps back. A run that ends before that resumes from the newest of them.
+
+        Args:
+            to: the step of the checkpoint.
+            strict, groups, keep, cast, rename, verify, check, local_cache: as for `resume`.
 
         Raises:
             CheckpointError: the folder has no checkpoint of this step; the message names those that it has.
@@ -204,9 +209,12 @@ class CheckpointManager:
 
     @ordinary_tensors()
     def save(self, step: int, *, metric: float | None = None) -> None:
-        """Save now, in the background, whatever `every` says: at the end of the training, say. Arguments as for `step`.
+        """Save now, in the background, whatever `every` says: at the end of the training, say.
 
         Does nothing if this run has saved or loaded this step.
+
+        Args:
+            step, metric: as for `step`.
         """
         self._run.save(step, metric)
 

@@ -12,7 +12,11 @@ from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
 
 
 class SaveHandle:
-    """A save that is being written in the background."""
+    """A save that is being written in the background, as `async_save` returns it.
+
+    Attributes:
+        path: the path of the checkpoint.
+    """
 
     def __init__(self, path: Path | str, write: Callable[[], Saved]) -> None:
         self.path = path
@@ -28,7 +32,14 @@ class SaveHandle:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Saved:
-        """Wait until the checkpoint is there. Raises the error of any rank, or RankTimeoutError after `timeout` seconds."""
+        """Wait until the checkpoint is there. Raises the error of any rank.
+
+        Args:
+            timeout: seconds, at most; None: without limit.
+
+        Raises:
+            RankTimeoutError: the save did not end in time; it goes on.
+        """
         self.join(timeout)
         self._is_reported = True
         if self._error is not None:
@@ -38,7 +49,14 @@ class SaveHandle:
         return self._saved
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the save, successful or not. Raises RankTimeoutError after `timeout` seconds."""
+        """Wait for the end of the save, successful or not.
+
+        Args:
+            timeout: seconds, at most; None: without limit.
+
+        Raises:
+            RankTimeoutError: the save did not end in time; it goes on.
+        """
         self._thread.join(_seconds(timeout))
         if self._thread.is_alive():
             raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it goes on: wait again")

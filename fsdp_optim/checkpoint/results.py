@@ -24,7 +24,8 @@ class Saved:
     Attributes:
         path: the path of the checkpoint.
         num_tensors: the number of saved tensors.
-        nbytes: the bytes of all tensors; `nbytes_written`: those that this rank wrote.
+        nbytes: the bytes of all tensors.
+        nbytes_written: the bytes that this rank wrote.
         absent: the FQNs of the optimizer's parameters without state.
         upload: the upload that goes on in the background, if `upload_to` was given to `save`.
     """

@@ -44,9 +44,12 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Written:
-    """What a test has written. `model`: by the names in the checkpoint. `optim`: the tensors of the full dict, in its order.
+    """What a test has written.
 
-    `extra`: the values of the trainer; None: they are not compared.
+    Attributes:
+        model: tensors by the names in the checkpoint.
+        optim: the tensors of the full dict, in its order.
+        extra: the values of the trainer; None: they are not compared.
     """
 
     model: Tensors

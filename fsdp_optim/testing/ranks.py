@@ -63,6 +63,16 @@ def run_on_ranks(
 
     This is `RankPool.run` on a pool that is shared by this process, made at the first call and closed at
     exit.
+
+    Args:
+        fn, world_size, args, kwargs, timeout, backend, grace: as for `RankPool.run`.
+
+    Returns:
+        What `fn` has returned on each rank, in the order of the ranks.
+
+    Raises:
+        RanksFailed: a rank raised an error, or its process ended.
+        RankTimeoutError: some ranks did not finish in time.
     """
     pool = _shared_pool(os.getpid())  # a forked child must not talk to its parent's workers
     return pool.run(fn, world_size, *args, timeout=timeout, backend=backend, grace=grace, **kwargs)
@@ -121,6 +131,14 @@ class RankPool:
         it get an error of their own. Raises `RankTimeoutError` (a `TimeoutError`) when some ranks have not
         finished after `timeout` seconds, not counting the start of workers; it names them and says what the
         others did. A worker that had to be killed is replaced at the next call. No call hangs.
+
+        Args:
+            fn: the function, at module level.
+            world_size: the number of ranks.
+            args, kwargs: the arguments of `fn`, the same on each rank.
+            timeout: seconds for all ranks to finish, not counting the start of workers.
+            backend: the backend of torch.distributed's default group.
+            grace: seconds that the others have to finish after one rank has failed.
         """
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")

@@ -34,6 +34,7 @@ def run_on_threads(
     `fn` need not be importable, and arguments and results are shared, not copied.
 
     Args:
+        fn, world_size, args, kwargs: the function, the number of ranks, and the arguments of `fn` on each of them.
         timeout: seconds for all ranks to finish.
         grace: seconds that the others have to finish after one rank has failed.
         transport: makes what carries the bytes of a rank, to test one that fails.
