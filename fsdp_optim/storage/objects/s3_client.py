@@ -176,7 +176,7 @@ class Clients:
             from botocore.config import Config
             from botocore.session import get_session
         except ImportError:
-            raise CheckpointError("s3://: needs boto3: pip install 'fsdp_optim[s3]'") from Undecided("boto3")
+            raise CheckpointError("s3://: needs boto3: pip install 'fsdp-optim[s3]'") from Undecided("boto3")
         config = Config(
             max_pool_connections=_CONNECTIONS,
             retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
