@@ -5,10 +5,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; 
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# The site is made of text: what builds it is kept apart, and needs no torch.
+DOCS_VENV ?= .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
 # Processes that run tests, each a file at a time, on ranks of its own.
 JOBS ?= 2
 
-.PHONY: help venv test test-gpu test-long check format demo bench soak clean
+.PHONY: help venv test test-gpu test-long check format demo bench docs soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,9 +55,18 @@ demo: venv  ## train, save, resume at other world sizes, compare
 bench: venv  ## time and memory of a gather, beside fairscale's own
 	$(BIN)/python benchmarks/gather.py
 
+docs: $(DOCS_INSTALLED)  ## build the docs site into build/docs/site; broken links and missing docstrings fail
+	$(DOCS_VENV)/bin/python -m website
+
+$(DOCS_INSTALLED): requirements-docs.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet -r requirements-docs.txt
+	@touch $@
+
 soak: venv  ## torture checkpoints for SOAK_SECONDS= seconds (600); SEED= runs the same cases again
 	$(BIN)/python -m tests.soak
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -106,7 +106,7 @@ def save(
     Raises (the same on all ranks):
         CheckpointError: the path is taken, or cannot be written, or other ranks of the job save to it. The message names the
             file.
-        The errors of `gather_full_optim_state_dict`.
+        WrapperError, StateError, RankError, RankTimeoutError: as `gather_full_optim_state_dict`.
     """
     with checkpoint_errors(path):
         options = SaveOptions(

@@ -1,0 +1,200 @@
+"""The docs site: the reference is whole, pages lead where the files of the repository lead, and faults are found."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+
+from parameterized import parameterized
+
+import fsdp_optim
+import fsdp_optim.testing
+from website import links, reference, stage
+from website.docstrings import rewritten
+
+PAGES = stage.ROOT / "website" / "reference"
+GOOD = '''
+__all__ = ["Thing", "act"]
+
+
+class Thing:
+    """A thing.
+
+    Args:
+        size, weight: numbers.
+    """
+
+    def __init__(self, size, weight): ...
+
+    def grow(self, by):
+        """Grow.
+
+        Args:
+            by: how much.
+        """
+
+
+def act(thing, *, times=1):
+    """Act.
+
+    Args:
+        thing: what acts.
+        times: how
+            often.
+
+    Raises (on all ranks):
+        ValueError, TypeError: it cannot.
+    """
+'''
+
+
+class TestReference(unittest.TestCase):
+    def test_every_public_name_is_described(self):
+        self.assertEqual(reference.problems(PAGES), [])
+
+    def test_the_names_that_are_looked_for_are_those_that_users_import(self):
+        described = set(reference.described(PAGES))
+        for module in (fsdp_optim, fsdp_optim.testing):
+            self.assertLessEqual({f"{module.__name__}.{name}" for name in module.__all__}, described)
+
+    def problems(self, code: str, page: str = "::: thing.Thing\n\n::: thing.act\n") -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "thing.py").write_text(code)
+            (Path(folder) / "pages").mkdir()
+            (Path(folder) / "pages" / "page.md").write_text(page)
+            return reference.problems(Path(folder) / "pages", Path(folder), ("thing",))
+
+    def test_a_whole_one_is_whole(self):
+        self.assertEqual(self.problems(GOOD), [])
+
+    @parameterized.expand(
+        [
+            (
+                "argument",
+                "        times: how\n            often.\n",
+                "thing.act: the docstring does not describe the argument times",
+            ),
+            (
+                "one of two",
+                "size, weight:",
+                "size:",
+                "thing.Thing: the docstring does not describe the argument weight",
+            ),
+            (
+                "method",
+                "            by: how much.\n",
+                "thing.Thing.grow: the docstring does not describe the argument by",
+            ),
+            ("function", '"""Act.', 'b"""Act.', "thing.act has no docstring"),
+            ("class", '"""A thing.', 'b"""A thing.', "thing.Thing has no docstring"),
+        ]
+    )
+    def test_what_is_missing_is_named(self, _, old, *rest):
+        new, expected = rest if len(rest) == 2 else ("", rest[0])
+        self.assertIn(old, GOOD)
+        self.assertEqual(self.problems(GOOD.replace(old, new)), [expected])
+
+    def test_a_name_has_one_place(self):
+        self.assertEqual(self.problems(GOOD, "::: thing.Thing\n"), ["thing.act is on no page of the reference"])
+        twice = "::: thing.Thing\n\n::: thing.act\n\n::: thing.act\n"
+        self.assertEqual(self.problems(GOOD, twice), ["thing.act is described 2 times"])
+
+    def test_sections_become_those_that_griffe_knows(self):
+        docstring = (
+            "Text.\n\nArgs:\n    a,\n        b: of both,\n        on two lines.\n\nRaises (always):\n    A, B: why."
+        )
+        self.assertEqual(
+            rewritten(docstring).split("\n"),
+            [
+                "Text.",
+                "",
+                "Args:",
+                *["    a: of both,", "        on two lines.", ""],
+                *["    b: of both,", "        on two lines.", ""],
+                "Errors are always.",
+                "",
+                *["Raises:", "    A: why.", "    B: why.", ""],
+            ],
+        )
+
+
+class TestPages(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("page", "docs/a.md", "[x](b.md#part)", "[x](b.md#part)"),
+            ("from the top", "README.md", "[x](docs/b.md#part), ![y](docs/c.svg)", "[x](b.md#part), ![y](c.svg)"),
+            ("to the top", "docs/deep/d.md", "[x](../../README.md) [y](../b.md)", "[x](../index.md) [y](../b.md)"),
+            ("file", "docs/a.md", "[x](../src/one.py)", "[x](https://web/blob/main/src/one.py)"),
+            ("folder", "README.md", "[x](src/)", "[x](https://web/tree/main/src)"),
+            ("elsewhere", "README.md", "[x](https://b.org) [y](#part)", "[x](https://b.org) [y](#part)"),
+            ("broken", "docs/a.md", "[x](none.md)", "[x](none.md)"),
+            ("html", "README.md", '<img src="docs/c.svg">', '<img src="c.svg">'),
+            ("code", "README.md", "`[x](docs/b.md)`", "`[x](docs/b.md)`"),
+            ("block", "README.md", "```python ranks=2\n[x](docs/b.md)\n```", "```python\n[x](docs/b.md)\n```"),
+            ("longer block", "README.md", "````md\n```python run\n```\n````", "````md\n```python run\n```\n````"),
+            ("after a block", "README.md", "```sh\nx\n```\n[x](docs/b.md)", "```sh\nx\n```\n[x](b.md)"),
+        ]
+    )
+    def test_links_lead_to_the_same_places(self, _, source, text, expected):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            for file in ("README.md", "docs/a.md", "docs/b.md", "docs/c.svg", "docs/deep/d.md", "src/one.py"):
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                (root / file).touch()
+            self.assertEqual(stage.for_the_site(text, source, root, "https://web"), expected + "\n")
+
+    def test_every_page_of_the_docs_is_on_the_site_and_in_its_contents(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertEqual(stage.stage(Path(folder)), [])
+            pages = {
+                page.relative_to(Path(folder) / "pages").as_posix() for page in Path(folder).rglob("pages/**/*.md")
+            }
+        docs = stage.ROOT / "docs"
+        self.assertLessEqual({"index.md", *(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))}, pages)
+
+
+class TestLinks(unittest.TestCase):
+    def problems(self, page: str) -> list[str]:
+        with tempfile.TemporaryDirectory() as folder:
+            site = Path(folder)
+            (site / "other").mkdir()
+            (site / "index.html").write_text(page)
+            (site / "other" / "index.html").write_text('<h2 id="part">Part</h2>')
+            return links.problems(site)
+
+    @parameterized.expand(
+        [
+            ("page", '<a href="other/">x</a>'),
+            ("anchor", '<a href="other/#part">x</a>'),
+            ("own anchor", '<p id="here"></p><a href="#here">x</a>'),
+            ("another host", '<a href="https://example.org/">x</a>'),
+        ]
+    )
+    def test_good(self, _, page):
+        self.assertEqual(self.problems(page), [])
+
+    @parameterized.expand(
+        [
+            ("page", '<a href="none/">x</a>', "index.html: the link none/ leads to no file"),
+            ("picture", '<img src="none.svg">', "index.html: the link none.svg leads to no file"),
+            ("anchor", '<a href="other/#none">x</a>', "index.html: the link other/#none leads to no heading"),
+            ("own anchor", '<a href="#none">x</a>', "index.html: the link #none leads to no heading"),
+            (
+                "script of another host",
+                '<script src="https://example.org/x.js"></script>',
+                "index.html: the page fetches https://example.org/x.js from another host",
+            ),
+            (
+                "fonts of another host",
+                '<link rel="stylesheet" href="//example.org/x.css">',
+                "index.html: the page fetches //example.org/x.css from another host",
+            ),
+        ]
+    )
+    def test_faults_are_found(self, _, page, expected):
+        self.assertEqual(self.problems(page), [expected])
+
+
+if __name__ == "__main__":
+    unittest.main()

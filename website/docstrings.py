@@ -1,0 +1,98 @@
+"""How the site reads docstrings: what this package writes in its own way becomes what griffe knows.
+
+- `a, b: text` in Args describes each of them.
+- `Raises (the same on all ranks):` is a section, and a sentence before it says the rest.
+- A public name in backticks is a link to its description.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises)\b *(\(.*\))?:$", re.MULTILINE)
+ITEM = re.compile(r"^(?P<names>\*{0,2}\w+(?:, \*{0,2}\w+)*):(?= |$)")
+
+
+def items(lines: list[str]) -> list[list[str]]:
+    """The items of a section: their first lines are indented by four, and what belongs to them deeper."""
+    joined: list[list[str]] = []
+    for line in lines:
+        if (line.startswith("    ") and not line.startswith("     ")) or not joined:
+            joined.append([line])
+        else:
+            joined[-1].append(line)
+    return joined
+
+
+def split_names(item: list[str]) -> list[list[str]]:
+    """The same item for each of the names that it begins with, which may be on several lines."""
+    text = item[0].strip()
+    rest = list(item[1:])
+    while text.endswith(",") and ITEM.match(text) is None and rest:
+        text += " " + rest.pop(0).strip()
+    match = ITEM.match(text)
+    if match is None:
+        return [item]
+    says = text[match.end() :]
+    return [[f"    {name}:{says}", *rest] for name in match["names"].split(", ")]
+
+
+def rewritten(docstring: str) -> str:
+    """The docstring with sections as griffe knows them."""
+    lines = docstring.splitlines()
+    out: list[str] = []
+    at = 0
+    while at < len(lines):
+        head = SECTION.match(lines[at])
+        if head is None:
+            out.append(lines[at])
+            at += 1
+            continue
+        kind, when = head[1], head[2]
+        body = []
+        at += 1
+        while at < len(lines) and (lines[at].startswith("    ") or not lines[at]):
+            body.append(lines[at])
+            at += 1
+        if when:
+            out += [f"Errors are {when[1:-1]}.", ""]
+        out.append(f"{kind}:")
+        if kind in ("Args", "Raises", "Attributes"):
+            body = [line for item in items(body) for each in split_names(item) for line in each]
+        out.extend(body)
+        if body and body[-1]:
+            out.append("")
+    return "\n".join(out)
+
+
+def linked(docstring: str, public: dict[str, str], own: str) -> str:
+    """The docstring with a link from each public name in backticks to its description."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"[`{name}`][{public[name]}]" if name in public and name != own else match[0]
+
+    return re.sub(r"(?<!\[)`(\w+)`", link, docstring)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites the docstrings of all objects of a package when it is read."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        public = {name: f"{pkg.path}.{name}" for name in pkg.exports or () if isinstance(name, str)}
+        seen: set[int] = set()
+
+        def visit(one: griffe.Object) -> None:
+            if id(one) in seen:
+                return
+            seen.add(id(one))
+            if one.docstring is not None:
+                one.docstring.value = linked(rewritten(one.docstring.value), public, one.name)
+            for member in one.members.values():
+                if not member.is_alias:
+                    visit(member)  # type: ignore[arg-type]
+
+        visit(pkg)

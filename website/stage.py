@@ -1,0 +1,104 @@
+"""The pages of the site, made of the files that GitHub shows: README.md is the first page, docs/ has most of the others.
+
+Links there lead to files of the repository. Those to pages lead to pages of the site, and all others to the repository on the
+web. What a code block says to the tests (```python ranks=2) is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# A link or an image of Markdown, or an attribute of HTML; not inside `code`.
+LINK = re.compile(
+    r"`[^`\n]+`|(?P<before>\]\()(?P<to>[^)\s]+)(?=\))|(?P<attr>\b(?:src|href|srcset)=\")(?P<at>[^\"]+)(?=\")"
+)
+AT_THE_TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+FENCE = re.compile(r"^(?P<indent> *)(?P<marks>```+)(?P<info>.*)$")
+
+
+def repository() -> str:
+    """Where links to other files lead: to the repository of the workflow that builds the site, or to the files here."""
+    if "GITHUB_REPOSITORY" in os.environ:
+        return f"{os.environ['GITHUB_SERVER_URL']}/{os.environ['GITHUB_REPOSITORY']}"
+    return f"file://{ROOT}"
+
+
+def page_of(file: str) -> str | None:
+    """The place among the pages of a file of the repository; None for a file that is no part of the site."""
+    return file.removeprefix("docs/") if file.startswith("docs/") else AT_THE_TOP.get(file)
+
+
+def moved(target: str, source: str, root: Path, web: str) -> str:
+    """Where a link of the file `source` leads on the site."""
+    path, mark, anchor = target.partition("#")
+    if not path or re.match(r"[a-z]+:", target):
+        return target
+    file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+    if not (root / file).exists():
+        return target  # broken: left for the check of links, which names it
+    page = page_of(file)
+    if page is None:
+        kind = "" if web.startswith("file:") else "tree/main/" if (root / file).is_dir() else "blob/main/"
+        return f"{web}/{kind}{file}{mark}{anchor}"
+    here = page_of(source)
+    assert here is not None
+    return posixpath.relpath(page, posixpath.dirname(here) or ".") + mark + anchor
+
+
+def for_the_site(text: str, source: str, root: Path, web: str) -> str:
+    """The Markdown of a page of the site."""
+
+    def link(match: re.Match[str]) -> str:
+        if match["to"] is not None:
+            return match["before"] + moved(match["to"], source, root, web)
+        if match["at"] is not None:
+            return match["attr"] + moved(match["at"], source, root, web)
+        return match[0]
+
+    lines, marks = [], None
+    for line in text.splitlines():
+        fence = FENCE.match(line)
+        if marks is None and fence:
+            marks = fence["marks"]
+            line = fence["indent"] + marks + (fence["info"].split() or [""])[0]
+        elif marks is not None:
+            if fence and fence["marks"] == marks and not fence["info"].strip():
+                marks = None
+        else:
+            line = LINK.sub(link, line)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def stage(to: Path, root: Path = ROOT) -> list[str]:
+    """Write the sources of the site into the folder `to`, which is made anew. Returns what is wrong with them."""
+    shutil.rmtree(to, ignore_errors=True)
+    pages = to / "pages"
+    (pages / "reference").mkdir(parents=True)
+    web = repository()
+    written = []
+    for own in (root / "website" / "reference").glob("*.md"):
+        (pages / "reference" / own.name).write_text(own.read_text().replace("REPOSITORY", web))
+        written.append(f"reference/{own.name}")
+    for file in [*(root / name for name in AT_THE_TOP), *(root / "docs").rglob("*")]:
+        source = file.relative_to(root).as_posix()
+        page = page_of(source)
+        if page is None or file.is_dir():
+            continue
+        (pages / page).parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".md":
+            written.append(page)
+            (pages / page).write_text(for_the_site(file.read_text(), source, root, web))
+        else:
+            shutil.copy(file, pages / page)
+    shutil.copy(root / "website" / "extra.css", pages)
+    settings = (root / "website" / "mkdocs.yml").read_text()
+    if web.startswith("file:"):
+        settings = "".join(line for line in settings.splitlines(keepends=True) if "REPOSITORY" not in line)
+    (to / "mkdocs.yml").write_text(settings.replace("REPOSITORY", web))
+    return [f"{page} is not in the nav of website/mkdocs.yml" for page in written if f" {page}\n" not in settings]
