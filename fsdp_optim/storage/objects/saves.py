@@ -138,7 +138,7 @@ def remove_dead(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: flo
     """Remove what dead saves have left in a place. Returns the saves that were there."""
     saves = _Saves.listed(bucket, place, dead_after)
     if saves.dead:
-        log.warning("%s: removing what a save that has died has left", place.where)
+        log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)
         for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
             mark_dead(bucket, place, token)
         bucket.delete([place.claim(token) for token in sorted(saves.dead)])
