@@ -5,8 +5,8 @@
 The server is `rclone serve s3` over a folder, on loopback. The model has 12 blocks with 100 M parameters; weights and Adam
 state in fp32 are 1.1 GiB. "bare parts": every rank uploads its share of as many bytes from memory, in parts of the same size,
 with as many threads, and no plan, table of checksums or manifest. "bare reads": every rank reads its share by ranges into fresh
-memory. The contestants run in turn in the same processes. Extra memory is the highest resident size during the call, over that
-before it.
+memory; "bare reads of own rows": by the ranges in which its rows of the larger tensors lie. The contestants run in turn in the
+same processes. Extra memory is the highest resident size during the call, over that before it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import argparse
 import logging
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -35,7 +37,7 @@ import fsdp_optim
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
-PART_NBYTES, THREADS = 8 << 20, 8
+PART_NBYTES, LEAST_NBYTES, THREADS = 8 << 20, 1 << 20, 8
 
 Options = dict[str, Any]
 
@@ -66,17 +68,29 @@ def bare_parts(bucket: S3Bucket, memory: torch.Tensor, nbytes: int) -> None:
     dist.barrier()
 
 
-def bare_reads(bucket: S3Bucket, nbytes: int) -> torch.Tensor:
-    parts = share(nbytes)
-    memory = torch.empty(sum(length for _, length in parts), dtype=torch.uint8)
+def own_ranges(model: Iterable[DTensor]) -> list[tuple[int, int]]:
+    """(start, length) of this rank's rows of every large tensor, weights and both moments, if these lay one after the other."""
+    ranges, at = list[tuple[int, int]](), 0
+    for param in [*model] * 3:
+        share = 4 * -(-param.shape[0] // dist.get_world_size()) * param[0].numel()
+        start, stop = (min(share * (dist.get_rank() + k), 4 * param.numel()) for k in (0, 1))
+        if 4 * param.numel() > LEAST_NBYTES:
+            ranges += [(at + first, min(PART_NBYTES, stop - first)) for first in range(start, stop, PART_NBYTES)]
+        at += 4 * param.numel()
+    return ranges
+
+
+def bare_reads(bucket: S3Bucket, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Read ranges of an object, (start, length), one after the other into fresh memory."""
+    starts = list(accumulate((length for _, length in ranges), initial=0))
+    memory = torch.empty(starts[-1], dtype=torch.uint8)
     view = memoryview(memory.numpy())
 
-    def read(one: tuple[int, tuple[int, int]]) -> None:
-        index, (number, length) = one
-        bucket.read_into("bare/data", [view[index * PART_NBYTES :][:length]], number * PART_NBYTES)
+    def read(place: int, start: int, length: int) -> None:
+        bucket.read_into("bare/data", [view[place : place + length]], start)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(read, enumerate(parts)))
+        list(pool.map(read, starts, *zip(*ranges, strict=True)))
     return memory
 
 
@@ -155,7 +169,8 @@ def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Serie
         loads: dict[str, Callable[[], object]] = {
             "fsdp_optim, FSDP2": load,
             "fsdp_optim, FSDP2, verify=False": lambda: load(verify=False),
-            "bare reads": lambda: bare_reads(theirs, nbytes),
+            "bare reads": lambda: bare_reads(theirs, [(one * PART_NBYTES, length) for one, length in share(nbytes)]),
+            "bare reads of own rows": lambda: bare_reads(theirs, own_ranges(new.model.parameters())),
         }
         if peers:
             saves["DCP through fsspec"], loads["DCP through fsspec"] = peers["save"], peers["load"]
