@@ -30,6 +30,7 @@ KeyBy = Literal["id", "name"]
 Strategy = Literal["auto", "in_place", "per_rank_files"]
 Check = Literal["bitwise"]
 OnDamage = Literal["error", "previous"]
+WhichWeights = Literal["all", "trainable", "none"]
 SavedFormat = Literal["safetensors", "dcp", "torchtitan"]
 NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
@@ -117,6 +118,11 @@ def check_callable(name: str, value: object) -> None:
     """Raise an error for a value that is neither a function nor None."""
     if value is not None and not callable(value):
         raise StateError(f"{name} has to be a function or None, not {value!r}")
+
+
+def check_which_weights(value: object) -> None:
+    """Raise an error for a value that is no `WhichWeights`."""
+    check_one_of("weights", value, ("all", "trainable", "none"), CheckpointError)
 
 
 def seconds_of(timeout: object) -> float | None:
@@ -208,9 +214,11 @@ class SaveOptions(Arguments):
     upload_to: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     format: SavedFormat = "safetensors"
+    weights: WhichWeights = "all"
 
     def validate(self) -> None:
         super().validate()
+        check_which_weights(self.weights)
         check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
         if self.upload_to is not None and self.format != "safetensors":
             raise CheckpointError(
@@ -241,9 +249,11 @@ class LoadOptions(Arguments):
     rename: Rename | None = field(default=None, metadata=MAY_DIFFER)
     local_cache: str | PathLike[str] | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+    weights: WhichWeights = "all"
 
     def validate(self) -> None:
         super().validate()
+        check_which_weights(self.weights)
         check_one_of("check", self.check, (None, "bitwise"), CheckpointError)
         names = self.keep if isinstance(self.keep, (list, tuple, set, frozenset)) else [None]
         if not all(isinstance(name, str) for name in names):

@@ -18,7 +18,17 @@ from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import CheckpointInfo
 from fsdp_optim.checkpoint.stores import shelf_at
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import BUCKET_NBYTES, Check, GroupsFrom, NameOf, OnDamage, Options, Rename, ResumeOptions
+from fsdp_optim.options import (
+    BUCKET_NBYTES,
+    Check,
+    GroupsFrom,
+    NameOf,
+    OnDamage,
+    Options,
+    Rename,
+    ResumeOptions,
+    WhichWeights,
+)
 from fsdp_optim.storage.posix.files import checkpoint_errors
 from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.verbs.load_state import LoadableOptimizer
@@ -31,6 +41,7 @@ def resume(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
     *,
     on_damage: OnDamage = "error",
+    weights: WhichWeights = "all",
     strict: bool = True,
     groups: GroupsFrom = "saved",
     keep: Sequence[str] = (),
@@ -55,7 +66,7 @@ def resume(
         root: a path, or a URL as for `save`.
         on_damage: what to do if the newest checkpoint is damaged, or cannot be read just now. "error": raise CheckpointError
             that names it, and the one before it. "previous": log a warning, and load the newest one that can be loaded.
-        model, optim, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
+        model, optim, weights, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
             timeout, bucket_nbytes, local_cache, storage_options: as for `load`.
 
     Returns:
@@ -81,6 +92,7 @@ def resume(
             progress=progress,
             cast=cast,
             rename=rename,
+            weights=weights,
             local_cache=local_cache,
             storage_options=storage_options,
             on_damage=on_damage,

@@ -28,6 +28,7 @@ from fsdp_optim.options import (
     SavedFormat,
     SaveOptions,
     Strategy,
+    WhichWeights,
 )
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.posix.files import checkpoint_errors
@@ -58,6 +59,7 @@ def save(
     on_replica_mismatch: OnReplicaMismatch = "error",
     upload_to: str | None = None,
     format: SavedFormat = "safetensors",
+    weights: WhichWeights = "all",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
@@ -99,6 +101,9 @@ def save(
             a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
             "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
             their extras are flattened as torch flattens dicts: keys become str.
+        weights: "all": all parameters and buffers, and the values of modules. "trainable": the parameters that require
+            gradients (adapters, say), and all buffers and values of modules, because training changes these too. "none": the
+            optimizer alone, beside model files that the trainer has elsewhere. It is recorded; load has `weights` too.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -130,6 +135,7 @@ def save(
             progress=progress,
             upload_to=upload_to,
             format=format,
+            weights=weights,
             storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
@@ -159,6 +165,7 @@ def async_save(
     on_replica_mismatch: OnReplicaMismatch = "error",
     upload_to: str | None = None,
     format: SavedFormat = "safetensors",
+    weights: WhichWeights = "all",
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
@@ -198,6 +205,7 @@ def async_save(
             progress=progress,
             upload_to=upload_to,
             format=format,
+            weights=weights,
             storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)
@@ -209,6 +217,7 @@ def load(
     model: nn.Module | None = None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
     *,
+    weights: WhichWeights = "all",
     strict: bool = True,
     groups: GroupsFrom = "saved",
     keep: Sequence[str] = (),
@@ -235,8 +244,12 @@ def load(
         path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
         model, optim: as for `save`; `optim` None: weights and buffers only; both None: the extras only, on this process alone
             (the index of this process in `process_group` then selects the `per_rank_extra`).
-        strict: True: refuse parameters that only one side has, and state of another optimizer class. False: these stay as they
-            are, and the result lists them.
+        weights: the weights that this load has to fill, of any checkpoint that has them. "all": all of the model. "trainable":
+            the parameters that require gradients now, and buffers and values of modules; frozen parameters stay as they are.
+            "none": no weights, the optimizer alone. A checkpoint of `save(weights="none")` is an error with any other value.
+        strict: True: refuse parameters that only one side has, and state of another optimizer class; of a checkpoint of
+            `save(weights="trainable")` also parameters that are frozen now. False: these stay as they are, and the result
+            lists them.
         groups: as for `get_shard_from_optim_state_dict`.
         keep: the hyperparameters whose current values stay, such as `keep=("lr",)`.
         cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
@@ -281,6 +294,7 @@ def load(
             progress=progress,
             cast=cast,
             rename=rename,
+            weights=weights,
             local_cache=local_cache,
             storage_options=storage_options,
         )

@@ -10,13 +10,13 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint import module_values
-from fsdp_optim.errors import WrapperError
+from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base import PlannedTensor
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
-from fsdp_optim.options import Arguments, Options
+from fsdp_optim.options import Arguments, Options, WhichWeights
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
@@ -29,10 +29,13 @@ from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.replicas import compare_shards
 from fsdp_optim.verbs.synchronize import synchronize
-from fsdp_optim.view import LocalPart, ModelView, check_materialized
+from fsdp_optim.view import LocalPart, ModelView, ModuleValues, check_materialized
 
 WEIGHT = "weight"
 """The name of a parameter's elements: weights are read like the state of an optimizer with one value per parameter."""
+
+_PARAMS, _BUFFERS, LEFT_OUT = 0, 1, 2
+"""The param groups of `weights_of`: the parameters and the buffers to save or load, and all others."""
 
 RECORDS: Mapping[str, type] = {
     "OpaqueShards": OpaqueShards,
@@ -59,6 +62,7 @@ class SavedValue(StateValue):
 class SavedHalf:
     """One half of a save: the weights of the model, or the state of the optimizer.
 
+    `tensors`: those that are saved; the picture has all.
     `opaque`, `module_values`: on the lowest rank, the opaque values and the values of modules; empty on the others.
     """
 
@@ -82,15 +86,19 @@ class HalvesEnd(End):
         return self.state.memory(value) if value.is_state and self.state is not None else self.weights.memory(value)
 
 
-def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options) -> Local:
-    """The parameters and buffers of this rank's model, read as the state of an optimizer."""
+def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options, which: WhichWeights = "all") -> Local:
+    """The parameters and buffers of this rank's model, read as the state of an optimizer.
+
+    Those that `which` leaves out have no state, and are in the group `LEFT_OUT`.
+    """
     view = reader.read(ranks, options.name_of)
     buffers = reader.buffers(view, options.name_of)
     check_materialized((*view.handles, *buffers.handles), view.rank)
     handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers.handles))
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
-    return Local(everything, _as_optimizer(everything), reader.module_values(view, options.name_of))
+    values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()
+    return Local(everything, _as_optimizer(everything, which), values)
 
 
 def check_not_empty(picture: Picture, reader: ModelReader) -> None:
@@ -105,20 +113,37 @@ def check_not_empty(picture: Picture, reader: ModelReader) -> None:
         )
 
 
-def _as_optimizer(view: ModelView) -> LocalOptim:
+def _as_optimizer(view: ModelView, which: WhichWeights) -> LocalOptim:
+    grouped = [(_group_of(named.handle.param, which), named) for named in view.handles]
     params = tuple(
-        LocalParam(index, 0, named, {WEIGHT: named.handle.weights()})
-        for index, named in enumerate(view.handles)
+        LocalParam(index, group, named, {WEIGHT: named.handle.weights()} if group != LEFT_OUT else None)
+        for index, (group, named) in enumerate(grouped)
         if named.fqns
     )
-    return LocalOptim(params, ({},), (tuple(p.local_id for p in params),), (None,), {})
+    groups = (_PARAMS,) if which == "all" else (_PARAMS, _BUFFERS, LEFT_OUT)
+    ids = tuple(tuple(p.local_id for p in params if p.group_index == group) for group in groups)
+    return LocalOptim(params, ({},) * len(groups), ids, (None,) * len(groups), {})
 
 
-def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, options: Options, about: str) -> SavedHalf:
+def _group_of(param: torch.Tensor, which: WhichWeights) -> int:
+    """The group of a parameter or buffer of `weights_of`. Training changes buffers, also of modules that are frozen."""
+    if which == "all" or (which == "trainable" and param.requires_grad):
+        return _PARAMS
+    return _BUFFERS if which == "trainable" and is_buffer(param) else LEFT_OUT
+
+
+def read_weights(
+    reader: ModelReader,
+    callers: RankGroup,
+    asked: Arguments,
+    options: Options,
+    about: str,
+    which: WhichWeights = "all",
+) -> SavedHalf:
     """Agree with the other ranks on the model's parameters and buffers. Called by all ranks."""
     local, picture = meet(
         callers,
-        lambda: _loadable(weights_of(reader, callers.ranks, options), callers.rank),
+        lambda: _loadable(weights_of(reader, callers.ranks, options, which), callers.rank),
         asked,
         f"the model, {about}",
         with_state=True,
@@ -129,9 +154,13 @@ def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, opti
     check_not_empty(picture, reader)
     picture = compare_shards(callers, local, picture, options.on_replica_mismatch, ELEMENTS)
     buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
+    if which == "trainable":
+        _check_trains(picture)
     tensors = []
     for fqn in _by_unit(picture):
         param = picture.params[fqn]
+        if param.group_index == LEFT_OUT:
+            continue
         dtypes = param.summary.dtypes if param.summary is not None else {}
         if not dtypes:
             raise WrapperError(
@@ -145,6 +174,15 @@ def read_weights(reader: ModelReader, callers: RankGroup, asked: Arguments, opti
     return SavedHalf(
         local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
     )
+
+
+def _check_trains(picture: Picture) -> None:
+    """Refuse a model without a parameter to train, which is frozen by mistake. The same on all ranks."""
+    if not any(param.group_index == _PARAMS for param in picture.params.values()):
+        raise StateError(
+            'weights="trainable": no parameter of the model requires gradients: call requires_grad_(True) on those to save, or '
+            'give weights="all"'
+        )
 
 
 def _loadable(local: Local, rank: int) -> Local:

@@ -124,7 +124,9 @@ class _Work:
         options: ConvertOptions,
     ) -> _Work:
         shared, most = transcript.prepared.shared, options.max_file_size
-        files = planned_files(writer, "model", transcript.model, shared, most_nbytes=most, num_ranks=1)
+        files: list[File] = []
+        if transcript.weights != "none":
+            files += planned_files(writer, "model", transcript.model, shared, most_nbytes=most, num_ranks=1)
         if transcript.has_optim:
             files += planned_files(writer, "optim", transcript.optim, shared, most_nbytes=most, num_ranks=1)
         return cls(callers, checkpoint, transcript, writer, format, options, tuple(files))

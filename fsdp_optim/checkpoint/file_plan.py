@@ -63,7 +63,7 @@ class FilePlan:
         files: list[File] = []
         halves: tuple[tuple[Half, SavedHalf | None], ...] = (("model", weights), ("optim", state))
         for half, contents in halves:
-            if contents is None:
+            if contents is None or (half == "model" and options.weights == "none"):
                 continue
             most = options.max_file_size
             if strategy == PER_RANK:

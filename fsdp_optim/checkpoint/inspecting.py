@@ -12,7 +12,7 @@ import torch
 from fsdp_optim.checkpoint.contents import RECORDS
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at
-from fsdp_optim.formats.base import COMMON, MODULES, FormatReader, StoredTensor
+from fsdp_optim.formats.base import COMMON, MODULES, FormatReader, StoredTensor, weights_in
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.memory import dtype_name
@@ -45,6 +45,7 @@ class Inspected:
         about: facts about the save, for users.
         world_size: the number of ranks that saved; 0 if unknown.
         step: the `step` that was given to `save`.
+        weights: which of the model's weights were saved: "all", "trainable" or "none"; None if unknown.
         model: the weights and buffers by FQN.
         aliases: other names of these, each with the FQN.
         has_optim: whether an optimizer was saved.
@@ -59,6 +60,7 @@ class Inspected:
     about: Mapping[str, str]
     world_size: int
     step: int | None
+    weights: str | None
     model: Mapping[str, TensorInfo]
     aliases: Mapping[str, str]
     has_optim: bool
@@ -84,6 +86,7 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> Inspected:
             about=checkpoint.about(),
             world_size=checkpoint.world_size,
             step=checkpoint.step,
+            weights=weights_in(checkpoint).which,
             model={key: _info(one) for key, one in checkpoint.model.items()},
             aliases=dict(checkpoint.aliases),
             has_optim=checkpoint.has_optim,

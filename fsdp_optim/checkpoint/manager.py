@@ -29,6 +29,7 @@ from fsdp_optim.options import (
     ResumeOptions,
     SaveOptions,
     Strategy,
+    WhichWeights,
 )
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
@@ -71,6 +72,7 @@ class CheckpointManager:
         agree_every: the number of steps after which the ranks look whether one of them has got a signal, or its save has
             failed. All ranks meet for this. None: the lowest rank chooses the number, so that they meet about once a second,
             and with more than 20 ranks less often, at most every 10 s. A step that saves is such a step too.
+        weights: which weights are saved, and loaded again: "all", "trainable" or "none", as for save and load.
         strategy, max_file_size, checksums, durable, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
             on_replica_mismatch, storage_options: as for `save`, and those that load has, also for the load.
 
@@ -96,6 +98,7 @@ class CheckpointManager:
         best: Best = "min",
         signals: Collection[int] = (signal.SIGTERM,),
         agree_every: int | None = None,
+        weights: WhichWeights = "all",
         strategy: Strategy = "auto",
         max_file_size: int = 4_000_000_000,
         checksums: bool = True,
@@ -125,6 +128,7 @@ class CheckpointManager:
             durable=durable,
             allow_pickle=allow_pickle,
             progress=progress,
+            weights=weights,
             storage_options=storage_options,
         )
         objects = TrainerState(state, per_rank_state, rng)
@@ -259,6 +263,7 @@ class CheckpointManager:
             progress=self._saving.progress,
             cast=cast,
             rename=rename,
+            weights=self._saving.weights,
             local_cache=local_cache,
             storage_options=self._saving.storage_options,
             on_damage=on_damage,

@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.restore import install_values
 from fsdp_optim.checkpoint.targets import Weights
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.formats.base import MODULES, ExtraValues, StoredTensor
+from fsdp_optim.formats.base import MODULES, UNKNOWN_WEIGHTS, ExtraValues, SavedWeights, StoredTensor
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
@@ -105,6 +105,7 @@ class GivenDict:
     has_optim: bool = False
     world_size: int = 0
     step: int | None = None
+    weights: SavedWeights = UNKNOWN_WEIGHTS
 
     @property
     def format_name(self) -> str:

@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
-from fsdp_optim.checkpoint.targets import State, Weights, check_optims, has_optim_only
+from fsdp_optim.checkpoint.targets import State, Weights, check_halves, has_optim_only
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
@@ -96,7 +96,7 @@ def _restore(
         pending.settle()
         store = with_cache(common_store(callers, path, options.storage_options), options.local_cache)
         checkpoint = stack.enter_context(closing(_open_on_all(callers, store, options, format)))
-        check_optims(checkpoint, optim)
+        check_halves(checkpoint, optim, options.weights)
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, store, callers.position, options, format)
@@ -132,7 +132,7 @@ def _restore(
         agree(callers, "installed")
         if options.check == "bitwise":
             check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
-    return _summarized(restored, checkpoint, weights, state, source.nbytes, callers, len(values), begun)
+    return _summarized(restored, checkpoint, weights, state, options, source.nbytes, callers, len(values), begun)
 
 
 def _position(options: LoadOptions) -> int:
@@ -208,6 +208,7 @@ def _summarized(
     checkpoint: FormatReader,
     weights: Weights,
     state: State | None,
+    options: LoadOptions,
     nbytes: int,
     callers: RankGroup,
     num_tensors: int,
@@ -222,7 +223,7 @@ def _summarized(
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
-    if callers.rank == callers.ranks[0] and has_optim_only(checkpoint):
+    if callers.rank == callers.ranks[0] and has_optim_only(checkpoint) and options.weights != "none":
         log.warning("%s has an optimizer and no weights: those of the model stay as they are", checkpoint.where)
     if callers.rank == callers.ranks[0]:
         log.info(

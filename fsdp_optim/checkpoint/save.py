@@ -16,7 +16,15 @@ from torch import nn
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
-from fsdp_optim.checkpoint.contents import RECORDS, HalvesEnd, SavedHalf, SavedValue, read_state, read_weights
+from fsdp_optim.checkpoint.contents import (
+    LEFT_OUT,
+    RECORDS,
+    HalvesEnd,
+    SavedHalf,
+    SavedValue,
+    read_state,
+    read_weights,
+)
 from fsdp_optim.checkpoint.described import describe
 from fsdp_optim.checkpoint.file_plan import (
     BY_MACHINES,
@@ -38,7 +46,7 @@ from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, name_of, path_of, store_at, store_of_leader
 from fsdp_optim.checkpoint.upload import Upload
 from fsdp_optim.checkpoint.writing import RankWriter
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base import (
     COMMON,
     MODULES,
@@ -229,7 +237,11 @@ def begin(
     warn_if_alone(callers, store.where, has_group=options.call.process_group is not None)
     pending.settle()
     about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
-    weights = read_weights(reader, callers, options, options.call, about)
+    if options.weights == "none" and optim is None:
+        raise StateError(
+            'weights="none" without an optimizer leaves nothing to save: give optim= too, or other weights='
+        )
+    weights = read_weights(reader, callers, options, options.call, about, options.weights)
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
     extras = _encode_extras(writer, options, callers)
     prepared: Prepared | None = None
@@ -241,7 +253,7 @@ def begin(
 
     try:
         if callers.rank == callers.ranks[0]:
-            contents = _contents(callers, weights, state)
+            contents = _contents(callers, options, weights, state)
             prepared = _prepared(writer, contents, options, weights, state, extras)
             listed = managed.check(store) if managed is not None else ()
             claim = Claim.lay(callers, store.where)
@@ -363,13 +375,21 @@ def finish(job: Job, written: Sequence[bytes]) -> list[str]:
     return small
 
 
-def _contents(callers: RankGroup, weights: SavedHalf, state: SavedHalf | None) -> CheckpointContents:
+def _contents(
+    callers: RankGroup, options: SaveOptions, weights: SavedHalf, state: SavedHalf | None
+) -> CheckpointContents:
     """The contents of the checkpoint, without tensor elements."""
+    left_out = {fqn for fqn, param in weights.picture.params.items() if param.group_index == LEFT_OUT}
+    aliases = {alias: fqn for alias, fqn in weights.local.view.aliases.items() if fqn not in left_out}
     return CheckpointContents(
         world_size=len(callers.ranks),
-        params={tensor.fqn: tensor.placement.shape for tensor in weights.tensors},
-        aliases={**weights.local.view.aliases, **weights.local.module_values.aliases},
+        params={
+            **{tensor.fqn: tensor.placement.shape for tensor in weights.tensors},
+            **{fqn: weights.picture.params[fqn].placement.shape for fqn in weights.picture.params if fqn in left_out},
+        },
+        aliases={**aliases, **weights.local.module_values.aliases},
         optim=describe(state) if state is not None else None,
+        weights=options.weights,
     )
 
 

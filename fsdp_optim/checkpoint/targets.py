@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.casting import cast_state, castable, merged, state_dtype
-from fsdp_optim.checkpoint.contents import WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.matching import differing_twins, find_stored, renamed_names, renamer
 from fsdp_optim.checkpoint.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.reading import StoredValue
 from fsdp_optim.checkpoint.stored_state import StoredState
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.formats.base import FormatReader, StoredTensor
+from fsdp_optim.formats.base import FormatReader, StoredTensor, weights_in
 from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.memory import Slabs, dtype_name
-from fsdp_optim.options import LoadOptions
+from fsdp_optim.options import LoadOptions, WhichWeights
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.replicas import ELEMENTS
 from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import tell
@@ -64,9 +65,16 @@ class Weights:
         """The weights of a model, matched with a checkpoint. `readers`: the ranks that can read its elements; None: all."""
         options = asked.call
         local, picture = meet(
-            callers, lambda: weights_of(reader, callers.ranks, options), asked, f"the model, {about}", with_state=False
+            callers,
+            lambda: weights_of(reader, callers.ranks, options, asked.weights),
+            asked,
+            f"the model, {about}",
+            with_state=False,
+            what=ELEMENTS,
         )
         check_not_empty(picture, reader)
+        if asked.weights == "none":
+            return cls(local, picture, {}, {}, (), (), StoredModuleValues(local.module_values))
         names = renamed_names(names_of_picture(picture, local.view), checkpoint, asked.rename)
         stored, twins = find_stored(picture.params, names, local.view.aliases, checkpoint)
         differing = {}
@@ -74,7 +82,11 @@ class Weights:
             by_ranks = callers.ranks if readers is None else readers
             differing = _of_all_ranks(callers, differing_twins(checkpoint, twins, callers.rank, by_ranks))
         used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins if twin.key not in differing}
-        missing = [fqn for fqn in picture.params if fqn not in stored]
+        left_out = {fqn for fqn, param in picture.params.items() if param.group_index == LEFT_OUT}
+        frozen = {fqn: stored.pop(fqn).key for fqn in picture.params if fqn in left_out and fqn in stored}
+        if weights_in(checkpoint).which != "trainable":
+            frozen = {}  # of all weights, those of frozen parameters are left out as asked
+        missing = [fqn for fqn in picture.params if fqn not in stored and fqn not in left_out]
         unexpected = [key for key in checkpoint.model if key not in used and not (options.strict and key in differing)]
         values = StoredModuleValues.find(
             local.module_values,
@@ -88,9 +100,9 @@ class Weights:
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
         strict = options.strict and not has_optim_only(checkpoint)
-        _check_model(
-            checkpoint, local, picture, stored, lacking, unexpected, strict, cast=asked.cast, differing=differing
-        )
+        one_sided = _OneSided(lacking, unexpected, frozen, differing) if strict else _OneSided()
+        _check_model(checkpoint, local, picture, stored, one_sided, cast=asked.cast, which=asked.weights)
+        unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
         for param in local.optim.params:
@@ -110,7 +122,7 @@ class Weights:
 
     def install(self) -> None:
         for param in self.local.optim.params:
-            flats = self.flats[param.local_id]
+            flats = self.flats.get(param.local_id, {})
             if set(flats) == {dtype_name(param.handle.weights().dtype)} or (
                 len(flats) == 1 and self.stored.keys() >= set(param.named.fqns)
             ):
@@ -136,8 +148,20 @@ def has_optim_only(checkpoint: FormatReader) -> bool:
     return checkpoint.full_dict is not None and not checkpoint.model
 
 
-def check_optims(checkpoint: FormatReader, optim: object) -> None:
-    """Raise StateError if a checkpoint cannot fill the optimizer, or the optimizers, that a caller has given."""
+def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -> None:
+    """Raise StateError if a checkpoint cannot fill the model and the optimizers that a caller has given.
+
+    `which`: the weights that the caller wants.
+    """
+    if which == "none" and optim is None:
+        raise StateError(
+            'weights="none" without an optimizer leaves nothing to load: give optim= too, or other weights='
+        )
+    if which != "none" and weights_in(checkpoint).which == "none":
+        raise StateError(
+            f'{checkpoint.where}: was saved with weights="none", so it has an optimizer and no weights: give weights="none" and '
+            "optim= to load the optimizer, and load the weights from where they are"
+        )
     if optim is None:
         if has_optim_only(checkpoint):
             raise StateError(f"{checkpoint.where}: has an optimizer and no weights: give optim= too")
@@ -151,29 +175,49 @@ def check_optims(checkpoint: FormatReader, optim: object) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _OneSided:
+    """What a strict load refuses besides other shapes and dtypes.
+
+    Attributes:
+        missing, unexpected: names that only the model, or only the checkpoint, has.
+        frozen: the trainable parameters of the checkpoint that are frozen in the model, each with its stored name.
+        differing: tied tensors that differ in the checkpoint, with the difference in words.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    differing: Mapping[str, str] = field(default_factory=dict)
+
+
 def _check_model(
     checkpoint: FormatReader,
     local: Local,
     picture: Picture,
     stored: Mapping[str, StoredTensor],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    strict: bool,
+    one_sided: _OneSided,
     *,
     cast: bool,
-    differing: Mapping[str, str],
+    which: WhichWeights,
 ) -> None:
     """Raise StateError with a list of differences if the model differs from the checkpoint."""
     ways_out = set()
-    differences = []
-    if strict and differing:
-        differences += [f"{key}: {difference}" for key, difference in differing.items()]
+    missing, unexpected, frozen = one_sided.missing, one_sided.unexpected, one_sided.frozen
+    differences = [f"{key}: {difference}" for key, difference in one_sided.differing.items()]
+    if differences:
         ways_out.add("strict=False loads the first of tensors that the model ties")
-    if strict:
-        differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
-        differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
-        if missing or unexpected:
-            ways_out.add("strict=False loads the parameters that both sides have")
+    differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
+    differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
+    differences += [f"{fqn}: was saved as a trainable parameter, and is frozen in the model" for fqn in frozen]
+    if missing and which == "all" and weights_in(checkpoint).which == "trainable":
+        ways_out.add(
+            'it was saved with weights="trainable": weights="trainable" leaves the frozen parameters as they are'
+        )
+    elif frozen and not missing and not unexpected:
+        ways_out.add("strict=False leaves frozen parameters as they are")
+    elif missing or unexpected:
+        ways_out.add("strict=False loads the parameters that both sides have")
     for fqn, tensor in stored.items():
         shape = picture.params[fqn].placement.shape
         mine = local.by_fqn.get(fqn)

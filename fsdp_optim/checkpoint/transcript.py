@@ -13,8 +13,9 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.registry import wrapper_parts
 from fsdp_optim.checkpoint.contents import RECORDS, SavedValue
 from fsdp_optim.checkpoint.stored_state import StoredState
+from fsdp_optim.checkpoint.targets import has_optim_only
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
-from fsdp_optim.formats.base import CheckpointContents, FormatReader, FormatWriter, Prepared, StoredTensor
+from fsdp_optim.formats.base import CheckpointContents, FormatReader, FormatWriter, Prepared, StoredTensor, weights_in
 from fsdp_optim.formats.description import (
     OPAQUE,
     SCALAR,
@@ -28,6 +29,7 @@ from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import Key
+from fsdp_optim.options import WhichWeights
 from fsdp_optim.state.classes import class_names_written
 from fsdp_optim.state.full import FullState, names_in, num_listed
 from fsdp_optim.state.kinds import Kind
@@ -46,6 +48,7 @@ class Transcript:
         stored: the place of each tensor in the source, without those that have a `constant`.
         prepared: what the writer of the target says before anything is written; its small files are in `files`.
         files: all small files.
+        weights: which of the model's weights the source has.
     """
 
     model: tuple[SavedValue, ...]
@@ -54,6 +57,7 @@ class Transcript:
     prepared: Prepared
     files: Mapping[str, bytes]
     has_optim: bool
+    weights: WhichWeights
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,12 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
 
     Raises StateError if the checkpoint has ids without names, and no names were given.
     """
+    which = _which_weights(checkpoint)
     copied = writer.copied(checkpoint)
     if copied is not None:
         model, optim = _values(checkpoint.model, is_state=False), _values(checkpoint.optim, is_state=True)
         stored = _stored(checkpoint.model, checkpoint.optim)
-        return Transcript(model, optim, stored, copied, dict(copied.files), checkpoint.has_optim)
+        return Transcript(model, optim, stored, copied, dict(copied.files), checkpoint.has_optim, which)
     weights, aliases = checkpoint.model, checkpoint.aliases
     state, description = _values(checkpoint.optim, is_state=True), None
     stored = _stored(weights, checkpoint.optim)
@@ -100,13 +105,23 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         params={key: one.shape for key, one in weights.items()},
         aliases=aliases,
         optim=description,
+        weights=which,
     )
     prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
     files = dict(prepared.files)
     for name in sorted(checkpoint.extras):
         value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
         files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
-    return Transcript(_values(weights, is_state=False), state, stored, prepared, files, description is not None)
+    has_optim = description is not None
+    return Transcript(_values(weights, is_state=False), state, stored, prepared, files, has_optim, which)
+
+
+def _which_weights(checkpoint: FormatReader) -> WhichWeights:
+    """Which weights a checkpoint has: of another library's, those that it has are all."""
+    which = weights_in(checkpoint).which
+    if which == "trainable":
+        return "trainable"
+    return "none" if which == "none" or has_optim_only(checkpoint) else "all"
 
 
 def _values(stored: Mapping[str, StoredTensor], *, is_state: bool) -> tuple[SavedValue, ...]:

@@ -120,6 +120,16 @@ class ExtraValues(Protocol):
         """The value, but with `codec.Withheld` in the place of each item of a dict that is a pickle and not allowed."""
 
 
+@dataclass(frozen=True)
+class SavedWeights:
+    """What a save has done with the model's weights. `which` it has written: "all", "trainable" or "none"; None if unknown."""
+
+    which: str | None = None
+
+
+UNKNOWN_WEIGHTS = SavedWeights()
+
+
 class FormatReader(Protocol):
     """An open checkpoint. No content is trusted: damage raises a CheckpointError that names the file.
 
@@ -131,6 +141,7 @@ class FormatReader(Protocol):
         has_optim: whether an optimizer was saved.
         world_size: the number of ranks that saved; 0 if unknown.
         step: the `step` that was given to `save`.
+        weights: what the save has done with the model's weights.
         identity: JSON values that differ between any two checkpoints. Ranks compare them.
     """
 
@@ -150,6 +161,10 @@ class FormatReader(Protocol):
     def step(self) -> int | None: ...
     @property
     def identity(self) -> Mapping[str, Any]: ...
+    @property
+    def weights(self) -> SavedWeights:
+        return UNKNOWN_WEIGHTS
+
     @property
     def format_name(self) -> str:
         """The name of the format, for users."""
@@ -204,6 +219,12 @@ class FormatReader(Protocol):
 
     def close(self) -> None:
         """Close the files."""
+
+
+def weights_in(reader: FormatReader) -> SavedWeights:
+    """The `weights` of a reader, which readers of other packages may lack."""
+    found: SavedWeights = getattr(reader, "weights", UNKNOWN_WEIGHTS)
+    return found
 
 
 @dataclass(frozen=True)
@@ -263,14 +284,17 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of a new checkpoint without tensor elements. `params`: the shapes of the model's tensors, by key. `optim`: None
-    if no optimizer is saved.
+    """The content of a new checkpoint without tensor elements.
+
+    `params`: the shapes of the model's tensors, by key. `optim`: None if no optimizer is saved. `weights`: which of the model's
+    tensors are saved: "all", "trainable" or "none".
     """
 
     world_size: int
     params: Mapping[str, Shape]
     aliases: Mapping[str, str]
     optim: OptimDescription | None
+    weights: Literal["all", "trainable", "none"] = "all"
 
 
 @dataclass(frozen=True)
@@ -278,7 +302,8 @@ class Prepared:
     """The result of `FormatWriter.prepare`, before anything is written.
 
     Attributes:
-        content: a string that is equal for two checkpoints of the same parameters that both have, or both lack, an optimizer.
+        content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
+            and whether an optimizer.
         shared: a string that every rank needs to plan the files.
         files: small files that the leader writes.
         description: the optimizer's description as a reader will read it; None if there is no optimizer to check.

@@ -49,9 +49,11 @@ class Brief(Struct, frozen=True, omit_defaults=True):
         step, keep_last: the arguments of `save`.
         created_ns: the time on the clock of the machine that saved, in nanoseconds since the epoch.
         token: a string that no other save has.
-        content: a string that is equal for two checkpoints of the same parameters that both have, or both lack, an optimizer.
+        content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
+            and whether an optimizer.
         files: the size of each file in bytes.
         manager: the record of a `CheckpointManager`; None for all other saves.
+        weights: which weights were saved: "all", "trainable" or "none".
     """
 
     version: int
@@ -64,6 +66,7 @@ class Brief(Struct, frozen=True, omit_defaults=True):
     world_size: int
     files: dict[str, int]
     manager: ManagerRecord | None = None
+    weights: str = "all"
 
     @property
     def is_foreign(self) -> bool:
@@ -93,9 +96,9 @@ class Brief(Struct, frozen=True, omit_defaults=True):
             return brief
 
 
-def content_of(names: Collection[str], *, has_optim: bool) -> str:
-    """A hash of the names of a checkpoint's parameters, and of whether the checkpoint has an optimizer."""
-    return hex_of(_canonical([sorted(names), has_optim]))
+def content_of(names: Collection[str], *, has_optim: bool, weights: str = "all") -> str:
+    """A hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and which weights it has."""
+    return hex_of(_canonical([sorted(names), has_optim, *([weights] if weights != "all" else [])]))
 
 
 def _canonical(value: Any) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import StoredTensor, replaced_error
+from fsdp_optim.formats.base import SavedWeights, StoredTensor, replaced_error
 from fsdp_optim.formats.bools import BOOL, check_bools
 from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.description import OptimDescription, decoded
@@ -27,6 +27,9 @@ from fsdp_optim.storage.base import Opened, check_name
 MOST_INDEX_NBYTES = 1 << 28
 _MOST_TABLES = 4  # of checksums, in memory
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
+WORDS = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
+"""Which weights a save has written, in words for users; nothing for all of them."""
+
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
 DESCRIPTION_FILE = "extra/optim.safetensors"
 """The file of the optimizer's description, if the description contains tensors."""
@@ -145,6 +148,10 @@ class Checkpoint:
     def step(self) -> int | None:
         return self.manifest.effective_brief.step
 
+    @property
+    def weights(self) -> SavedWeights:
+        return SavedWeights(self.manifest.model.weights)
+
     def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
         if values is not None:
@@ -189,6 +196,7 @@ class Checkpoint:
         saved = datetime.fromtimestamp(self.manifest.created_ns / 1e9, timezone.utc)
         return {
             "saved by": f"fsdp_optim, version {self.manifest.version} of its format",
+            **({"weights": WORDS[self.manifest.model.weights]} if self.manifest.model.weights in WORDS else {}),
             "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
         }
 

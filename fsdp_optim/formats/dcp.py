@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import Chunks, StoredTensor
+from fsdp_optim.formats.base import Chunks, SavedWeights, StoredTensor
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.codec import Withheld
@@ -196,6 +196,7 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
         pickled=extra.pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
         world_size=brief.world_size if brief is not None else _world_size(opened),
         step=brief.step if brief is not None else None,
+        weights=SavedWeights(brief.weights) if brief is not None else SavedWeights(),
         metadata_digest=saved.digest,
         files=(*saved.files, *files),
     )

@@ -84,7 +84,7 @@ class DcpWriter(FormatWriter):
         if contents.optim is not None:
             _add_optimizer(values, contents.optim, tuple(records.values()))
         files = {"values.distcp": values.encoded()} if values.items else {}
-        content = content_of(contents.params, has_optim=contents.optim is not None)
+        content = content_of(contents.params, has_optim=contents.optim is not None, weights=contents.weights)
         return Prepared(content, "", files, contents.optim, contents)
 
     def copied(self, reader: FormatReader) -> Prepared | None:
@@ -172,6 +172,7 @@ class DcpWriter(FormatWriter):
             content=prepared.content,
             world_size=contents.world_size,
             files=sizes,
+            weights=contents.weights,
         )
         yield NAME, with_brief(brief, pickle.dumps(listed.metadata(stamp.token)))
 

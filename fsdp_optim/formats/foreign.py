@@ -16,9 +16,11 @@ from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import (
     COMMON,
     MODULES,
+    UNKNOWN_WEIGHTS,
     ExtraValues,
     Format,
     FormatWriter,
+    SavedWeights,
     StoredTensor,
     rank_extra_name,
 )
@@ -121,6 +123,7 @@ class ForeignReader:
     pickled: Callable[[], Mapping[str, Any]] | None = None
     world_size: int = 0
     step: int | None = None
+    weights: SavedWeights = UNKNOWN_WEIGHTS
     metadata_digest: str = ""
     files: Sequence[str] = field(default=(), repr=False)
     _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)

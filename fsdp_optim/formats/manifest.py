@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -21,7 +21,8 @@ from fsdp_optim.storage.base import Opened, Undecided, check_name
 
 NAME = "fsdp_optim.json"
 MOST_NBYTES = 1 << 28  # in a manifest; a parameter needs some hundred
-FORMAT, VERSION = "fsdp_optim", 2
+FORMAT, VERSION = "fsdp_optim", 3
+_VERSION_OF_ALL_WEIGHTS = 2
 RANK_EXTRA = "extra/rank-"
 """The beginning of the name of a file with the extra of one rank; five digits follow."""
 
@@ -44,11 +45,15 @@ class ParamInfo(Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class ModelInfo(Struct, frozen=True):
-    """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN."""
+class ModelInfo(Struct, frozen=True, omit_defaults=True):
+    """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN.
+
+    `weights`: which of them the files have: "all", "trainable" or "none".
+    """
 
     params: dict[str, ParamInfo]
     aliases: dict[str, str]
+    weights: Literal["all", "trainable", "none"] = "all"
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -68,7 +73,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     created_ns: int
     token: str = ""
     format: str = FORMAT
-    version: int = VERSION
+    version: int = 0
     brief: Brief | None = None
     checksum: str = ""
 
@@ -92,10 +97,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
             keep_last=keep_last,
             created_ns=self.created_ns,
             token=self.token,
-            content=content_of(self.model.params, has_optim=self.has_optim),
+            content=content_of(self.model.params, has_optim=self.has_optim, weights=self.model.weights),
             world_size=self.world_size,
             files={name: info.nbytes for name, info in self.files.items()},
             manager=manager,
+            weights=self.model.weights,
         )
 
     def encoded(self) -> bytes:
@@ -106,6 +112,11 @@ class Manifest(Struct, frozen=True, kw_only=True):
         body = _canonical(values)
         check_density(NAME, body)  # refuses a text that no reader accepts
         return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
+
+
+def version_for(model: ModelInfo) -> int:
+    """The lowest version of the format that has what a new manifest says, so that older readers read what they can."""
+    return _VERSION_OF_ALL_WEIGHTS if model.weights == "all" else VERSION
 
 
 class _Head(Struct, frozen=True):

@@ -35,12 +35,12 @@ from fsdp_optim.formats.json_text import check_density, parse_json
 from fsdp_optim.formats.manifest import (
     MOST_NBYTES,
     NAME,
-    VERSION,
     FileInfo,
     Manifest,
     ModelInfo,
     ParamInfo,
     manifest_in,
+    version_for,
 )
 from fsdp_optim.formats.standing import JUDGE, read_brief
 from fsdp_optim.memory import in_batches
@@ -92,13 +92,16 @@ class OurWriter(FormatWriter):
             if tensors:  # JSON in the manifest cannot contain tensors
                 value, optim = to_plain(contents.optim), None
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
+        params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
+        model = ModelInfo(params, dict(contents.aliases), contents.weights)
         manifest = Manifest(
             files={},
             world_size=contents.world_size,
-            model=ModelInfo({key: ParamInfo(shape) for key, shape in contents.params.items()}, dict(contents.aliases)),
+            model=model,
             has_optim=contents.optim is not None,
             optim=optim,
             created_ns=0,
+            version=version_for(model),
         )
         return Prepared(_content_of(manifest), shared, files, read_back, manifest)
 
@@ -108,7 +111,7 @@ class OurWriter(FormatWriter):
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
         metadata = reader.files[first].header.metadata if first is not None else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
-        manifest = replace(reader.manifest, version=VERSION, brief=None)
+        manifest = replace(reader.manifest, version=version_for(reader.manifest.model), brief=None)
         return Prepared(_content_of(manifest), metadata.get("param_groups", ""), files, None, manifest)
 
     def files(
@@ -163,7 +166,7 @@ class OurWriter(FormatWriter):
 
 
 def _content_of(manifest: Manifest) -> str:
-    return content_of(manifest.model.params, has_optim=manifest.has_optim)
+    return content_of(manifest.model.params, has_optim=manifest.has_optim, weights=manifest.model.weights)
 
 
 def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:

@@ -134,7 +134,7 @@ class TorchWriter(FormatWriter):
         if self.is_fairscales and contents.optim is not None:
             _check_fits_fairscale(contents.optim)
         self._contents = contents
-        content = content_of(contents.params, has_optim=contents.optim is not None)
+        content = content_of(contents.params, has_optim=contents.optim is not None, weights=contents.weights)
         return Prepared(content, "", {}, contents.optim, contents)
 
     def copied(self, reader: FormatReader) -> Prepared | None:
@@ -196,6 +196,7 @@ class TorchWriter(FormatWriter):
             content=prepared.content,
             world_size=prepared.document.world_size,
             files={**{file.name: file.nbytes for file in files}, **written.extras},
+            weights=prepared.document.weights,
         )
         yield NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
 

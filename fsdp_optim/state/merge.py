@@ -10,7 +10,7 @@ from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Boxes, Placement, RankSet, Whole
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.picture import Param
-from fsdp_optim.state.replicas import NAME_OF, STATE, format_ranks, not_replicas
+from fsdp_optim.state.replicas import ELEMENTS, NAME_OF, STATE, format_ranks, not_replicas
 from fsdp_optim.state.reports import LiveParam
 from fsdp_optim.state.values import OpaqueType, Summary
 
@@ -76,6 +76,11 @@ def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
                 f"{list(other.placement.shape)} on {format_ranks(other.ranks)}{NAME_OF}"
             )
         if other.live.group_index != first.live.group_index:
+            if first.live.what == ELEMENTS:
+                raise StateError(
+                    f'{first.fqn}: weights="trainable" takes this parameter on one of {format_ranks(first.ranks)} and '
+                    f"{format_ranks(other.ranks)} only: requires_grad has to be the same on all ranks"
+                )
             raise StateError(
                 f"{first.fqn}: in param group {first.live.group_index} on {format_ranks(first.ranks)}, in group "
                 f"{other.live.group_index} on {format_ranks(other.ranks)}"
