@@ -4,7 +4,8 @@
 
 Adam state of parameters whose shapes all differ, so that no two share a plan: `flat`, units of four parameters in one flat
 parameter, cut into equal chunks (fairscale, FSDP1); `rows`, DTensors cut by rows (FSDP2); `grid`, by columns over 8 ranks and
-by rows over the others (FSDP2 with tensor parallel). Nothing is moved. A recipient whose copies would take gigabytes, or
+by rows over the others (FSDP2 with tensor parallel); `layers`, the same with eight shapes, as models have them, where a save or
+a load plans once for all parameters that are cut alike. Nothing is moved. A recipient whose copies would take gigabytes, or
 minutes, is left out.
 """
 
@@ -16,6 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -25,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import table
 
 from fsdp_optim.checkpoint.files import stored_on, written_cut
-from fsdp_optim.checkpoint.reading import elements_in
+from fsdp_optim.checkpoint.reading import elements_of
 from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import StateValue
-from fsdp_optim.plan import copies_of
+from fsdp_optim.plan import Copy, copies_into, copies_of
 
 COLUMNS = 8
-MOST_COPIES = {"flat": 25_000_000, "rows": 25_000_000, "grid": 200_000}  # these are made one by one
+MOST_COPIES = {"flat": 25_000_000, "rows": 25_000_000, "grid": 200_000, "layers": 200_000}  # these are made one by one
 NAMES = ("exp_avg", "exp_avg_sq")
 
 
@@ -71,7 +73,13 @@ def grid(num_params: int, world_size: int) -> Iterator[Placement]:
     return (MeshBoxes(shape, mesh, ((1, 1), (0, 0)), (range(world_size),)) for shape in shapes(num_params))
 
 
-LAYOUTS: dict[str, Callable[[int, int], Iterator[Placement]]] = {"flat": flat, "rows": rows, "grid": grid}
+def layers(num_params: int, world_size: int) -> Iterator[Placement]:
+    """The same for the parameters of equal layers, which share their placements."""
+    return islice(cycle(list(grid(8, world_size))), num_params)
+
+
+LAYOUTS: dict[str, Callable[[int, int], Iterator[Placement]]]
+LAYOUTS = {"flat": flat, "rows": rows, "grid": grid, "layers": layers}
 
 
 def gather(placements: Sequence[Placement], rank: int) -> list[object]:
@@ -81,25 +89,48 @@ def gather(placements: Sequence[Placement], rank: int) -> list[object]:
 
 def save(placements: Sequence[Placement], rank: int) -> list[object]:
     """One rank's copies in a save: to the cut in which the ranks write, and from there to the file."""
-    planned: list[object] = []
+    plans = Plans(rank)
     for number, placement in enumerate(placements):
-        value = StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement)
-        cut = written_cut(value, placement, None)
+        cut = cut_of(number, placement)
         if cut != placement:
-            planned.append(copies_of(placement, cut, rank=rank))
-        planned.append(copies_of(cut, stored_on(cut, value.nbytes), rank=rank))
-    return planned
+            plans.add(placement, cut)
+        plans.add(cut, stored_on(cut, 4 * cut.numel))
+    return plans.planned
 
 
 def load(placements: Sequence[Placement], rank: int) -> list[object]:
-    """The runs of a file that one rank reads."""
-    found: list[object] = []
+    """The runs of a file that one rank reads, and its copies to where they belong."""
+    plans, found = Plans(rank), list[object]()
     for number, placement in enumerate(placements):
-        cut = written_cut(StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement), placement, None)
+        cut = cut_of(number, placement)
         if cut != placement:
-            found.append(copies_of(cut, placement, rank=rank))
-        found.append(list(elements_in(Whole(cut.shape, (STORAGE,)), cut, rank, *local_part(cut, rank))))
-    return found
+            plans.add(cut, placement)
+        stored = Whole(cut.shape, (STORAGE,))
+        found.append(list(elements_of(plans.add(stored, cut, receives=True), *local_part(cut, rank))))
+    return plans.planned + found
+
+
+def cut_of(number: int, placement: Placement) -> Placement:
+    """The cut in which the ranks write a parameter."""
+    return written_cut(StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement), placement, None)
+
+
+class Plans:
+    """The copies of one rank. Parameters that are cut alike share theirs, as in a call of the library."""
+
+    def __init__(self, rank: int) -> None:
+        self.planned: list[object] = []
+        self._rank, self._made = rank, dict[tuple[Placement, Placement], Sequence[Copy]]()
+
+    def add(self, source: Placement, target: Placement, *, receives: bool = False) -> Sequence[Copy]:
+        """The copies between two cuts, or only those that this rank receives."""
+        copies = self._made.get((source, target))
+        if copies is None:
+            rank = self._rank
+            copies = copies_into(source, target, rank) if receives else copies_of(source, target, rank=rank)
+            self._made[source, target] = copies
+            self.planned.append(copies)
+        return copies
 
 
 def local_part(placement: Placement, rank: int) -> tuple[int, int]:
@@ -127,7 +158,11 @@ def resident_mib() -> float:
 
 def num_copies(layout: str, num_params: int, world_size: int) -> int:
     """The approximate number of copies on the recipient."""
-    return num_params * (min(world_size, 1024) * (COLUMNS if layout == "grid" else 1)) // (4 if layout == "flat" else 1)
+    return (
+        num_params
+        * (min(world_size, 1024) * (COLUMNS if layout in ("grid", "layers") else 1))
+        // (4 if layout == "flat" else 1)
+    )
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
-from fsdp_optim.plan import clip_to_target, copies_into
+from fsdp_optim.plan import Copy, clip_to_target, copies_into
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in so many requests' bytes of a file
@@ -78,6 +78,7 @@ class CheckpointEnd(End):
     progress: Callable[[int], None] = lambda nbytes: None
     as_needed: bool = False
     nbytes: int = 0
+    _copies: dict[tuple[Placement, Placement], Sequence[Copy]] = field(default_factory=dict)
 
     is_stored = True
 
@@ -135,9 +136,10 @@ class CheckpointEnd(End):
         if part.flat is None:
             raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for its elements")
         memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
-        for storage_rank, stored_offset, offset, numel in elements_in(
-            stored.placement, part.cut, self.rank, part.start, part.flat.numel()
-        ):
+        key = (stored.placement, part.cut)  # tensors of equal layers have their plan in common
+        if key not in self._copies:
+            self._copies[key] = copies_into(*key, self.rank)
+        for storage_rank, stored_offset, offset, numel in elements_of(self._copies[key], part.start, part.flat.numel()):
             file, start = stored.place_on(storage_rank)
             yield file, memory.extent(start + stored_offset * itemsize, offset, numel)
 
@@ -149,7 +151,12 @@ def elements_in(
 
     Yields (rank of storage, offset in the elements of that rank, offset from `first` on this rank, numel).
     """
-    for copy in copies_into(stored, cut, rank):
+    return elements_of(copies_into(stored, cut, rank), first, num)
+
+
+def elements_of(copies: Sequence[Copy], first: int, num: int) -> Iterator[tuple[int, int, int, int]]:
+    """The same for some copies from storage to this rank."""
+    for copy in copies:
         for part in clip_to_target(copy, first, first + num):
             for stored_offset, offset, numel in ranges_of(part):
                 yield copy.source_rank, stored_offset, offset, numel
