@@ -47,7 +47,8 @@ from fsdp_optim.errors import (
 )
 
 if TYPE_CHECKING:
-    from fsdp_optim.drop_in import FullyShardedDataParallel
+    # Not in __all__: `import *`, completion and help() would import fairscale, or fail where it is not installed.
+    from fsdp_optim.drop_in import FullyShardedDataParallel as FullyShardedDataParallel
 
 __version__ = "0.1.0"
 
@@ -56,7 +57,6 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "FsdpOptimError",
-    "FullyShardedDataParallel",
     "Incompatible",
     "LayoutError",
     "LoadSummary",
@@ -97,7 +97,7 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:  # type checkers take every name as there where a module has __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Import `FullyShardedDataParallel` on first access, because it imports fairscale."""
+        """Import `FullyShardedDataParallel` on first access, because it imports fairscale, which is an extra."""
         if name == "FullyShardedDataParallel":
             from fsdp_optim.drop_in import FullyShardedDataParallel
 

@@ -1,4 +1,4 @@
-"""fairscale's FullyShardedDataParallel with the two optimizer-state methods of this library."""
+"""fairscale's FullyShardedDataParallel with the two optimizer-state methods of this library. It needs the extra `fairscale`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from fairscale.nn.data_parallel import FullyShardedDataParallel as _FairscaleFSDP
-
 from fsdp_optim import api
+from fsdp_optim.errors import missing
 from fsdp_optim.options import Collect, KeyBy, NameOf
 from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.local import OptimizerLike
+
+try:
+    from fairscale.nn.data_parallel import FullyShardedDataParallel as _FairscaleFSDP
+except ModuleNotFoundError as error:
+    if error.name != "fairscale":  # fairscale is there, and something that it imports is not
+        raise
+    raise missing("fsdp_optim.FullyShardedDataParallel", "fairscale") from None
 
 
 class FullyShardedDataParallel(_FairscaleFSDP):  # type: ignore[misc]  # fairscale has no types

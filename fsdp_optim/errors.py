@@ -17,6 +17,13 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+def missing(user: str, package: str) -> ModuleNotFoundError:
+    """The error of what needs a package that is not installed, and that an extra of the same name brings."""
+    return ModuleNotFoundError(
+        f"{user} needs {package}, which is not installed: pip install 'fsdp-optim[{package}]'", name=package
+    )
+
+
 class FsdpOptimError(Exception):
     """Parent of every error that this library raises on purpose.
 

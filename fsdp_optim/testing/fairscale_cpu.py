@@ -11,6 +11,8 @@ from unittest import mock
 
 import torch
 
+from fsdp_optim.errors import missing
+
 T = TypeVar("T")
 
 
@@ -74,8 +76,8 @@ def fairscale_on_cpu() -> Iterator[None]:
 
     Everything is put back on exit, also after an exception, and fairscale's cache of process groups is
     emptied on entering and leaving. Contexts may be nested: the outermost does the work. Where CUDA is
-    available this changes nothing at all. The stand-ins belong to the process: do not enter from two threads
-    at once.
+    available this changes nothing at all; elsewhere, entering without fairscale raises ModuleNotFoundError.
+    The stand-ins belong to the process: do not enter from two threads at once.
 
     What fairscale itself cannot do, it cannot do here: `mixed_precision=True` turns float32 inputs into
     float16 even when `compute_dtype=torch.bfloat16`, so bfloat16 needs inputs that are integers or bfloat16
@@ -85,7 +87,12 @@ def fairscale_on_cpu() -> Iterator[None]:
     if torch.cuda.is_available() or _CpuStreams.are_in_place():
         yield
         return
-    from fairscale.nn.data_parallel import fully_sharded_data_parallel as fsdp_module
+    try:
+        from fairscale.nn.data_parallel import fully_sharded_data_parallel as fsdp_module
+    except ModuleNotFoundError as error:
+        if error.name != "fairscale":  # fairscale is there, and something that it imports is not
+            raise
+        raise missing("fairscale_on_cpu()", "fairscale") from None
 
     streams = _CpuStreams()
     wrapper = fsdp_module.FullyShardedDataParallel

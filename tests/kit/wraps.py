@@ -13,8 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_optim import FullyShardedDataParallel as FairscaleFSDP
-
 Optim = torch.optim.Optimizer
 Make = Callable[[Any], Optim]
 
@@ -66,6 +64,8 @@ def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], Any], paths: Sequen
 
 
 def in_fairscale(model: nn.Module, **kwargs: Any) -> Any:
+    from fsdp_optim import FullyShardedDataParallel as FairscaleFSDP  # here, so that the others need no fairscale
+
     return wrap_units(model, lambda module: FairscaleFSDP(module, **kwargs))
 
 
