@@ -94,7 +94,16 @@ ARROWS: dict[str, set[str]] = {
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
     "drop_in": {"errors", "options", "state", "api"},
     "cli": {"errors", "api"},
-    "integrations": {"errors", "options", "memory", "state", "storage", "checkpoint", "api"},  # which nothing imports
+    "integrations": {
+        "",
+        "errors",
+        "options",
+        "memory",
+        "state",
+        "storage",
+        "checkpoint",
+        "api",
+    },  # which nothing imports
     "__main__": {"cli"},
     "testing": {"errors", "layout", "plan", "memory", "view", "adapters", "storage", "formats", "transport", "api"},
     "": {"errors", "api", "drop_in", "testing"},

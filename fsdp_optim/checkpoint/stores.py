@@ -36,6 +36,11 @@ def store_at(place: Place, format: Format = OURS, options: StorageOptions = None
     return Folder(place, format.judge) if _is_path(place) else place  # type: ignore[arg-type, return-value]
 
 
+def is_url(place: Place) -> bool:
+    """Whether a place is a URL of a store, and no path."""
+    return isinstance(place, str) and scheme_of(place) is not None
+
+
 def store_of_leader(
     place: Place, mine: Store, where: str, format: Format = OURS, options: StorageOptions = None
 ) -> Store:

@@ -1,0 +1,297 @@
+"""Lightning: its strategies for FSDP2, FSDP1 and DDP, with checkpoints of this library.
+
+    from fsdp_optim.integrations.lightning import FSDPStrategy  # or ModelParallelStrategy, DDPStrategy
+
+    trainer = Trainer(strategy=FSDPStrategy(), callbacks=[ModelCheckpoint(save_top_k=2, save_last=True)])
+    trainer.fit(model, ckpt_path="last")
+
+Each class takes the arguments of Lightning's own class of the same name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import group
+
+import fsdp_optim
+from fsdp_optim.checkpoint.stores import is_url, store_at
+from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+TESTED = "2.6.0"
+"""The version of Lightning that the tests use."""
+
+try:
+    from lightning import __version__ as version_here
+    from lightning.fabric.utilities.cloud_io import get_filesystem
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+    from lightning.pytorch.strategies import FSDPStrategy as _FSDPStrategy
+    from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError(
+        f"fsdp_optim.integrations.lightning was tested with lightning {TESTED}, and this version lacks a name: {error}"
+    ) from error
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_OF_LIGHTNING = ("path", "model", "optim", "step", "extra", "overwrite", "process_group", "strict")
+_NOT_HERE = (*_OF_LIGHTNING, "per_rank_extra", "keep_last", "upload_to", "format")
+_STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
+
+log = logging.getLogger("fsdp_optim")
+
+
+class Checkpoints:
+    """A mixin for strategies of Lightning's Trainer: checkpoints are folders of this library.
+
+    class MyStrategy(Checkpoints, FSDPStrategy): ...
+
+    Args:
+        async_save: write in the background while the training goes on. The next save and the end of the training wait for it, and
+            raise its error on all ranks.
+        save_options: further arguments of `fsdp_optim.save`, such as `{"max_file_size": 10**9}`.
+        load_options: further arguments of `fsdp_optim.load`, such as `{"cast": True}`.
+    """
+
+    _OVERRIDDEN = (
+        *("lightning_module_state_dict", "optimizer_state", "load_model_state_dict", "load_optimizer_state_dict"),
+        *("save_checkpoint", "load_checkpoint", "remove_checkpoint", "restore_checkpoint_after_setup"),
+        *("lightning_restore_optimizer", "on_train_batch_start", "on_exception", "teardown"),
+    )
+
+    if TYPE_CHECKING:  # what the strategies have
+        model: nn.Module | None
+        optimizers: list[Optimizer]
+        lightning_module: Any
+        is_global_zero: bool
+
+        def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+
+    def __init__(
+        self,
+        *args: Any,
+        async_save: bool = True,
+        save_options: Mapping[str, Any] = _NOTHING,
+        load_options: Mapping[str, Any] = _NOTHING,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._saves_in_background = async_save
+        self._save_options = _checked("save_options", save_options, fsdp_optim.save)
+        self._load_options = _checked("load_options", load_options, fsdp_optim.load)
+        self._handle: fsdp_optim.SaveHandle | None = None
+        self._replaced: dict[
+            str, None
+        ] = {}  # what ModelCheckpoint has removed: it stays until the save under way is complete
+        self._was_interrupted = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a version of Lightning that does not call what is overridden here."""
+        super().__init_subclass__(**kwargs)
+        bases = [base for base in cls.__mro__ if not issubclass(base, Checkpoints)]
+        missing = [name for name in cls._OVERRIDDEN if not any(name in vars(base) for base in bases)]
+        if missing and bases != [object]:
+            raise ImportError(
+                f"fsdp_optim.integrations.lightning was tested with lightning {TESTED}, and {bases[0].__name__} of this version "
+                f"lacks a name: {', '.join(missing)}"
+            )
+
+    # ------------------------------------------------------------------------------------------- what the Trainer collects
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: weights and state are loaded into the wrapped model and its optimizers."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: `load_checkpoint` has loaded the optimizers."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` reads the live model."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: `save_checkpoint` reads the live optimizers."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has loaded the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has loaded the state."""
+
+    # ------------------------------------------------------------------------------------------- saving
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save the live model and optimizers, with all other values of `checkpoint` as the trainer's. Called by all ranks."""
+        path = self.broadcast(str(filepath))
+        self._settle()
+        extra = dict(checkpoint)
+        optimizers = self.optimizers if extra.pop(_OPTIMIZERS, None) is not None else None
+        if extra.pop(_STATE, None):
+            raise StateError(
+                f"{path}: on_save_checkpoint has put weights into checkpoint['{_STATE}'], which is empty because this strategy "
+                "saves the live model: choose the weights by another way, such as a convert of the finished checkpoint"
+            )
+        options = dict(self._save_options)
+        if storage_options is not None:
+            options["storage_options"] = storage_options
+        self._replaced.pop(path, None)
+        if self.is_global_zero:
+            _put_file_aside(path)
+        handle = fsdp_optim.async_save(
+            path,
+            self._model_here,
+            _one_or_list(optimizers) if optimizers is not None else None,
+            step=extra.get("global_step"),
+            extra=extra,
+            overwrite=True,
+            process_group=group.WORLD,
+            **options,
+        )
+        self._handle = handle
+        if not self._saves_in_background or Path(path).name.startswith("hpc_ckpt_"):  # after these the job is requeued
+            self._settle()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, once the save that is under way is complete: until then it may be the only one."""
+        self._replaced[str(filepath)] = None
+        if self._handle is None:
+            self._remove_replaced()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Remove what the save in the background has replaced, if it is complete."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        handle = self._handle
+        if self._replaced and handle is not None and handle.done() and not handle.has_failed:
+            self._remove_replaced()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that other ranks may not come any more."""
+        self._was_interrupted = True
+        super().on_exception(exception)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Wait for the save in the background. Raises its error, unless another error ends the training."""
+        try:
+            if self._was_interrupted:
+                self._settle_after_error()
+            else:
+                self._settle()
+        finally:
+            self._was_interrupted = False
+            super().teardown()  # type: ignore[misc]
+
+    def _settle(self) -> None:
+        """Wait for the save in the background, and remove what it has replaced. Its error is raised on all ranks."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            replaced, self._replaced = self._replaced, {}
+            handle.wait()
+            self._replaced = replaced
+        self._remove_replaced()
+
+    def _settle_after_error(self) -> None:
+        try:
+            self._settle()
+        except FsdpOptimError as error:
+            log.error("the save in the background has failed too: %s", error)
+
+    def _remove_replaced(self) -> None:
+        replaced, self._replaced = self._replaced, {}
+        for path in replaced if self.is_global_zero else ():
+            _remove(path, self._save_options.get("storage_options"))
+
+    # ------------------------------------------------------------------------------------------- loading
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of this library or of Lightning's own strategies into the live model and optimizers.
+
+        Returns its other values. `weights_only`: False allows pickled ones.
+        """
+        path = self.broadcast(str(checkpoint_path))
+        self._settle()
+        options = dict(self._load_options)
+        if weights_only is False:
+            options["allow_pickle"] = True
+        module = self.lightning_module
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING and bool(self.optimizers)
+        restored = fsdp_optim.load(
+            path,
+            self._model_here,
+            _one_or_list(self.optimizers) if is_fitting else None,
+            strict=module.strict_loading,
+            process_group=group.WORLD,
+            **options,
+        )
+        restored.setdefault("pytorch-lightning_version", version_here)  # which a checkpoint of another program lacks
+        return restored
+
+    @property
+    def _model_here(self) -> nn.Module:
+        if self.model is None:
+            raise StateError("the strategy has no model yet: save and load checkpoints when the trainer has set it up")
+        return self.model
+
+
+class ModelParallelStrategy(Checkpoints, _ModelParallelStrategy):
+    """Lightning's strategy for FSDP2 and tensor parallel, with checkpoints of this library. Arguments: `Checkpoints`."""
+
+
+class FSDPStrategy(Checkpoints, _FSDPStrategy):
+    """Lightning's strategy for torch FSDP1, with checkpoints of this library. Arguments: `Checkpoints`."""
+
+
+class DDPStrategy(Checkpoints, _DDPStrategy):
+    """Lightning's strategy for DistributedDataParallel, with checkpoints of this library. Arguments: `Checkpoints`."""
+
+
+def _checked(name: str, options: Mapping[str, Any], call: Any) -> dict[str, Any]:
+    """The arguments that are handed on to a call of this library. Raises StateError for others."""
+    known = [one for one in inspect.signature(call).parameters if one not in _NOT_HERE]
+    unknown = [one for one in options if one not in known]
+    if unknown:
+        raise StateError(f"{name} has {', '.join(map(repr, unknown))}, which are not among {', '.join(known)}")
+    return dict(options)
+
+
+def _one_or_list(optimizers: list[Optimizer]) -> Any:
+    return optimizers[0] if len(optimizers) == 1 else list(optimizers)
+
+
+def _put_file_aside(path: str) -> None:
+    """Rename a file of Lightning's own strategies whose name a new checkpoint gets, as `last.ckpt`."""
+    if is_url(path):
+        return
+    files = get_filesystem(path)
+    if files.isfile(path) and not files.islink(path):
+        aside = f"{path}.file"
+        log.warning("%s is a file, and a checkpoint gets this name: the file is now %s", path, aside)
+        files.mv(path, aside)
+    elif files.islink(path):
+        files.rm_file(path)
+
+
+def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Remove a checkpoint of this library, a link to one, or a file. What cannot be removed is warned about."""
+    try:
+        files = None if is_url(path) else get_filesystem(path)
+        if files is not None and (files.islink(path) or files.isfile(path)):
+            files.rm_file(path)
+            return
+        store = store_at(path, options=storage_options if is_url(path) else None)
+        shelf = store.shelf()
+        shelf.remove([one for one in shelf.listed() if one.base == store.where], "ModelCheckpoint does not keep it")
+    except (OSError, CheckpointError) as error:
+        log.warning("%s cannot be removed: %s", path, error)

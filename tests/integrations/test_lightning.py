@@ -1,0 +1,316 @@
+"""Lightning's Trainer with the strategies of `fsdp_optim.integrations.lightning`, on ranks of the CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from kit.compare import check_same
+from kit.lightning_runs import BATCHES, EPOCHS, WRAPPERS, loader, module, never_stopped, quiet, strategy, trainer
+from kit.scripts import run
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+
+def checkpoints(root: Any, **options: Any) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    return ModelCheckpoint(dirpath=root, **options)
+
+
+def save_last(root: str, wrappers: list[str], stock: bool = False) -> None:
+    """Train for one epoch under each wrapper, and save at its end as `<root>/<wrapper>/last.ckpt`."""
+    with quiet():
+        for wrapper in wrappers:
+            options: dict[str, Any] = {"state_dict_type": "sharded"} if stock and wrapper == "FSDP1" else {}
+            callback = checkpoints(f"{root}/{wrapper}", save_last=True, save_top_k=0)
+            one = trainer(strategy(wrapper, stock=stock, **options), callbacks=[callback])
+            one.fit(module(), loader())
+
+
+def resumed(pairs: list[tuple[str, str]]) -> None:
+    """Resume each checkpoint under a wrapper, train to the end, and compare with the training that never stopped."""
+    model, optim = never_stopped()
+    with quiet():
+        for path, wrapper in pairs:
+            one, its = trainer(strategy(wrapper), max_epochs=EPOCHS), module()
+            one.fit(its, loader(), ckpt_path=path)
+            live = one.strategy.model
+            group = dist.group.WORLD
+            weights = fsdp_optim.gather_full_model_state_dict(live, None, process_group=group)
+            full = fsdp_optim.gather_full_optim_state_dict(live, one.optimizers[0], None, process_group=group)
+            check_same(f"weights, {path} under {wrapper}", weights, model)
+            check_same(f"state, {path} under {wrapper}", full["state"], optim["state"], in_order=False)
+            if full["param_groups"][0]["lr"] != optim["param_groups"][0]["lr"]:
+                raise AssertionError(f"lr {full['param_groups'][0]['lr']}, not {optim['param_groups'][0]['lr']}")
+            if (one.global_step, one.current_epoch) != (BATCHES * EPOCHS, EPOCHS):
+                raise AssertionError(f"{path} under {wrapper} ended at {one.global_step}, {one.current_epoch}")
+            check_same("of the module", its.seen, {"steps": BATCHES, "mean": torch.ones(2), 3: "an int"})
+
+
+class TestResume(unittest.TestCase):
+    """A checkpoint of each strategy, written by 2 ranks."""
+
+    folder: tempfile.TemporaryDirectory[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.folder = tempfile.TemporaryDirectory()
+        run_on_ranks(save_last, 2, cls.folder.name, list(WRAPPERS))
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.folder.cleanup()
+
+    def pairs(self, shift: int) -> list[tuple[str, str]]:
+        """Each checkpoint, with the wrapper that is `shift` further in the list."""
+        to = [*WRAPPERS[shift:], *WRAPPERS[:shift]]
+        return [(f"{self.folder.name}/{one}/last.ckpt", other) for one, other in zip(WRAPPERS, to, strict=True)]
+
+    @parameterized.expand([(2, 0), (2, 1), (1, 2)])
+    def test_resumes_as_if_it_had_never_stopped(self, world_size: int, shift: int) -> None:
+        """In the same strategy, in another of the three, and in another at another world size."""
+        run_on_ranks(resumed, world_size, self.pairs(shift))
+
+    def test_the_folder_is_a_checkpoint_of_this_library(self) -> None:
+        model, optim = never_stopped(epochs=1)
+        for wrapper in WRAPPERS:
+            with quiet():
+                its = module()
+            plain = torch.optim.AdamW(its.parameters())
+            restored = fsdp_optim.load(f"{self.folder.name}/{wrapper}/last.ckpt", its, plain)
+            check_same("weights", dict(its.state_dict()), model)
+            check_same("state", plain.state_dict()["state"], optim["state"])
+            self.assertEqual((restored["global_step"], restored.summary.step), (BATCHES, BATCHES))
+            self.assertEqual(restored["hyper_parameters"], {"width": 7})
+
+
+def steps_of(root: str) -> list[int]:
+    return sorted(one.step for one in fsdp_optim.checkpoints(root) if one.complete)
+
+
+def keeps_and_removes(root: str) -> list[tuple[str, list[int]]]:
+    """Save each step and keep the best two and the last. Returns what was complete at each removal."""
+    from fsdp_optim.integrations import lightning as plugin
+
+    removed, remove = [], plugin._remove
+
+    def noted(path: str, options: Any) -> None:
+        removed.append((Path(path).name, steps_of(root)))
+        remove(path, options)
+
+    with quiet(), mock.patch.object(plugin, "_remove", noted):
+        callback = checkpoints(
+            root, filename="{step}", monitor="step", mode="max", save_top_k=2, save_last="link", every_n_train_steps=1
+        )
+        one = trainer(strategy("FSDP2"), callbacks=[callback], max_epochs=2)
+        one.fit(module(), loader())
+        one.test(module(), loader(), ckpt_path="best")
+    return removed
+
+
+def save_in_background(root: str) -> None:
+    """The end of a save is held back until the trainer has gone on."""
+    from fsdp_optim.checkpoint import background
+
+    goes_on, finish = threading.Event(), background.finish
+
+    def held(*args: Any) -> Any:
+        if not goes_on.wait(30):
+            raise AssertionError("save_checkpoint has waited for the end of the save")
+        return finish(*args)
+
+    with quiet(), mock.patch.object(background, "finish", held):
+        one = trainer(strategy("FSDP1"))
+        one.fit(module(), loader())
+        one.save_checkpoint(f"{root}/first")
+        if Path(root, "first").exists():
+            raise AssertionError("the save is complete")
+        goes_on.set()
+        one.save_checkpoint(f"{root}/second", weights_only=True)
+        if not Path(root, "first").exists():
+            raise AssertionError("the second save has not waited for the first")
+        one.strategy.teardown()
+    with quiet():
+        once = trainer(strategy("DDP", async_save=False))
+        once.fit(module(), loader())
+        once.save_checkpoint(f"{root}/third")  # after the training, when the model has no wrapper
+        if not Path(root, "third").exists():
+            raise AssertionError("a save with async_save=False has returned before its end")
+        once.save_checkpoint(Path(root, "hpc_ckpt_1.ckpt"))
+
+
+def fails_in_background(root: str) -> str:
+    """The second save fails on rank 0. Returns the error of this rank."""
+    from fsdp_optim.checkpoint import background
+
+    finish, num = background.finish, [0]
+
+    def broken(*args: Any) -> Any:
+        num[0] += 1
+        if num[0] == 2:
+            raise fsdp_optim.CheckpointError("the disk is full")
+        return finish(*args)
+
+    with quiet(), mock.patch.object(background, "finish", broken):
+        one = trainer(strategy("FSDP2"), callbacks=[checkpoints(root, save_top_k=1)], max_epochs=2)
+        try:
+            one.fit(module(), loader())
+        except fsdp_optim.CheckpointError as error:
+            return str(error)
+    raise AssertionError("the failure was not raised")
+
+
+class Logged(logging.Handler):
+    """The lines of a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def dies(root: str) -> list[str]:
+    """The training ends by an error of its own while a save fails in the background. Returns the log."""
+    from fsdp_optim.checkpoint import background
+
+    def broken(*args: Any) -> Any:
+        raise fsdp_optim.CheckpointError("the disk is full")
+
+    log, handler = logging.getLogger("fsdp_optim"), Logged()
+    log.addHandler(handler)
+    try:
+        with quiet(), mock.patch.object(background, "finish", broken):
+            one, its = trainer(strategy("FSDP2")), module()
+
+            def on_train_batch_end(*args: Any) -> None:
+                one.save_checkpoint(f"{root}/first")
+                raise ZeroDivisionError("of the training")
+
+            its.on_train_batch_end = on_train_batch_end
+            one.fit(its, loader())
+    except ZeroDivisionError:
+        return handler.lines
+    finally:
+        log.removeHandler(handler)
+    raise AssertionError("the error of the training was not raised")
+
+
+def puts_weights(root: str) -> str:
+    with quiet():
+        one, its = trainer(strategy("DDP")), module()
+        one.fit(its, loader())
+        its.on_save_checkpoint = lambda checkpoint: checkpoint.update(state_dict={"net.0.bias": torch.zeros(7)})
+        try:
+            one.save_checkpoint(f"{root}/first")
+        except fsdp_optim.StateError as error:
+            return str(error)
+    raise AssertionError("the weights were accepted")
+
+
+class TestSaves(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = folder.name
+
+    def test_model_checkpoint_removes_through_the_strategy(self) -> None:
+        """What is removed stays until the checkpoint that replaces it is complete; two and the link are left."""
+        removed = run_on_ranks(keeps_and_removes, 2, self.root)
+        self.assertEqual(removed[1], [])  # rank 0 removes
+        self.assertEqual([name for name, _ in removed[0]], [f"step={step}.ckpt" for step in range(1, 7)])
+        for step, (_, complete) in enumerate(removed[0], 1):
+            self.assertEqual(complete[-1] >= step + 2, True, removed)
+        self.assertEqual(sorted(os.listdir(self.root)), ["last.ckpt", "step=7.ckpt", "step=8.ckpt"])
+        self.assertEqual(Path(self.root, "last.ckpt").resolve().name, "step=8.ckpt")
+
+    def test_saves_in_the_background(self) -> None:
+        run_on_ranks(save_in_background, 2, self.root)
+        self.assertEqual(sorted(os.listdir(self.root)), ["first", "hpc_ckpt_1.ckpt", "second", "third"])
+        has_optim = {name: fsdp_optim.inspect(f"{self.root}/{name}").has_optim for name in os.listdir(self.root)}
+        self.assertEqual(has_optim, {"first": True, "second": False, "third": True, "hpc_ckpt_1.ckpt": True})
+
+    def test_a_failed_save_is_raised_on_all_ranks_and_the_one_before_it_stays(self) -> None:
+        errors = run_on_ranks(fails_in_background, 2, self.root)
+        for error in errors:
+            self.assertIn("the disk is full", error)
+        self.assertEqual(os.listdir(self.root), [f"epoch=0-step={BATCHES}.ckpt"])
+
+    def test_an_error_of_the_training_is_not_hidden_by_one_of_a_save(self) -> None:
+        lines = run_on_ranks(dies, 2, self.root)[0]
+        self.assertTrue(any("the disk is full" in line for line in lines), lines)
+
+    def test_weights_of_a_hook_are_refused(self) -> None:
+        for error in run_on_ranks(puts_weights, 2, self.root):
+            self.assertIn("on_save_checkpoint", error)
+        self.assertEqual(os.listdir(self.root), [])
+
+
+def migrated(root: str) -> None:
+    """Resume what Lightning's own strategies have saved, and save to the same name."""
+    resumed(
+        [
+            (f"{root}/{wrapper}/last.ckpt", other)
+            for wrapper, other in zip(WRAPPERS, (*WRAPPERS[1:], WRAPPERS[0]), strict=True)
+        ]
+    )
+    with quiet():
+        callback = checkpoints(f"{root}/DDP", save_last=True, save_top_k=0)
+        one = trainer(strategy("FSDP2"), callbacks=[callback], max_epochs=EPOCHS)
+        one.fit(module(), loader(), ckpt_path="last")
+
+
+class TestMigration(unittest.TestCase):
+    def test_resumes_from_lightnings_own_checkpoints(self) -> None:
+        """A file of DDP, and the folders of FSDP1 and FSDP2; the file stays under another name."""
+        with tempfile.TemporaryDirectory() as root:
+            run_on_ranks(save_last, 2, root, list(WRAPPERS), stock=True)
+            self.assertTrue(Path(root, "DDP", "last.ckpt").is_file())
+            run_on_ranks(migrated, 2, root)
+            self.assertEqual(sorted(os.listdir(f"{root}/DDP")), ["last.ckpt", "last.ckpt.file"])
+            self.assertEqual(steps_of(f"{root}/DDP"), [BATCHES * EPOCHS])
+
+
+HIDDEN = """
+import lightning.pytorch.strategies as strategies
+{hide}
+try:
+    import fsdp_optim.integrations.lightning
+except ImportError as error:
+    print(error)
+"""
+
+
+class TestRefused(unittest.TestCase):
+    @parameterized.expand(
+        [
+            ("a class", "del strategies.ModelParallelStrategy", "ModelParallelStrategy"),
+            ("a method", "del strategies.Strategy.remove_checkpoint", "remove_checkpoint"),
+        ]
+    )
+    def test_a_version_without_a_name_is_refused(self, _: str, hide: str, name: str) -> None:
+        done = run(HIDDEN.format(hide=hide))
+        self.assertEqual(done.stdout.count("\n"), 1, done.stdout + done.stderr)
+        self.assertIn("was tested with lightning 2.6.0", done.stdout)
+        self.assertIn(name, done.stdout)
+
+    def test_arguments_that_the_strategy_gives_are_refused(self) -> None:
+        for options in (
+            {"save_options": {"extra": 1}},
+            {"load_options": {"strict": False}},
+            {"save_options": {"x": 1}},
+        ):
+            with self.assertRaisesRegex(fsdp_optim.StateError, "not among"):
+                strategy("DDP", **options)
