@@ -1,1 +1,1 @@
-"""Torture of checkpoints: `make soak` runs it for as long as it is told to, `make test` a short part with a fixed seed."""
+"""Tortures of checkpoints: `make soak` runs them for SOAK_SECONDS seconds, `make test` runs a short part with a fixed seed."""

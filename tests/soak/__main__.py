@@ -1,5 +1,5 @@
-"""`python -m tests.soak`, with SOAK_SECONDS and SEED in the environment; SOAK_ONLY and SOAK_CASE run one failure again,
-SOAK_CASES ends each torture after so many, SOAK_PATIENCE= makes all that waits more patient on a machine that is busy."""
+"""`python -m tests.soak`, with SOAK_SECONDS and SEED in the environment. SOAK_ONLY and SOAK_CASE run one failed case again,
+SOAK_CASES ends each torture after that many cases, and SOAK_PATIENCE multiplies all time limits on a busy machine."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Runs the tortures one after the other, each in processes of its own, and prints what they did."""
+"""Runs the tortures one after the other, each in separate processes, and prints their figures."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from soak.torture import PATIENCE, Torture
 
 TESTS = Path(__file__).parents[1]
 SHARES = {"mutations": 4.0, "kills": 4.0, "power_cuts": 2.0, "faults": 2.0, "races": 1.0, "rounds": 1.0}
-"""Of the time, by the name of a module of this package."""
-_ALONE = {"rounds"}  # those that make ranks of their own, and watch what they use
+"""The share of the time of each torture, by the name of its module in this package."""
+_ALONE = {"rounds"}  # these start ranks themselves, and watch their memory
 _GRACE = 300.0 * PATIENCE  # seconds that a torture may take to end
 
 
 def main() -> int:
-    """Run what the environment asks for. The exit code: 1 where something failed."""
+    """Run the tortures that the environment variables select. Returns the exit code, 1 after a failure."""
     if len(sys.argv) > 1:
         return _one(json.loads(sys.argv[1]))
     seconds = float(os.environ.get("SOAK_SECONDS") or 600)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _one(order: dict[str, Any]) -> int:
-    """In a process of its own: one torture. The last line is what it did."""
+    """Run one torture in this process. The last line of the output has its figures."""
     logging.getLogger("fsdp_optim").setLevel(logging.ERROR)
     torture = Torture(**order)
     signal.signal(signal.SIGTERM, torture.stop)  # with the figures until then
@@ -60,7 +60,7 @@ def _one(order: dict[str, Any]) -> int:
 
 
 def _in_processes(orders: Sequence[dict[str, Any]]) -> tuple[float, Counter[str], list[str]]:
-    """Seconds, figures, failures."""
+    """The seconds, figures and failures of a torture."""
     began = time.monotonic()
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), *sys.path])
     where = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}

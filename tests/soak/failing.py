@@ -1,4 +1,4 @@
-"""Calls of the file system that fail, or do less than they were asked to, on files below a folder."""
+"""Faults of the file system below a folder: calls that fail, or that read or write fewer bytes than requested."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FLUSHING = ("fsync", "fdatasync", "close")
 READING = ("read", "pread", "preadv", "stat", "lstat", "scandir", "listdir", "fstat")
 LOCKING = ("flock",)
 
-SHORT = 0  # instead of an error: the call does a part of what it was asked to
+SHORT = 0  # instead of an error, the call reads or writes only a part
 
-# What may come of a call. EMFILE, ENOSPC and EACCES last, as a rule; EIO may pass.
+# The possible faults of each call. EMFILE, ENOSPC and EACCES usually last; EIO may pass.
 OUTCOMES: dict[int, tuple[str, ...]] = {
     errno.EIO: (*WRITING, *MAKING, *MOVING, *FLUSHING, *READING),
     errno.ENOSPC: (*WRITING, *MAKING, "rename", "fsync", "close"),
@@ -38,7 +38,7 @@ OUTCOMES: dict[int, tuple[str, ...]] = {
 
 @dataclasses.dataclass
 class Fault:
-    """What goes wrong: `number`, an errno or SHORT, in the nth call of these functions, and with `lasts` in all later ones."""
+    """A fault: the errno `number`, or SHORT, in the nth call of some functions and, with `lasts`, in all later calls."""
 
     number: int
     functions: tuple[str, ...]
@@ -51,7 +51,7 @@ class Fault:
 
 
 class Calls:
-    """The calls that were made, and whether the fault has come up."""
+    """The number of calls so far, and whether the fault has occurred."""
 
     def __init__(self, root: Path, fault: Fault) -> None:
         self.count = self.hit = 0
@@ -86,7 +86,7 @@ class Calls:
             if self._fault.number == SHORT:
                 return real(args[0], _less(name, args[1]), *args[2:], **kwargs)
             if name == "close":
-                real(*args)  # as the system does: it is closed, whatever it says
+                real(*args)  # the system closes the descriptor even where close() fails
             raise OSError(self._fault.number, os.strerror(self._fault.number), str(where))
 
         return call
@@ -103,7 +103,7 @@ class Calls:
 
 
 def _less(name: str, asked: Any) -> Any:
-    """A part of the data, the memory, or the number of bytes."""
+    """The first part of the data, of the memory, or of the number of bytes."""
     if isinstance(asked, int):
         return max(asked // 2, 1)
     if name.endswith("v"):

@@ -1,7 +1,7 @@
 """Calls of the file system that fail while a checkpoint is saved or loaded, on any rank.
 
-A save raises an error of the library on all ranks, or none, and does not lose the older checkpoint; the next save works and
-leaves nothing behind. A load raises one and changes nothing, or gives what was saved. No descriptor or thread is left over.
+A save raises an error of the library on all ranks, or on none, and does not lose the older checkpoint; the next save works and
+leaves no other files. A load raises such an error and changes nothing, or gives the saved values. No descriptor or thread stays.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from soak.torture import PATIENCE, Torture, temporary
 
 WAITS = 60.0 * PATIENCE  # seconds that a rank waits for another
 WORLD = 2
-CASES_OF_RANKS = 12  # in one call of ranks
-RANKS_EVERY = 4  # of so many calls of ranks and cases on one process, one is of ranks
+CASES_OF_RANKS = 12  # in one call of run_on_ranks
+RANKS_EVERY = 4  # every so many cases on one process, one call of run_on_ranks
 STARTS = ("there", "there", "aside", "leftover", "nothing")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is done, in what state of the folder, and what fails in it on which rank."""
+    """One case: the action, the state of the folder before it, and the fault with its rank."""
 
     number: int
     action: str
@@ -47,7 +47,7 @@ class Case:
     start: str
     options: tuple[tuple[str, Any], ...]
     fault: Fault
-    share: float  # of the calls that the action makes, those that are before the fault
+    share: float  # the share of the action's calls before the fault
     victim: int
 
     @classmethod
@@ -69,7 +69,7 @@ class Case:
 
 
 class Subject:
-    """A model that is saved and loaded, alone or as one of some ranks."""
+    """A model to save and load, on a single process or on one of several ranks."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -80,7 +80,7 @@ class Subject:
         self.totals: dict[Any, int] = {}
 
     def tell(self, what: Any) -> list[Any]:
-        """What all ranks say."""
+        """The values of all ranks."""
         return self._meeting.tell(what) if self._meeting is not None else [what]
 
     def save(self, case: Case, root: Path, number: int, later: bool = False) -> None:
@@ -92,14 +92,14 @@ class Subject:
             done.wait(3 * WAITS)
 
     def load(self, path: Path) -> int:
-        """The number of the save that is there. Raises Differs where not all of it is of one."""
+        """The number of the save in the folder. Raises Differs if its values are of several saves."""
         fill(self.target, 12345)
         number = fsdp_optim.load(path, self.target.model, self.target.optim, timeout=WAITS)["number"]
         check_values(path.name, self.target, number)
         return number
 
     def begin(self, case: Case, root: Path) -> int:
-        """Make the folder as the case begins. The number of the save that is there, 0 without one."""
+        """Make the folder of the case. Returns the number of the save in it, 0 without one."""
         if self.rank == 0:
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True)
@@ -107,7 +107,7 @@ class Subject:
         if case.start == "nothing":
             return 0
         self.save(case, root, 1)
-        if case.start == "aside" and self.rank == 0:  # as a kill between two renames leaves it
+        if case.start == "aside" and self.rank == 0:  # the state after a kill between two renames
             path = path_of(root, case.mode, 1)
             path.rename(path.with_name(f"{path.name}.old-{'0123456789abcdef'}"))
         if case.start == "leftover" and self.rank == 0:
@@ -119,7 +119,7 @@ class Subject:
         return 1
 
     def run(self, case: Case) -> tuple[list[str], Counter[str]]:
-        """What is wrong, and figures."""
+        """The failures of a case, and its figures."""
         root = self.root / "run"
         figures: Counter[str] = Counter()
         try:
@@ -144,7 +144,7 @@ class Subject:
         return [], figures
 
     def together(self, call: Callable[[], Any]) -> None:
-        """A step of all ranks. Raises Differs on all of them where one fails."""
+        """Run a step on all ranks. Raises Differs on all of them if the step fails on one."""
         text = None
         try:
             call()
@@ -159,7 +159,7 @@ class Subject:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     def total(self, case: Case, root: Path, there: int) -> int:
-        """How many calls the action makes that could fail, on the rank where they may."""
+        """The number of calls of the action that can fail, on the rank of the fault."""
         key = (case.action, case.mode, case.start, case.options, case.fault.functions, case.victim)
         if key not in self.totals:
             error, calls = self.act(case, root, there, dataclasses.replace(case.fault, nth=1 << 60))
@@ -189,7 +189,7 @@ class Subject:
             raise Differs(f"a raw {type(error).__name__}: {error}\n{_where(error)}") from error
         cut_off = (
             case.action == "async_save" and case.fault.lasts
-        )  # a rank that cannot leave a note any more says it alone
+        )  # a rank that cannot write its note any more raises its own error
         if case.action != "latest" and not cut_off:
             _check("what ranks raise", len(set(errors)), [1])
         if case.fault.number == SHORT and error is not None:
@@ -199,7 +199,7 @@ class Subject:
             _check(f"refused ({error}), but what there was before", values(self.target), [untouched])
 
     def judge_saved(self, root: Path, there: int, error: Exception | None) -> None:
-        """The older checkpoint, or the new one."""
+        """Check that the folder has the older checkpoint or the new one."""
         found = self.tell(fsdp_optim.latest(root))
         if None in found:
             names = sorted(os.listdir(root))
@@ -219,7 +219,7 @@ class Subject:
         _check(f"the next save after {error!r}", numbers[0], [there + 2])
         marks = [
             mark for mark in LEFTOVER if mark != ".old-" or case.mode == "overwrite"
-        ]  # else it is the only copy of its path
+        ]  # otherwise this is the only copy of the checkpoint
         left = [name for name in os.listdir(root) if any(mark in name for mark in marks)]
         self.together(lambda: _check(f"left by the next save after {error!r}", left, [[]]))
 
@@ -231,20 +231,20 @@ def _check(what: str, got: Any, allowed: list[Any]) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The last lines of where it came from."""
+    """The last lines of the traceback of an error."""
     frames = traceback.extract_tb(error.__traceback__)[-7:]
     return " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
 
 
 def on_ranks(root: Path, cases: list[Case]) -> list[tuple[int, list[str], Counter[str]]]:
-    """On each rank: some cases."""
+    """Run some cases. Called on each rank."""
     torch.set_num_threads(1)
     subject = Subject(root)
     return [(case.number, *subject.run(case)) for case in cases]
 
 
 def run(torture: Torture) -> None:
-    """Cases on one process, and on ranks."""
+    """Run cases on one process, and cases on ranks."""
     torch.set_num_threads(1)
     with temporary() as folder:
         alone = Subject(folder / "alone")

@@ -1,7 +1,7 @@
-"""kill -9 of ranks that save and do nothing else, at random moments and before random calls that change files.
+"""SIGKILL of ranks that save again and again, at random moments and before random calls that change files.
 
-Then `latest` is a complete checkpoint, the last one that had ended or a later one; ranks that are left raise an error of
-the library; and the next save works and leaves nothing behind.
+Afterwards `latest` is a complete checkpoint, that of the last save that had ended or of a later one; the surviving ranks raise an
+error of the library; and the next save works and leaves no other files.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from soak.ranks import (
 )
 from soak.torture import PATIENCE, Torture, temporary
 
-WAITS = 2.0 * PATIENCE  # seconds that a rank waits for one that is dead
-HUNG = 2 * WAITS + 25.0 * PATIENCE  # seconds after which a rank that waits for one that is dead has hung
+WAITS = 2.0 * PATIENCE  # seconds that a rank waits for a dead one
+HUNG = 2 * WAITS + 25.0 * PATIENCE  # seconds after which a rank that waits for a dead one counts as hung
 AT_ONCE = 10  # cases in which ranks wait for dead ones
 WRAPPERS = ("plain", "plain", "plain", "FSDP1 flat", "FSDP2")
-MOST_CALLS = 220  # those of some saves
+MOST_CALLS = 220  # of several saves
 
 
 @dataclasses.dataclass
 class Death:
-    """Who dies, and when: before the nth call, or so many seconds after the first save begins."""
+    """The victims, and the moment of death: before the nth call, or a number of seconds after the first save begins."""
 
     victims: Sequence[int]
     nth: int | None
@@ -55,7 +55,7 @@ class Death:
 
 @dataclasses.dataclass
 class Case:
-    """A folder in which ranks save and die, some times in turn."""
+    """A folder in which ranks save and die, several times in a row."""
 
     number: int
     root: Path
@@ -87,7 +87,7 @@ class Case:
 
 
 class Kills:
-    """Starts cases, and ends them: those in which a rank waits for a dead one a while later, together."""
+    """Starts cases and ends them. Cases in which a rank waits for a dead one are ended together, some time later."""
 
     def __init__(self, torture: Torture, folder: Path) -> None:
         self._torture, self._folder = torture, folder
@@ -110,7 +110,7 @@ class Kills:
             self.end_waiting()
 
     def end_waiting(self) -> None:
-        """Collect the ranks that waited for dead ones."""
+        """Collect the ranks that waited for dead ranks."""
         for case, death, pids, notes, end in self._waiting:
             with self._judged(case):
                 codes = self.ranks.collect(pids, max(end - time.monotonic(), 0.1))
@@ -127,7 +127,7 @@ class Kills:
             shutil.rmtree(case.root, ignore_errors=True)
 
     def _begun(self, mode: str) -> Path:
-        """A folder with one checkpoint, save 1, that cases begin with a copy of."""
+        """A folder with one checkpoint, save 1. Cases begin with a copy of this folder."""
         kind = "overwrite" if mode.endswith("overwrite") else "steps"
         if kind not in self._pristine:
             self._pristine[kind] = self._folder / f"pristine {kind}"
@@ -140,7 +140,7 @@ class Kills:
         fsdp_optim.save(path_of(root, mode, number), plain().model, plain().optim, extra={"number": number}, **options)
 
     def _kill(self, case: Case, death: Death) -> tuple[list[int], Path]:
-        """The ranks save until the victims are dead."""
+        """Let the ranks save until the victims are dead."""
         alone = len(death.victims) < case.ranks
         calls = {"calls": str(self._folder / "calls"), "kill_at": death.nth} if death.nth is not None else {}
         if death.nth is not None and alone:
@@ -160,7 +160,7 @@ class Kills:
             finally:
                 for rank in death.victims:
                     os.kill(pids[rank], signal.SIGKILL)
-        elif not alone and case.ranks > 1:  # the first that gets to its nth call takes the others with it
+        elif not alone and case.ranks > 1:  # the first rank to reach its nth call kills the others too
             self._wait_for_a_death(pids)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -185,7 +185,7 @@ class Kills:
         case.newest = check_root(case.root, ended, begun)
 
     def _save_after(self, case: Case) -> None:
-        """Life goes on."""
+        """Check the folder, and let the ranks save again."""
         self._save(case.root, case.mode, case.newest + 1)
         check_same("the next save", check_root(case.root, case.newest + 1, case.newest + 1), case.newest + 1)
         check_same("left", sorted(leftovers(case.root)), [])
@@ -202,7 +202,7 @@ def _is_dead(pid: int) -> bool:
 
 
 def run(torture: Torture) -> None:
-    """Start ranks, kill them, look at what is left."""
+    """Start ranks, kill them, and check the folder."""
     torch.set_num_threads(1)
     with temporary() as folder:
         kills = Kills(torture, folder)

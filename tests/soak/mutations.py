@@ -1,7 +1,7 @@
-"""Checkpoints of which something was changed: a load raises one of the library's errors, or gives exactly what was saved.
+"""Changed checkpoints: a load raises one of the library's errors, or gives exactly the saved values.
 
-Never another exception, never values that were not saved where a checksum covers the byte, never memory or time that the
-size of the files does not justify; and what is refused has changed nothing.
+A load never raises another exception, never gives other values where a checksum covers the changed byte, and never takes memory
+or time out of proportion to the size of the files. A refused load changes nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from soak.torture import PATIENCE, Torture, temporary
 
 HANGS = int(60 * PATIENCE)  # seconds of one load
 MOST_CPU = 5.0  # seconds of one load
-MOST_MEMORY = 64 << 20  # bytes that one load may take, beyond what the files have
+MOST_MEMORY = 64 << 20  # bytes of one load, beyond the size of the files
 TIMES_THEIR_SIZE = 64
 
 
 class Tiny(nn.Module):
-    """As little as has everything: of many loads each has to be quick."""
+    """The smallest model with every kind of value, because each of the many loads has to be quick."""
 
     units = ("",)
     tensor_parallel: dict[str, Any] = {}
@@ -52,7 +52,7 @@ EXTRA = {"step": 7, "list": [1, 2.5, None, True, "größe"], "tuple": (1, {2}), 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A checkpoint to be changed. `summed`: whether its data have checksums."""
+    """A kind of checkpoint to change. `summed`: whether its data have checksums."""
 
     make: Any = adam
     options: tuple[tuple[str, Any], ...] = ()
@@ -74,7 +74,7 @@ KINDS = {
 
 
 def contents(one: Trained) -> dict[str, Any]:
-    """All that a checkpoint restores."""
+    """All values that a checkpoint restores."""
     return {
         "parameters": [param.detach() for param in one.params],
         "state": [_in_order(one.optim.state[param]) for param in one.params],
@@ -84,7 +84,7 @@ def contents(one: Trained) -> dict[str, Any]:
 
 
 def _in_order(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: values[name] for name in sorted(values, key=repr)}  # after a lie, names may be anything
+    return {name: values[name] for name in sorted(values, key=repr)}  # a changed checkpoint may have any names
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -96,7 +96,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Subject:
-    """A good checkpoint, a copy whose files are changed and put back, and a model that it is loaded into."""
+    """A good checkpoint, a copy whose files are changed and put back, and a model to load the copy into."""
 
     def __init__(self, root: Path, kind: Kind) -> None:
         self.kind, self.folder, self.outside = kind, root / "changed", root / "outside"
@@ -116,7 +116,7 @@ class Subject:
         self.scrambled = self.scramble(1)
 
     def scramble(self, salt: int) -> dict[str, Any]:
-        """Other values than any that were saved. A copy of them."""
+        """Set values that no save has. Returns a copy of them."""
         with torch.no_grad():
             for tensor in tensors_in(contents(self.target)):
                 tensor.fill_(salt)
@@ -124,7 +124,7 @@ class Subject:
 
     @contextlib.contextmanager
     def changed(self, files: Files) -> Iterator[None]:
-        """The folder has these files inside."""
+        """Make the folder contain exactly these files."""
         names = [name for name, data in files.items() if data is not self.good.get(name)]
         try:
             for name in names:
@@ -135,7 +135,7 @@ class Subject:
                 _put(self.folder / name, self.good.get(name), self.outside)
 
     def renew(self) -> None:
-        """Another optimizer: after a lie has been loaded, it may be anything."""
+        """Make a new optimizer, because a changed checkpoint may have put anything into the old one."""
         self.target.fresh_optimizer()
         for param, values in zip(self.target.params, _copied(self.blank), strict=True):
             self.target.optim.state[param] = values
@@ -147,7 +147,7 @@ class Subject:
 
 @contextlib.contextmanager
 def _without_chance() -> Iterator[None]:
-    """Saves write the same bytes whenever this is run: a seed says all of a case."""
+    """Make saves write the same bytes in every run, so that a seed determines a case."""
     words, times = itertools.count(), itertools.count(10**18)
     with (
         mock.patch("secrets.token_hex", side_effect=lambda nbytes: f"{next(words):0{2 * nbytes}x}"),
@@ -185,7 +185,7 @@ def _put(path: Path, what: bytes | str | None, outside: Path) -> None:
 
 @dataclasses.dataclass
 class Change:
-    """What was changed, in words. `covered`: a checksum covers all of it, so that what loads is what was saved."""
+    """A change in words. `covered`: whether a checksum covers all of it, so that a load may give the saved values only."""
 
     files: Files
     said: list[str]
@@ -204,7 +204,7 @@ def change(rng: random.Random, subject: Subject) -> Change:
             text, lies = rng.choices(mutators, weights)[0](rng, files)
         said.append(text)
         covered = covered and not lies
-    if not subject.kind.summed:  # data that changed are seen by nobody
+    if not subject.kind.summed:  # without checksums, changed data do not show
         covered = covered and not any(
             word in text for text in said for word in ("data of", "another save", *_BYTES_CHANGED)
         )
@@ -221,7 +221,7 @@ _BYTES_CHANGED = tuple(how.__name__ + " " for how in BYTES)
 
 
 def judge(subject: Subject, change: Change, figures: Any) -> None:
-    """Load it. Raises Differs where that breaks a promise."""
+    """Load the changed checkpoint. Raises Differs if the load breaks a promise."""
     what = f"{', '.join(change.said)}, verify={change.verify}"
     with subject.changed(change.files):
         outcome = _watched(what, lambda: subject.load(change.verify))
@@ -247,7 +247,7 @@ def judge(subject: Subject, change: Change, figures: Any) -> None:
 
 
 def _comparable(value: Any) -> Any:
-    """What a lie may have made, so that it is equal to itself: NaN outside tensors, and flags whose bytes are neither 0 nor 1."""
+    """A value in a form that equals itself, also with NaN outside tensors and with bools whose bytes are neither 0 nor 1."""
     if isinstance(value, torch.Tensor):
         return value.view(torch.uint8) != 0 if value.dtype is torch.bool else value
     if isinstance(value, dict):
@@ -271,7 +271,7 @@ def _check_error(what: str, error: Exception) -> None:
 
 
 def _watched(what: str, call: Callable[[], Any]) -> Any:
-    """What a call gives or raises. Raises Differs where it takes too long, or too much memory."""
+    """The result or the error of a call. Raises Differs if the call takes too long or too much memory."""
 
     def hang(*_: Any) -> None:
         raise Differs(f"{what}: not over after {HANGS} s")
@@ -297,7 +297,7 @@ def _watched(what: str, call: Callable[[], Any]) -> Any:
 
 
 def _memory(*, reset: bool) -> int:
-    """Bytes of memory that the process has, or had at most since the last reset. 0 where the system does not say."""
+    """The resident bytes of the process, or the most since the last reset; 0 where the system does not report them."""
     try:
         if reset:
             with open("/proc/self/clear_refs", "w") as file:
@@ -311,7 +311,7 @@ def _memory(*, reset: bool) -> int:
 
 
 def run(torture: Torture) -> None:
-    """Change, load, put back, again and again."""
+    """Change a file, load, and put the file back, again and again."""
     torch.set_num_threads(1)
     with temporary() as root:
         subjects: dict[str, Subject] = {}
@@ -335,7 +335,7 @@ def run(torture: Torture) -> None:
 
 
 def _look(subject: Subject, change: Change, figures: Any) -> None:
-    """`latest` says which checkpoints there are, whatever is in them; extras alone load or are refused."""
+    """Check that `latest` works whatever the files contain, and that the extras alone load or are refused."""
     figures["looks"] += 1
     with subject.changed(change.files):
         found = _watched(f"latest: {change.said}", lambda: fsdp_optim.latest(subject.folder.parent))

@@ -13,10 +13,10 @@ from kit.checkpoint_damage import HEADERS, LIES, MANIFESTS, brief_of, packed, sy
 from kit.checkpoint_format import MANIFEST, SUMS_MAGIC, make_sums
 
 Files = dict[str, bytes | str | None]
-"""The files of a checkpoint by name: bytes; None: is missing; "folder", "link", "pipe": is that."""
+"""The files of a checkpoint by name: the bytes; None for a missing file; "folder", "link" or "pipe" for one of these."""
 
 Done = tuple[str, bool]
-"""What was changed, and whether a checksum was made to agree with it"""
+"""The change in words, and whether a checksum was made to agree with it."""
 
 _DEEP, _TWICE = "@deep@", "@twice@"
 _HUGE = (2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, 10**4299, 10**4300, 10**5000)
@@ -97,13 +97,13 @@ def extend(rng: random.Random, data: bytes) -> bytes:
 
 
 def move(rng: random.Random, data: bytes) -> bytes:
-    """Two ranges change places."""
+    """Exchange two ranges of bytes."""
     (a, b), (c, d) = sorted((_span(rng, data), _span(rng, data)))
     return data[:a] + data[c:d] + data[b:c] + data[a:b] + data[d:] if b <= c else data[::-1]
 
 
 def a_number(rng: random.Random, data: bytes) -> bytes:
-    """Eight bytes become a number that is of some importance."""
+    """Replace eight bytes by a number at an edge, such as the largest ones."""
     place = rng.choice((0, 8, 16, 24, rng.randrange(max(len(data) // 8, 1)) * 8))
     number = rng.choice((0, 1, 7, 8, len(data), len(data) - 8, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 100_000_001))
     return data[:place] + struct.pack("<Q", max(number, 0)) + data[place + 8 :]
@@ -115,7 +115,7 @@ BYTES = (flip, flip, overwrite, remove, insert, repeat, cut, extend, move, a_num
 
 
 def _value(rng: random.Random, depth: int = 0) -> Any:
-    """Something that may stand in JSON."""
+    """A random JSON value."""
     kind = rng.randrange(9 if depth < 3 else 6)
     if kind == 0:
         return rng.choice((*_HUGE, *(-n for n in _HUGE)))
@@ -138,7 +138,7 @@ def _value(rng: random.Random, depth: int = 0) -> Any:
 def places_in(
     value: Any, path: tuple[Any, ...] = (), alike: Callable[[Any], Any] | None = None
 ) -> list[tuple[Any, ...]]:
-    """Where in JSON something stands: the keys that lead to each value, the whole first.
+    """The places of all values in a JSON document: the keys that lead to each value, the whole document first.
 
     `alike`: of values that lie side by side and for which it gives the same, the first alone.
     """
@@ -158,7 +158,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def mutate_json(rng: random.Random, value: Any) -> Any:
-    """A copy with one change somewhere."""
+    """A copy of a JSON document with one random change."""
     whole = [json.loads(json.dumps(value))]
     places = places_in(whole)[1:]
     path = rng.choice(places)
@@ -168,7 +168,7 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
         del parent[key]
         return whole[0] if whole else None
     if kind == 1:
-        parent[key] = json.loads(json.dumps(_at(whole, rng.choice(places))))  # as it stands elsewhere
+        parent[key] = json.loads(json.dumps(_at(whole, rng.choice(places))))  # a value from another place
     elif kind == 2:
         other = rng.choice(places)
         if other[: len(path)] != path and path[: len(other)] != other:
@@ -189,7 +189,7 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
 
 
 def text_of(rng: random.Random, value: Any, canonical: bool) -> bytes:
-    """JSON of what `mutate_json` has made. Keys may be in it twice, and what is deep becomes deep."""
+    """The text of a document from `mutate_json`, with doubled keys and deep nesting where it asks for them."""
     limit = sys_digits(0)
     try:
         text = json.dumps(value, sort_keys=canonical, separators=(",", ":") if canonical else None, ensure_ascii=False)
@@ -206,7 +206,7 @@ def text_of(rng: random.Random, value: Any, canonical: bool) -> bytes:
 
 
 def split_header(data: bytes) -> tuple[bytes, bytes] | None:
-    """A safetensors file's JSON and its data; None where it is none any more."""
+    """The JSON header and the data of a safetensors file; None for other files."""
     if len(data) < 8:
         return None
     (length,) = struct.unpack("<Q", data[:8])
@@ -225,7 +225,7 @@ def in_bytes(rng: random.Random, files: Files) -> Done:
 
 
 def in_data(rng: random.Random, files: Files) -> Done:
-    """Behind the header only."""
+    """Change the data behind the header only."""
     name = rng.choice(_safetensors(files))
     parts = split_header(files[name])  # type: ignore[arg-type]
     if parts is None or not parts[1]:
@@ -236,7 +236,7 @@ def in_data(rng: random.Random, files: Files) -> Done:
 
 
 def in_json(rng: random.Random, files: Files) -> Done:
-    """The manifest, or an index."""
+    """Change the manifest or an index."""
     name = rng.choice([MANIFEST, *(name for name in files if name.endswith(".json"))])
     value = _parsed(files[name])
     if value is None:
@@ -275,7 +275,7 @@ def in_header(rng: random.Random, files: Files) -> Done:
 
 
 def by_a_known_lie(rng: random.Random, files: Files) -> Done:
-    """One of those that tests of damage have in a table."""
+    """One of the changes that the tests of damage list in a table."""
     kind = rng.randrange(3)
     name = rng.choice([MANIFEST] if kind == 2 else _safetensors(files))
     parts = split_header(files[name]) if kind != 2 else None  # type: ignore[arg-type]
@@ -300,13 +300,13 @@ def by_a_known_lie(rng: random.Random, files: Files) -> Done:
         TypeError,
         AttributeError,
         RecursionError,
-    ):  # it is not there, or was changed before
+    ):  # the value is absent, or was changed before
         return in_bytes(rng, files)
     return f"{what} in {name}", name == MANIFEST
 
 
 def by_another_file(rng: random.Random, files: Files, donor: Mapping[str, bytes]) -> Done:
-    """A file becomes another one of this checkpoint, or what another save has under its name, in part or all."""
+    """Replace a file, in part or whole, by another one of this checkpoint or by the file of this name of another save."""
     name = rng.choice(list(files))
     data = files[name]
     kind = rng.randrange(4)
@@ -354,7 +354,7 @@ def _parsed(data: Any) -> Any:
 
 
 def sealed(checkpoint: Any) -> bytes:
-    """A manifest with the right checksum."""
+    """Write a manifest with the right checksum."""
     limit = sys_digits(0)
     try:
         body = json.dumps(checkpoint, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -365,7 +365,7 @@ def sealed(checkpoint: Any) -> bytes:
 
 
 def repair(files: Files, *, tables: bool = True) -> None:
-    """All checksums are those of what is there now: of extras, of data, of headers, and the manifest's own."""
+    """Make all checksums agree with the files: those of extras, data and headers, and the manifest's own."""
     outer = _parsed(files.get(MANIFEST))
     checkpoint = outer.get("checkpoint") if isinstance(outer, dict) else None
     if not isinstance(checkpoint, dict):
@@ -393,12 +393,12 @@ def repair(files: Files, *, tables: bool = True) -> None:
 
 
 def _repair_brief(checkpoint: Any) -> None:
-    """What is said at the beginning of the manifest agrees with the rest."""
+    """Make the beginning of the manifest agree with the rest."""
     if isinstance(checkpoint, dict) and isinstance(checkpoint.get("brief"), dict):
         limit = sys_digits(0)
         try:
             checkpoint["brief"] = brief_of(checkpoint, checkpoint["brief"])
-        except (ValueError, TypeError):  # surrogates, or what cannot be sorted
+        except (ValueError, TypeError):  # surrogates, or values that cannot be sorted
             pass
         finally:
             sys_digits(limit)

@@ -1,7 +1,7 @@
-"""Power cuts in the middle of saves: whatever the disk has forgotten, `latest` is a complete checkpoint.
+"""Power cuts during saves: `latest` is a complete checkpoint, whatever the disk has forgotten.
 
-Each way of saving is recorded once; then each prefix of what it did is played back, with what was not flushed there, not there,
-or torn. The old checkpoint or the new one is there, bit for bit; the new one when `save` has returned.
+Each way of saving is recorded once. Then each prefix of its events is played back, where changes that were not flushed are kept,
+dropped or torn. The folder then has the old checkpoint or the new one, bit for bit; after `save` has returned, the new one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from soak.ranks import LEFTOVER, LIMIT, MODES, check_values, fill, leftovers
 from soak.recording import Disk, Event, Recorder, Tree, at_random_choice, choices, put
 from soak.torture import Torture, temporary
 
-NEXT_EVERY = 10  # of the states that differ: the next save there works
+NEXT_EVERY = 10  # of so many different states, one is also saved to
 
 
 class Small(nn.Module):
-    """Some sectors, of which the last is not full."""
+    """Data of several sectors, the last of them not full."""
 
     units = ("",)
     tensor_parallel: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def model() -> Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way of saving. `before`: saves that are on the disk when the recording begins; `inside`: where checkpoints go."""
+    """A way of saving. `before`: the saves on the disk when the recording begins; `inside`: the parent of the checkpoints."""
 
     mode: str
     before: int
@@ -87,7 +87,7 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A way of saving, and what it did. `disk`: makes what was there before."""
+    """A way of saving with its events. `disk`: makes the files that were there before."""
 
     way: Way
     events: list[Event]
@@ -116,14 +116,14 @@ class Recorded:
         return cls(way, events, again)
 
     def bounds(self, number_of_events: int) -> tuple[int, int]:
-        """The last save that had ended by then, and the last that had begun."""
+        """The last save that had ended after some events, and the last save that had begun."""
         marks = [event[1:] for event in self.events[:number_of_events] if event[0] == "mark"]
         ended = max((n for what, n in marks if what == "end"), default=self.way.before)
         return ended, max((n for what, n in marks if what == "begin"), default=self.way.before)
 
 
 def _check_end(disk: Disk, events: list[Event], root: Path) -> None:
-    """Raise unless playing back everything gives what is there: else the recorder does not see all that is done."""
+    """Raise unless playing back all events gives the files of the folder; otherwise the recorder misses some calls."""
     for event in events:
         disk.apply(event)
     played = next(disk.left(choice) for n, choice in enumerate(choices(disk, random.Random(0), 0)) if n == 1)
@@ -141,12 +141,12 @@ def fingerprint(tree: Tree, ended: int, begun: int) -> bytes:
 
 
 def judge(way: Way, tree: Tree, ended: int, begun: int, root: Path, save_next: bool) -> None:
-    """Raise unless a program that starts there finds what it should."""
+    """Raise unless a program that starts on this disk finds the right checkpoint."""
     root.mkdir()
     try:
         put(tree, root)
         inside = root / way.inside
-        with mock.patch("time.sleep", return_value=None):  # nobody else is at work here
+        with mock.patch("time.sleep", return_value=None):  # no other process works on this folder
             newest = fsdp_optim.latest(inside)
             if newest is None and ended:
                 raise Differs(f"no checkpoint, but save {ended} had ended")
@@ -177,7 +177,7 @@ def _check_number(path: Path, at_least: int, at_most: int) -> None:
 
 
 def states(recorded: Recorded, rng: random.Random, at_random: int) -> Iterator[tuple[int, Tree]]:
-    """(number of events before, what is left), each that differs once."""
+    """The different states as (number of events before the cut, files)."""
     disk, seen = recorded.disk(), set()
     for position in range(len(recorded.events) + 1):
         if position:
@@ -191,7 +191,7 @@ def states(recorded: Recorded, rng: random.Random, at_random: int) -> Iterator[t
 
 
 def run(torture: Torture) -> None:
-    """A random way, a random moment, a random memory of the disk, again and again."""
+    """Play back random ways of saving with cuts at random moments, again and again."""
     torch.set_num_threads(1)
     with temporary() as folder:
         recorded: dict[str, Recorded] = {}

@@ -1,6 +1,6 @@
-"""Readers beside writers: whoever loads gets all of one save, while others replace it, and remove what is older.
+"""Readers beside writers: a load gives all values of one save, while writers replace checkpoints and remove older ones.
 
-A reader may be told that the checkpoint went away only where several saves ended while it looked.
+A load may raise that the checkpoint was replaced only if several saves ended during the load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ READERS = 2
 
 
 def run(torture: Torture) -> None:
-    """Short races, one after the other."""
+    """Run short races, one after the other."""
     torch.set_num_threads(1)
     with temporary() as folder:
         ranks = Ranks(folder)

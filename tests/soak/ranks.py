@@ -1,6 +1,6 @@
-"""Processes that save and load until they are killed: forked from one that has imported torch already and runs nothing else.
+"""Processes that save and load until they are killed, forked from a server process that has imported torch.
 
-That one is this file, as a script. All values of a save are one number, so that a mixture of two saves is seen.
+The server process runs this file as a script. All values of a save are one number, so that a mixture of two saves shows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from fsdp_optim.checkpoint.restore import _LOOKS as LOOKS
 from soak.torture import PATIENCE
 
 WORLD = 2
-LIMIT = 60.0 * PATIENCE  # seconds; what takes them has hung
+LIMIT = 60.0 * PATIENCE  # seconds after which a process counts as hung
 LEFTOVER = (".saving-", ".old-", ".new-", ".gone-")
 
 
 class Layers(nn.Module):
-    """Some 100 KB, uneven."""
+    """A model of about 100 KB with uneven sizes."""
 
     units = ("first", "second", "")
     tensor_parallel: dict[str, Any] = {}
@@ -53,7 +53,7 @@ class Layers(nn.Module):
 
 
 def fill(one: Trained, number: int) -> None:
-    """All values become those of one save."""
+    """Set all values to the number of one save."""
     with torch.no_grad():
         for param in one.params:
             local_of(param).fill_(number)
@@ -63,7 +63,7 @@ def fill(one: Trained, number: int) -> None:
 
 
 def values(one: Trained) -> dict[str, list[float]]:
-    """All the different values that there are, by what they are."""
+    """The distinct numbers among the values, by the kind of value."""
     found = {"param": {float(v) for param in one.params for v in local_of(param).detach().unique()}}
     for name in ("exp_avg", "exp_avg_sq", "step"):
         found[name] = {float(v) for param in one.params for v in local_of(one.optim.state[param][name]).unique()}
@@ -71,7 +71,7 @@ def values(one: Trained) -> dict[str, list[float]]:
 
 
 def check_values(what: str, one: Trained, number: int) -> None:
-    """Raise unless everything is of this save."""
+    """Raise unless all values are the number of this save."""
     wanted = {"param": 0.0, "exp_avg": 0.5, "exp_avg_sq": 0.25, "step": 0.0}
     check_same(f"{what}, save {number}", values(one), {name: [number + more] for name, more in wanted.items()})
 
@@ -94,7 +94,7 @@ SYSTEM_CALLS += ("fsync", "fdatasync", "rename", "replace", "link", "symlink", "
 
 
 def place_of(order: dict[str, Any], number: int) -> tuple[Any, dict[str, Any]]:
-    """Where a save goes, and what it has to know about that place."""
+    """The place of saves, and its options."""
     mode, storage = order["mode"], order.get("storage_options")
     if storage is None:
         return path_of(Path(order["root"]), mode, number), {}
@@ -105,26 +105,26 @@ def place_of(order: dict[str, Any], number: int) -> tuple[Any, dict[str, Any]]:
 
 
 def path_of(root: Path, mode: str, number: int) -> Path:
-    """Where a save goes."""
+    """The path or URL of a save."""
     return root / ("current" if mode.endswith("overwrite") else f"step-{number:06}")
 
 
 def note(order: dict[str, Any], rank: int, what: str, number: int) -> None:
-    """One line for the process that watches. Not by the functions of `os`, which `killed_at` takes for calls of the save."""
+    """Write a line for the watching process, without the functions of `os`, because `killed_at` counts their calls."""
     line = json.dumps([rank, what, number, time.monotonic()]) + "\n"
     with Path(order["notes"]).open("ab", buffering=0) as file:
         file.write(line.encode())
 
 
 def join(order: dict[str, Any], rank: int) -> None:
-    """Become one rank of several."""
+    """Join the process group as one of several ranks."""
     store = PrefixStore(order["notes"], TCPStore("127.0.0.1", order["port"], is_master=False, wait_for_workers=False))
     limit = timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=order["ranks"], timeout=limit)
 
 
 def save_again_and_again(order: dict[str, Any], rank: int) -> None:
-    """The life of a rank that saves. With `calls` it dies before the nth call that changes files, if it is the victim."""
+    """Save again and again. With `calls`, a victim dies before the nth call that changes files."""
     mode, wrapper = order["mode"], "plain"
     if order["ranks"] > 1:
         join(order, rank)
@@ -135,7 +135,7 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
     options = {"timeout": order["patience"], **MODES[mode], **order.get("options", {})}
     calls = order.get("calls")
     if calls is not None and order["ranks"] > 1:
-        dist.barrier()  # a rank that starts late is not taken for a dead one
+        dist.barrier()  # so that a rank that starts late is not taken for a dead one
     kill_at = order.get("kill_at") if rank == order.get("victim", rank) else None
     with killed_at(kill_at, f"{calls}-{rank}" if calls is not None else None):
         for number in range(order["first"], order["first"] + order["count"]):
@@ -151,7 +151,7 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
 
 
 def load_again_and_again(order: dict[str, Any], rank: int) -> None:
-    """The life of a process that reads what others write: each load is all of one save, and never an older one than before."""
+    """Load again and again beside writers: each load has to be all of one save, and never of an older one than before."""
     root, end = Path(order["root"]), time.monotonic() + order["seconds"]
     one, newest, count = plain(), 0, 0
     while time.monotonic() < end:
@@ -177,7 +177,7 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
 
 
 def least_replaced(mode: str) -> int:
-    """How many saves have been noted to end, at least, where one load may give up.
+    """The least number of saves whose end is noted while a load that gives up was looking.
 
     A path that is overwritten has been replaced once in each look; after one that `keep_last` removes came as many saves. The
     last of these saves may not have noted its end yet.
@@ -186,13 +186,13 @@ def least_replaced(mode: str) -> int:
 
 
 def saves_ended(notes: str) -> int:
-    """The last save that a process has noted the end of."""
+    """The last save whose end a process has noted."""
     return max((number for _, what, number, _ in read_notes(Path(notes)) if what == "end"), default=1)
 
 
 @contextlib.contextmanager
 def killed_at(nth: int | None, calls: str | None) -> Iterator[None]:
-    """This process dies before the nth of the calls that change files. `calls`: a file for their names."""
+    """Kill this process before the nth call that changes files. `calls`: a file for the names of the calls."""
     if calls is None:
         yield
         return
@@ -216,12 +216,12 @@ def killed_at(nth: int | None, calls: str | None) -> Iterator[None]:
 
 
 def serve() -> None:
-    """Fork ranks and collect them, as the lines of the input say."""
+    """Fork ranks and collect them, by the commands on the lines of the input."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    plain()  # an optimizer's first step imports much; the children have it then
+    plain()  # the first step of an optimizer imports many modules, which the children then have
     if len(os.listdir("/proc/self/task")) != 1:
         raise AssertionError("a process with several threads does not fork well")
     print("ready", flush=True)
@@ -241,9 +241,9 @@ def _forked(order: dict[str, Any]) -> list[int]:
 
 
 def _live(order: dict[str, Any], rank: int) -> None:
-    """In the child; does not return."""
+    """Run a rank in the forked process; does not return."""
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the process dies with its parent
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(2, 1)
         LIVES[order["life"]](order, rank)
@@ -257,7 +257,7 @@ def _live(order: dict[str, Any], rank: int) -> None:
 
 
 def _collected(pids: Sequence[int], limit: float) -> list[int | None]:
-    """How each ended, as in subprocess; None where it had to be killed."""
+    """The exit code of each rank, as in subprocess; None for one that had to be killed."""
     end, found = time.monotonic() + limit, []
     for pid in pids:
         status = os.waitpid(pid, os.WNOHANG)
@@ -277,10 +277,10 @@ LIVES: dict[str, Callable[[dict[str, Any], int], None]] = {"save": save_again_an
 
 
 class Ranks:
-    """The forking process, and what its children have noted."""
+    """The server process that forks ranks, and the notes of the ranks."""
 
     def __init__(self, folder: Path, *modules: str) -> None:
-        """`modules`: are imported before ranks are forked."""
+        """`modules`: the modules to import before ranks are forked."""
         self._folder = folder
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._trials = 0
@@ -314,7 +314,7 @@ class Ranks:
         return json.loads(self._read())
 
     def start(self, **order: Any) -> tuple[list[int], Path]:
-        """The process ids by rank, and the file of their notes."""
+        """Start ranks. Returns their process ids by rank, and the file of their notes."""
         self._trials += 1
         notes = self._folder / f"notes-{self._trials}"
         notes.touch()
@@ -326,7 +326,7 @@ class Ranks:
         return self._ask({"pids": list(pids), "limit": limit})
 
     def run(self, **order: Any) -> list[list[Any]]:
-        """To the end, which has to be a good one. The notes."""
+        """Run ranks until they have ended without an error. Returns their notes."""
         pids, notes = self.start(**order)
         codes = self.collect(pids)
         found = read_notes(notes)
@@ -339,7 +339,7 @@ def read_notes(path: Path) -> list[list[Any]]:
 
 
 def wait_for(path: Path, rank: int, what: str, number: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Until a rank has noted that."""
+    """Wait until a rank has written a certain note."""
     end = time.monotonic() + LIMIT
     while True:
         meanwhile()
@@ -352,7 +352,7 @@ def wait_for(path: Path, rank: int, what: str, number: int, meanwhile: Callable[
 
 
 def check_loads(folder: Path) -> int:
-    """Raise unless this is a complete checkpoint of one save. Its number."""
+    """Raise unless this is a complete checkpoint of one save. Returns the number of the save."""
     check_folder(folder)
     target = plain()
     fill(target, 12345)
@@ -362,7 +362,7 @@ def check_loads(folder: Path) -> int:
 
 
 def check_root(root: Path, at_least: int, at_most: int) -> int:
-    """Raise unless the latest checkpoint is complete, and all others too. The number of the latest one."""
+    """Raise unless all checkpoints in the folder are complete. Returns the number of the latest one."""
     names = sorted(path.name for path in root.iterdir())
     newest = fsdp_optim.latest(root)
     if newest is None:
@@ -376,14 +376,14 @@ def check_root(root: Path, at_least: int, at_most: int) -> int:
 
 
 def leftovers(root: Path) -> set[str]:
-    """What is no checkpoint: by its name, or because it has no manifest."""
+    """The entries of a folder that are no checkpoints: by their name, or because they have no manifest."""
     names = {path.name for path in root.iterdir() if any(word in path.name for word in LEFTOVER)}
     return names | {path.name for path in root.iterdir() if not (path / MANIFEST).exists()}
 
 
 @contextlib.contextmanager
 def told(what: str, root: Path) -> Iterator[None]:
-    """An error says where it came up."""
+    """Put the case into the text of an error."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""What a program does to the files of a folder, call by call; and what a power cut may leave of it.
+"""The changes that a program makes to the files of a folder, call by call, and the files that a power cut may leave.
 
-The recorder stands around the functions of `os` and `io.open`. The disk is as forgetful as POSIX allows: what was written to a
-file is safe when the file was flushed, names in a folder are safe when the folder was flushed. Of the rest, writes may be
-there or not, each by itself, or in part; changes of names of one folder are kept up to one of them, in order.
+The recorder wraps the functions of `os` and `io.open`. The disk is as forgetful as POSIX allows: the bytes of a file are safe
+when the file was flushed, and the names in a folder are safe when the folder was flushed. Every other write may be kept, dropped
+or kept in part; the other changes of names in a folder are kept up to one of them, in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-SECTOR = 512  # bytes that are written whole or not at all
+SECTOR = 512  # bytes that a disk writes whole or not at all
 
 Event = tuple[Any, ...]
 """("create", folder, name, file, kind), ("remove", folder, name), ("rename", folder, name, folder, name),
@@ -28,11 +28,11 @@ Event = tuple[Any, ...]
 of inodes, which may be used again after a "create"."""
 
 Tree = dict[str, bytes | None]
-"""Content by path below the folder; None: a folder"""
+"""The content of files by path below the folder; None for a folder."""
 
 
 class Recorder:
-    """Records what this process does below a folder, while `recording()` is entered."""
+    """Records the changes that this process makes below a folder, while `recording()` is entered."""
 
     def __init__(self, root: Path) -> None:
         self.root = os.path.realpath(root)
@@ -65,7 +65,7 @@ class Recorder:
             yield self
 
     def _path(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path; None where it is elsewhere."""
+        """The absolute path; None for a path outside the folder."""
         if isinstance(path, int):
             where = os.readlink(f"/proc/self/fd/{path}")
         else:
@@ -96,7 +96,7 @@ class Recorder:
     def _open_file(
         self, real: Callable[..., Any], file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any
     ) -> Any:
-        """Files of Python that are written to write through the functions above."""
+        """Make Python's file objects write through the functions above."""
         if not set(mode) & set("wax+") or self._path(file) is None:
             return real(file, mode, buffering, *args, **kwargs)
         flags = {"w": os.O_CREAT | os.O_TRUNC, "x": os.O_CREAT | os.O_EXCL, "a": os.O_CREAT | os.O_APPEND, "r": 0}[
@@ -156,7 +156,7 @@ class Recorder:
 
 
 class _Raw(io.RawIOBase):
-    """A file that is written to by `os.write`."""
+    """A file object that writes by `os.write`."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def _names(names: dict[str, int], events: Sequence[Event]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is left of what was not flushed.
+    """The choice of the changes that are kept, of those that were not flushed.
 
     Attributes:
         names: (folder, number of its changes) -> how many of them are kept.
@@ -259,10 +259,10 @@ class Choice:
 
 
 class Disk:
-    """What is on the disk, and what is only on its way, after some of the events."""
+    """The safe content of the disk, and the changes that were not flushed, after some of the events."""
 
     def __init__(self, root: Path) -> None:
-        """Everything that is there now is safe."""
+        """Mark all current content as safe."""
         self._things: dict[int, _File | _Folder] = {}
         self._by_ino: dict[int, int] = {}
         self._last = 0
@@ -312,14 +312,14 @@ class Disk:
 
     @property
     def unsafe(self) -> tuple[list[int], list[int]]:
-        """Folders and files that have changes that were not flushed."""
+        """The folders and files with changes that were not flushed."""
         found = {number: thing for number, thing in self._things.items() if thing.pending}
         return [n for n, t in found.items() if isinstance(t, _Folder)], [
             n for n, t in found.items() if isinstance(t, _File)
         ]
 
     def left(self, choice: Choice) -> Tree:
-        """What is there after a power cut."""
+        """The files after a power cut."""
         tree: Tree = {}
 
         def walk(number: int, path: str) -> None:
@@ -354,7 +354,7 @@ def no(_: int, events: list[Event]) -> list[Event]:
 
 
 def torn(rng: random.Random) -> Callable[[int, list[Event]], list[Event]]:
-    """Of each change all, nothing, or some sectors."""
+    """Keep all of each change, nothing, or some sectors."""
 
     def choose(_: int, events: list[Event]) -> list[Event]:
         found: list[Event] = []
@@ -374,7 +374,7 @@ def torn(rng: random.Random) -> Callable[[int, list[Event]], list[Event]]:
 
 
 def choices(disk: Disk, rng: random.Random, at_random: int) -> Iterator[Choice]:
-    """Those that are worth a look after some events: all, nothing, one without the other, one folder alone, and chance."""
+    """The choices to try after some events: all changes, none, files or folders only, one folder alone, random ones."""
     yield Choice(none_of, no)
     yield Choice(all_of, every)
     yield Choice(all_of, no)
@@ -396,7 +396,7 @@ def at_random_choice(rng: random.Random) -> Choice:
 
 
 def put(tree: Tree, root: Path) -> None:
-    """Make what is left, in an empty folder."""
+    """Write the files into an empty folder."""
     for path, data in tree.items():
         if data is None:
             (root / path).mkdir()

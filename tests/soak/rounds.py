@@ -1,4 +1,4 @@
-"""Everything, again and again, on ranks that stay: memory, descriptors, threads and keys of the rendezvous store do not grow."""
+"""All calls, again and again, on the same ranks: memory, descriptors, threads and keys of the rendezvous store do not grow."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from soak.torture import Torture, temporary
 
 WORLD = 2
 WRAPPERS = ("FSDP2", "FSDP1 flat", "plain")
-ROUNDS, WARM = 40, 10  # of one case, and of them before anything is counted
-SHORT_ROUNDS, SHORT_WARM = 7, 3  # in the short part
-MOST_MEMORY = 24 << 20  # bytes more at the end than when it was warm
+ROUNDS, WARM = 40, 10  # rounds of one case, and those of them before the first count
+SHORT_ROUNDS, SHORT_WARM = 7, 3  # in the part of `make test`
+MOST_MEMORY = 24 << 20  # bytes more at the end than at the first count
 
 
 def used() -> dict[str, int]:
-    """What this process holds now."""
+    """The resources that this process holds now."""
     gc.collect()
     with open("/proc/self/statm") as file:
         memory = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -41,7 +41,7 @@ def used() -> dict[str, int]:
 
 
 def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
-    """Each verb once, and two calls that fail."""
+    """Make each call once, and two calls that fail."""
     group: Any = {"process_group": one.process_group, "timeout": LIMIT}
     full = one.gather(0, timeout=LIMIT)
     named = one.gather(None, "name", timeout=LIMIT)
@@ -70,7 +70,7 @@ def one_round(one: Trained, target: Trained, root: Path, number: int) -> None:
 
 
 def rounds(root: Path, wrapper: str, count: int, warm_after: int) -> tuple[dict[str, int], dict[str, int]]:
-    """On each rank: what it holds when it is warm, and at the end."""
+    """Run rounds on this rank. Returns its resources after the first rounds, and at the end."""
     torch.set_num_threads(1)
     one, target = (Trained(wrapper, adam, steps, Layers) for steps in (2, 1))
     one.forget_gradients()
@@ -81,12 +81,12 @@ def rounds(root: Path, wrapper: str, count: int, warm_after: int) -> tuple[dict[
             warm = used()
         one_round(one, target, root, number)
     dist.barrier()
-    time.sleep(0.05)  # for what ends by itself
+    time.sleep(0.05)  # for threads that end by themselves
     return warm, used()
 
 
 def run(torture: Torture) -> None:
-    """Some rounds of each wrapper in turn."""
+    """Run some rounds of each wrapper in turn."""
     count, warm_after = (SHORT_ROUNDS, SHORT_WARM) if torture.short else (ROUNDS, WARM)
     with temporary() as folder:
         for number in torture.numbers():
@@ -100,7 +100,7 @@ def run(torture: Torture) -> None:
 
 
 def judge(by_rank: list[Any], more: int, figures: Counter[str]) -> None:
-    """Raise where something has grown."""
+    """Raise if a resource has grown."""
     wrong = []
     for rank, (warm, end) in enumerate(by_rank):
         most = {name: count + (MOST_MEMORY if name == "memory" else 0) for name, count in warm.items()}

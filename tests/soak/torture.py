@@ -1,4 +1,4 @@
-"""What all tortures share: cases that come from a seed and a number, figures, and failures that say how to see them again."""
+"""The common part of all tortures: cases from a seed and a number, figures, and failures with the command that repeats them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MOST_FAILURES = 20  # of one torture; more say nothing new
+MOST_FAILURES = 20  # per torture
 PATIENCE = float(os.environ.get("SOAK_PATIENCE") or 1)
-"""By how much longer than on an idle machine everything may take: what is slow has not hung."""
+"""The factor of all time limits: on a busy machine, a slow process is not a hung one."""
 
 _ROOM = 2 << 30  # bytes that a torture may need in memory
 
@@ -28,12 +28,12 @@ class Torture:
 
     Attributes:
         seconds, cases: when to stop: after this time, after so many cases, or after the first of both.
-        only: the number of the one case to run again.
+        only: the number of a single case to run again.
         short: whether this is the part of `make test`, where a case that takes long does less.
-        first, stride: which cases are this process's, where several share them.
-        stopped: whether it is to end after the case at work.
-        figures: what was done, by name.
-        failures: what went wrong, each with its case.
+        first, stride: the cases of this process, where several processes share them.
+        stopped: whether to end after the current case.
+        figures: counts by name.
+        failures: the failed cases, each with its error.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Torture:
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def numbers(self) -> Iterator[int]:
-        """The numbers of the cases, until it is time to stop."""
+        """The numbers of the cases, until the time is up."""
         if self.only is not None:
             yield self.only
             return
@@ -65,21 +65,21 @@ class Torture:
             number += self.stride
 
     def rng(self, number: int) -> random.Random:
-        """Chance that is the same whenever this case is run again."""
+        """A random generator that is the same whenever this case runs."""
         return random.Random(f"{self.seed} {self.name} {number}")
 
     def stop(self, *_: Any) -> None:
-        """End after the case at work, as a handler of a signal."""
+        """Stop after the current case; a signal handler."""
         self.stopped = True
 
     def fail(self, number: int, text: str) -> None:
-        """Keep a failure."""
+        """Record a failure."""
         again = f"make soak SEED={self.seed} SOAK_ONLY={self.name} SOAK_CASE={number}"
         self.failures.append(f"{self.name}, case {number} ({again}): {text}")
 
     @contextlib.contextmanager
     def case(self, number: int, what: str = "") -> Iterator[None]:
-        """An exception inside is a failure of this case."""
+        """Record an exception inside the block as a failure of this case."""
         try:
             yield
         except Exception as error:
@@ -90,7 +90,7 @@ class Torture:
 
 @contextlib.contextmanager
 def temporary() -> Iterator[Path]:
-    """A folder in memory where there is room, so that nobody waits for a disk; else where temporary files go."""
+    """A folder in memory if there is room, which is faster than a disk; otherwise a temporary folder."""
     memory = Path("/dev/shm")
     in_memory = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM
     with tempfile.TemporaryDirectory(
