@@ -36,7 +36,8 @@ NameOf = Callable[[str, int], str]
 """(clean FQN on this rank, lowest global rank that holds the parameter) -> name that is unique in the job."""
 
 Rename = Callable[[str], str] | Mapping[str, str]
-"""A name in a checkpoint -> the model's name for it; or beginnings of such names, each with what takes its place."""
+"""A name -> the name in its place: at a load from the checkpoint's to the model's, at a save the reverse. Or beginnings of such
+names, each with what takes its place."""
 
 _MOST_SECONDS = 366 * 24 * 3600.0
 _MOST_STEPS = 1 << 63
@@ -123,6 +124,14 @@ def check_callable(name: str, value: object) -> None:
 def check_which_weights(value: object) -> None:
     """Raise an error for a value that is no `WhichWeights`."""
     check_one_of("weights", value, ("all", "trainable", "none"), CheckpointError)
+
+
+def check_rename(rename: object) -> None:
+    """Raise an error for a value that is no `Rename`, nor None."""
+    if not isinstance(rename, Mapping):
+        check_callable("rename", rename)
+    elif not all(isinstance(old, str) and isinstance(new, str) for old, new in rename.items()):
+        raise StateError(f"rename has to map beginnings of names to others, as in {{'model.': ''}}, not {rename!r}")
 
 
 def seconds_of(timeout: object) -> float | None:
@@ -215,10 +224,12 @@ class SaveOptions(Arguments):
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     format: SavedFormat = "safetensors"
     weights: WhichWeights = "all"
+    rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
 
     def validate(self) -> None:
         super().validate()
         check_which_weights(self.weights)
+        check_rename(self.rename)
         check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
         if self.upload_to is not None and self.format != "safetensors":
             raise CheckpointError(
@@ -258,13 +269,7 @@ class LoadOptions(Arguments):
         names = self.keep if isinstance(self.keep, (list, tuple, set, frozenset)) else [None]
         if not all(isinstance(name, str) for name in names):
             raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {self.keep!r}")
-        renames = self.rename.items() if isinstance(self.rename, Mapping) else ()
-        if not isinstance(self.rename, Mapping):
-            check_callable("rename", self.rename)
-        if not all(isinstance(old, str) and isinstance(new, str) for old, new in renames):
-            raise StateError(
-                f"rename has to map beginnings of names to others, as in {{'model.': ''}}, not {self.rename!r}"
-            )
+        check_rename(self.rename)
 
 
 @dataclass(frozen=True)

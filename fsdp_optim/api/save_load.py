@@ -60,6 +60,7 @@ def save(
     upload_to: str | None = None,
     format: SavedFormat = "safetensors",
     weights: WhichWeights = "all",
+    rename: Rename | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
@@ -104,6 +105,9 @@ def save(
         weights: "all": all parameters and buffers, and the values of modules. "trainable": the parameters that require
             gradients (adapters, say), and all buffers and values of modules, because training changes these too. "none": the
             optimizer alone, beside model files that the trainer has elsewhere. It is recorded; load has `weights` too.
+        rename: the names in the checkpoint, of weights and optimizer state alike: a function from a name of the model to the
+            name in the checkpoint, or a dict of beginnings of names, such as `{"": "model."}`; the longest beginning that fits
+            is replaced. Two parameters of one name are an error. A load gets `rename=` for the way back.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -136,6 +140,7 @@ def save(
             upload_to=upload_to,
             format=format,
             weights=weights,
+            rename=rename,
             storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
@@ -166,6 +171,7 @@ def async_save(
     upload_to: str | None = None,
     format: SavedFormat = "safetensors",
     weights: WhichWeights = "all",
+    rename: Rename | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
@@ -206,6 +212,7 @@ def async_save(
             upload_to=upload_to,
             format=format,
             weights=weights,
+            rename=rename,
             storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)

@@ -23,13 +23,18 @@ Twins = Sequence[tuple[StoredTensor, StoredTensor]]
 """Stored tensors of one tied parameter, each with the one that is loaded."""
 
 
-def renamed_names(names: Names, checkpoint: FormatReader, rename: Rename | None) -> Names:
-    """The names of a model, which also know the names in a checkpoint that `rename` maps to them."""
+def renamed_names(
+    names: Names, checkpoint: FormatReader, rename: Rename | None, described: Collection[str] = ()
+) -> Names:
+    """The names of a model, which also know the names in a checkpoint that `rename` maps to them.
+
+    `described`: those in the description of the optimizer, which has parameters whose weights the checkpoint may not have.
+    """
     if rename is None:
         return names
     function = renamer(rename)
     given = {}
-    for stored in names_in(checkpoint):
+    for stored in {*names_in(checkpoint), *described}:
         new = function(stored)
         if not isinstance(new, str):
             raise StateError(f"rename returned {new!r} for {stored}, which is no name")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,13 +39,16 @@ class _PlannedFiles:
         ]
 
 
-def prove_loadable(state: SavedHalf, description: OptimDescription) -> None:
+def prove_loadable(state: SavedHalf, description: OptimDescription, given: Mapping[str, str]) -> None:
     """Fit the description of the optimizer, as a reader decodes it, to the live optimizer.
+
+    `given`: the model's names of parameters that are saved under others, by these.
 
     Raises CheckpointError that names the value which could not be loaded.
     """
     try:
         live = state.local.live_optimizer(state.picture)
+        live = replace(live, names=replace(live.names, given={**live.names.given, **given}))
         with distrusted("the optimizer"):
             by_key = {value.stored_name: value for value in state.tensors}
             as_dict = full_dict(_PlannedFiles(by_key), description, live.names, {})

@@ -42,6 +42,7 @@ from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress, speed_of
 from fsdp_optim.checkpoint.proving import prove_loadable
+from fsdp_optim.checkpoint.renaming import SavedNames
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, name_of, path_of, store_at, store_of_leader
 from fsdp_optim.checkpoint.upload import Upload
@@ -243,6 +244,8 @@ def begin(
         )
     weights = read_weights(reader, callers, options, options.call, about, options.weights)
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
+    names = SavedNames.of(callers, options.rename, weights, state)
+    weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
     extras = _encode_extras(writer, options, callers)
     prepared: Prepared | None = None
     plan: FilePlan | None = None
@@ -253,8 +256,8 @@ def begin(
 
     try:
         if callers.rank == callers.ranks[0]:
-            contents = _contents(callers, options, weights, state)
-            prepared = _prepared(writer, contents, options, weights, state, extras)
+            contents = names.of_contents(_contents(callers, options, weights, state))
+            prepared = _prepared(writer, contents, options, weights, state, names, extras)
             listed = managed.check(store) if managed is not None else ()
             claim = Claim.lay(callers, store.where)
             staging = store.begin(overwrite=options.overwrite, durable=options.durable)
@@ -399,6 +402,7 @@ def _prepared(
     options: SaveOptions,
     weights: SavedHalf,
     state: SavedHalf | None,
+    names: SavedNames,
     extras: dict[str, bytes],
 ) -> Prepared:
     """Prepare the save on the lowest rank, and add its small files to `extras`. Refuses values that could not be loaded."""
@@ -407,7 +411,7 @@ def _prepared(
         extras[name] = data
     prepared = writer.prepare(contents, allow_pickle=options.allow_pickle, records=RECORDS)
     if state is not None and prepared.description is not None:
-        prove_loadable(state, prepared.description)
+        prove_loadable(state, prepared.description, names.given)
     extras.update(prepared.files)
     return prepared
 

@@ -10,6 +10,7 @@ import torch
 
 from fsdp_optim.checkpoint.contents import RECORDS
 from fsdp_optim.checkpoint.described import full_dict
+from fsdp_optim.checkpoint.matching import renamed_names
 from fsdp_optim.checkpoint.reading import read_constants
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base import FormatReader, StoredTensor
@@ -18,6 +19,7 @@ from fsdp_optim.formats.foreign import tensors_in
 from fsdp_optim.formats.tree import unread_in
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
+from fsdp_optim.options import Rename
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.kinds import Kind
@@ -38,7 +40,13 @@ class StoredState:
 
     @classmethod
     def of(
-        cls, checkpoint: FormatReader, names: Names, shapes: Mapping[str, Shape], *, allow_pickle: bool = False
+        cls,
+        checkpoint: FormatReader,
+        names: Names,
+        shapes: Mapping[str, Shape],
+        *,
+        allow_pickle: bool = False,
+        rename: Rename | None = None,
     ) -> StoredState:
         """The state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
 
@@ -47,9 +55,10 @@ class StoredState:
         if not checkpoint.has_optim:
             raise StateError(f"{checkpoint.where}: was saved without an optimizer: load it without optim=")
         if checkpoint.full_dict is not None:
-            return _of_foreign(checkpoint, names, shapes)
+            return _of_foreign(checkpoint, renamed_names(names, checkpoint, rename), shapes)
         keys: dict[tuple[str, str], str] = {}
         description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
+        names = renamed_names(names, checkpoint, rename, description.params)
         with distrusted(f"{checkpoint.where}: the optimizer"):
             as_dict = full_dict(_CheckpointFiles(checkpoint), description, names, keys)
         return cls(normalize(as_dict, names), {place: _stored(checkpoint, key) for place, key in keys.items()})

@@ -273,8 +273,9 @@ class State:
             with_state=False,
         )
         live = local.live_optimizer(picture)
-        names = renamed_names(live.names, checkpoint, options.rename)
-        found = StoredState.of(checkpoint, names, live.shapes, allow_pickle=options.allow_pickle)
+        found = StoredState.of(
+            checkpoint, live.names, live.shapes, allow_pickle=options.allow_pickle, rename=options.rename
+        )
         full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)
         check_filled(full, summaries)
