@@ -10,6 +10,7 @@ from os import PathLike
 from types import MappingProxyType, NoneType
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from fsdp_optim.errors import CheckpointError, StateError
@@ -38,6 +39,9 @@ NameOf = Callable[[str, int], str]
 Rename = Callable[[str], str] | Mapping[str, str]
 """A name -> the name in its place: at a load from the checkpoint's to the model's, at a save the reverse. Or beginnings of such
 names, each with what takes its place."""
+
+CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes that `weights_dtype` takes, and casts. Smaller floating dtypes mean nothing without their scales."""
 
 _MOST_SECONDS = 366 * 24 * 3600.0
 _MOST_STEPS = 1 << 63
@@ -225,11 +229,13 @@ class SaveOptions(Arguments):
     format: SavedFormat = "safetensors"
     weights: WhichWeights = "all"
     rename: Rename | None = field(default=None, metadata=compared_as(lambda value: value is not None))
+    weights_dtype: torch.dtype | None = None
 
     def validate(self) -> None:
         super().validate()
         check_which_weights(self.weights)
         check_rename(self.rename)
+        check_one_of("weights_dtype", self.weights_dtype, (*CAST_DTYPES, None), CheckpointError)
         check_one_of("format", self.format, ("safetensors", "dcp", "torchtitan"), CheckpointError)
         if self.upload_to is not None and self.format != "safetensors":
             raise CheckpointError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -61,6 +62,7 @@ def save(
     format: SavedFormat = "safetensors",
     weights: WhichWeights = "all",
     rename: Rename | None = None,
+    weights_dtype: torch.dtype | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Saved:
     """Write a full checkpoint: a folder of safetensors files, into which all ranks write at the same time, each its own bytes.
@@ -108,6 +110,9 @@ def save(
         rename: the names in the checkpoint, of weights and optimizer state alike: a function from a name of the model to the
             name in the checkpoint, or a dict of beginnings of names, such as `{"": "model."}`; the longest beginning that fits
             is replaced. Two parameters of one name are an error. A load gets `rename=` for the way back.
+        weights_dtype: for export: torch.bfloat16, float16, float32 or float64, to which floating parameters and buffers are cast
+            as they are written, in bounded memory; the live ones, those in 8 bits and less, and the optimizer's state stay as
+            they are. A number that would become infinite is an error. It is recorded; a load of other dtypes needs `cast=True`.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -141,6 +146,7 @@ def save(
             format=format,
             weights=weights,
             rename=rename,
+            weights_dtype=weights_dtype,
             storage_options=storage_options,
         )
         return saving.save(path, model, optim, options)
@@ -172,6 +178,7 @@ def async_save(
     format: SavedFormat = "safetensors",
     weights: WhichWeights = "all",
     rename: Rename | None = None,
+    weights_dtype: torch.dtype | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """As `save`, but returns when the state is copied to host memory, so that training may go on and change the state.
@@ -213,6 +220,7 @@ def async_save(
             format=format,
             weights=weights,
             rename=rename,
+            weights_dtype=weights_dtype,
             storage_options=storage_options,
         )
         return background.async_save(path, model, optim, options)

@@ -16,7 +16,7 @@ from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
-from fsdp_optim.options import Arguments, Options, WhichWeights
+from fsdp_optim.options import CAST_DTYPES, Arguments, Options, WhichWeights
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
@@ -51,11 +51,18 @@ RECORDS: Mapping[str, type] = {
 class SavedValue(StateValue):
     """One tensor of a save. `stored_name`: its name in the checkpoint.
 
-    `constant`: its value, if all ranks know it, as they do for scalars.
+    `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if it is not
+    the one in which the value is saved.
     """
 
     stored_name: str = ""
     constant: torch.Tensor | None = field(default=None, compare=False)
+    cast_from: torch.dtype | None = None
+
+    @property
+    def live(self) -> SavedValue:
+        """The value as it is in the live model."""
+        return self if self.cast_from is None else replace(self, dtype=self.cast_from)
 
 
 @dataclass(frozen=True)
@@ -139,8 +146,12 @@ def read_weights(
     options: Options,
     about: str,
     which: WhichWeights = "all",
+    saved_as: torch.dtype | None = None,
 ) -> SavedHalf:
-    """Agree with the other ranks on the model's parameters and buffers. Called by all ranks."""
+    """Agree with the other ranks on the model's parameters and buffers. Called by all ranks.
+
+    `saved_as`: the dtype in which floating ones are saved; None: each in its own.
+    """
     local, picture = meet(
         callers,
         lambda: _loadable(weights_of(reader, callers.ranks, options, which), callers.rank),
@@ -170,7 +181,11 @@ def read_weights(
         placement = param.placement
         if fqn in buffers and placement.num_shards == 1:  # a buffer is small, so one rank writes it
             placement = Whole(placement.shape, (placement.ranks[0],))
-        tensors += [SavedValue(fqn, name, dtype, placement, False, fqn) for name, dtype in dtypes.items()]
+        for name, dtype in dtypes.items():
+            value = SavedValue(fqn, name, dtype, placement, False, fqn)
+            if saved_as not in (None, dtype) and dtype in CAST_DTYPES:
+                value = replace(value, dtype=saved_as, cast_from=dtype)
+            tensors.append(value)
     return SavedHalf(
         local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
     )

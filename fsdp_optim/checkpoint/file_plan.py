@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fsdp_optim.checkpoint.contents import SavedHalf
+import torch
+
+from fsdp_optim.checkpoint.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.files import File, planned_files, written_cut
 from fsdp_optim.checkpoint.parts import FramesOfParts, PartedFile, Stretch, cuts_of, stretches_on
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.base import FormatWriter, Half
 from fsdp_optim.layout import Placement
+from fsdp_optim.memory import dtype_name
 from fsdp_optim.move import End, Key, Slice, StateValue
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
@@ -125,15 +128,34 @@ def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
 
 @dataclass(frozen=True)
 class FilesEnd(End):
-    """The target of a save. `take` gets this rank's elements."""
+    """The target of a save. `take` gets this rank's elements. `cast`: the values that are cast as they are written."""
 
     plan: FilePlan
     take: Callable[[Sequence[Slice]], None]
+    cast: Mapping[Key, SavedValue] = field(default_factory=dict)
 
     is_stored = True
+
+    def takes_whole(self, value: StateValue) -> bool:
+        return value.key not in self.cast
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return self.plan.cut(value, other)
 
     def drain(self, parts: Sequence[Slice]) -> None:
-        self.take(parts)
+        self.take([self._cast(part) for part in parts] if self.cast else parts)
+
+    def _cast(self, part: Slice) -> Slice:
+        """The elements in the dtype in which they are saved. Raises CheckpointError for a number that becomes infinite."""
+        value = self.cast.get(part.value.key)
+        if value is None or part.flat is None:
+            return part if value is None else replace(part, value=value)
+        cast = part.flat.detach().to(value.dtype)
+        if torch.finfo(value.dtype).max < torch.finfo(part.flat.dtype).max:
+            too_large = int((cast.isinf() & ~part.flat.isinf()).sum())
+            if too_large:
+                raise CheckpointError(
+                    f"{value.fqn}: {counted_noun(too_large, 'element')} of its {dtype_name(part.flat.dtype)} elements would "
+                    f"become infinite in {dtype_name(value.dtype)}: save with another weights_dtype, or without one"
+                )
+        return Slice(value, part.cut, cast, part.start, is_own=True)

@@ -46,6 +46,7 @@ class Inspected:
         world_size: the number of ranks that saved; 0 if unknown.
         step: the `step` that was given to `save`.
         weights: which of the model's weights were saved: "all", "trainable" or "none"; None if unknown.
+        weights_dtype: torch's name of the dtype to which the save cast floating weights; None if it did not, or if unknown.
         model: the weights and buffers by FQN.
         aliases: other names of these, each with the FQN.
         has_optim: whether an optimizer was saved.
@@ -61,6 +62,7 @@ class Inspected:
     world_size: int
     step: int | None
     weights: str | None
+    weights_dtype: str | None
     model: Mapping[str, TensorInfo]
     aliases: Mapping[str, str]
     has_optim: bool
@@ -87,6 +89,7 @@ def inspect(place: Place, storage_options: StorageOptions = None) -> Inspected:
             world_size=checkpoint.world_size,
             step=checkpoint.step,
             weights=weights_in(checkpoint).which,
+            weights_dtype=weights_in(checkpoint).dtype,
             model={key: _info(one) for key, one in checkpoint.model.items()},
             aliases=dict(checkpoint.aliases),
             has_optim=checkpoint.has_optim,

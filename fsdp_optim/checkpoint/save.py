@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,8 +61,8 @@ from fsdp_optim.formats.base import (
     rank_extra_name,
 )
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
-from fsdp_optim.memory import Budget
-from fsdp_optim.move import End, Slice, move
+from fsdp_optim.memory import Budget, dtype_name
+from fsdp_optim.move import End, Key, Slice, move
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Completion, Staging, Store
@@ -106,6 +107,9 @@ class Job:
     def budget(self) -> Budget:
         """The budget for elements on their way to the ranks that write them. Uploads of parts take the other half."""
         whole = self.callers.budget
+        if self.cast:
+            grown = max(-(-value.dtype.itemsize // value.live.dtype.itemsize) for value in self.cast.values())
+            whole = whole.share(1 + grown, "elements, and what they are cast to")
         return (
             whole.share(2, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
         )
@@ -146,9 +150,19 @@ class Job:
     def values(self) -> tuple[SavedValue, ...]:
         return tuple(value for file in self.files for value in file.values)
 
+    @cached_property
+    def cast(self) -> Mapping[Key, SavedValue]:
+        """The values that are cast as they are written."""
+        return {value.key: value for value in self.values if value.cast_from is not None}
+
+    @property
+    def moved(self) -> Sequence[SavedValue]:
+        """The values as they are in the live model and optimizer, which the ranks send to those that write them."""
+        return [value.live for value in self.values] if self.cast else self.values
+
     def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
         """The files as the target of a move. `take` gets this rank's elements."""
-        return FilesEnd(self.plan, take)
+        return FilesEnd(self.plan, take, self.cast)
 
     def start(self, writer: RankWriter) -> None:
         """Write the bytes of this rank besides tensors: new files, heads, and small files."""
@@ -207,7 +221,7 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
         with failure:
             job.start(writer)
         with failure:
-            move(job.values, live, job.target(write), job.callers, job.budget, failure)
+            move(job.moved, live, job.target(write), job.callers, job.budget, failure)
         with failure:
             if failure.error is None:
                 writer.finish()
@@ -242,7 +256,7 @@ def begin(
         raise StateError(
             'weights="none" without an optimizer leaves nothing to save: give optim= too, or other weights='
         )
-    weights = read_weights(reader, callers, options, options.call, about, options.weights)
+    weights = read_weights(reader, callers, options, options.call, about, options.weights, options.weights_dtype)
     state = read_state(reader, optim, callers, options, options.call, about) if optim is not None else None
     names = SavedNames.of(callers, options.rename, weights, state)
     weights, state = names.of_half(weights), names.of_half(state) if state is not None else None
@@ -393,6 +407,7 @@ def _contents(
         aliases={**aliases, **weights.local.module_values.aliases},
         optim=describe(state) if state is not None else None,
         weights=options.weights,
+        weights_dtype=dtype_name(options.weights_dtype) if options.weights_dtype is not None else None,
     )
 
 

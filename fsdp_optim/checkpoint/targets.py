@@ -229,7 +229,9 @@ def _check_model(
         dtype = dtype_name(held.dtype) if held is not None else tensor.dtype
         if dtype != tensor.dtype and not (mine is not None and castable(mine.handle, tensor.dtype, cast=cast)):
             if mine is not None and castable(mine.handle, tensor.dtype, cast=True):
-                ways_out.add("cast=True converts floating dtypes")
+                cast_to = weights_in(checkpoint).dtype
+                why = f"it was saved with weights_dtype=torch.{cast_to}: " if cast_to is not None else ""
+                ways_out.add(f"{why}cast=True converts floating dtypes")
             differences.append(f"{fqn}: {tensor.dtype} in the checkpoint, {dtype} in the model")
     if differences:
         shown = "\n".join(differences[:_MOST_NAMED])

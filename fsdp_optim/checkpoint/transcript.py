@@ -106,6 +106,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         aliases=aliases,
         optim=description,
         weights=which,
+        weights_dtype=weights_in(checkpoint).dtype,
     )
     prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
     files = dict(prepared.files)

@@ -32,7 +32,7 @@ from functools import cached_property
 from typing import Any, Literal, Protocol
 
 from fsdp_optim.errors import ReplacedError
-from fsdp_optim.formats.brief import ManagerRecord
+from fsdp_optim.formats.brief import ManagerRecord, content_of
 from fsdp_optim.formats.checksums import Rows
 from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.extents import DataSection, Extent
@@ -122,9 +122,14 @@ class ExtraValues(Protocol):
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """What a save has done with the model's weights. `which` it has written: "all", "trainable" or "none"; None if unknown."""
+    """What a save has done with the model's weights.
+
+    `which` it has written: "all", "trainable" or "none"; None if unknown. `dtype`: torch's name of the dtype to which it has cast
+    floating ones; None if it has not, or if unknown.
+    """
 
     which: str | None = None
+    dtype: str | None = None
 
 
 UNKNOWN_WEIGHTS = SavedWeights()
@@ -287,7 +292,8 @@ class CheckpointContents:
     """The content of a new checkpoint without tensor elements.
 
     `params`: the shapes of the model's tensors, by key. `optim`: None if no optimizer is saved. `weights`: which of the model's
-    tensors are saved: "all", "trainable" or "none".
+    tensors are saved: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which floating ones are cast;
+    None: they are saved as they are.
     """
 
     world_size: int
@@ -295,6 +301,14 @@ class CheckpointContents:
     aliases: Mapping[str, str]
     optim: OptimDescription | None
     weights: Literal["all", "trainable", "none"] = "all"
+    weights_dtype: str | None = None
+
+    @property
+    def content(self) -> str:
+        """The `content` of a `Prepared`."""
+        return content_of(
+            self.params, has_optim=self.optim is not None, weights=self.weights, weights_dtype=self.weights_dtype
+        )
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Brief(Struct, frozen=True, omit_defaults=True):
         files: the size of each file in bytes.
         manager: the record of a `CheckpointManager`; None for all other saves.
         weights: which weights were saved: "all", "trainable" or "none".
+        weights_dtype: torch's name of the dtype to which floating weights were cast; None: they were saved as they were.
     """
 
     version: int
@@ -67,6 +68,7 @@ class Brief(Struct, frozen=True, omit_defaults=True):
     files: dict[str, int]
     manager: ManagerRecord | None = None
     weights: str = "all"
+    weights_dtype: str | None = None
 
     @property
     def is_foreign(self) -> bool:
@@ -96,9 +98,12 @@ class Brief(Struct, frozen=True, omit_defaults=True):
             return brief
 
 
-def content_of(names: Collection[str], *, has_optim: bool, weights: str = "all") -> str:
-    """A hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and which weights it has."""
-    return hex_of(_canonical([sorted(names), has_optim, *([weights] if weights != "all" else [])]))
+def content_of(
+    names: Collection[str], *, has_optim: bool, weights: str = "all", weights_dtype: str | None = None
+) -> str:
+    """A hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and of its weights."""
+    of_weights = [value for value, default in ((weights, "all"), (weights_dtype, None)) if value != default]
+    return hex_of(_canonical([sorted(names), has_optim, *of_weights]))
 
 
 def _canonical(value: Any) -> bytes:

@@ -21,15 +21,12 @@ from fsdp_optim.formats.extents import DataSection, Extent, read_extents
 from fsdp_optim.formats.extras import Extra, read_extra
 from fsdp_optim.formats.header import Entry, Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.formats.manifest import NAME, FileInfo, Manifest, manifest_in
+from fsdp_optim.formats.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
 from fsdp_optim.storage.base import Opened, check_name
 
 MOST_INDEX_NBYTES = 1 << 28
 _MOST_TABLES = 4  # of checksums, in memory
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
-WORDS = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
-"""Which weights a save has written, in words for users; nothing for all of them."""
-
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
 DESCRIPTION_FILE = "extra/optim.safetensors"
 """The file of the optimizer's description, if the description contains tensors."""
@@ -150,7 +147,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> SavedWeights:
-        return SavedWeights(self.manifest.model.weights)
+        return SavedWeights(self.manifest.model.weights, self.manifest.model.weights_dtype)
 
     def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
         where, values = f"{self.where}: the optimizer", self.manifest.optim
@@ -196,7 +193,7 @@ class Checkpoint:
         saved = datetime.fromtimestamp(self.manifest.created_ns / 1e9, timezone.utc)
         return {
             "saved by": f"fsdp_optim, version {self.manifest.version} of its format",
-            **({"weights": WORDS[self.manifest.model.weights]} if self.manifest.model.weights in WORDS else {}),
+            **_about_weights(self.manifest.model),
             "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
         }
 
@@ -258,6 +255,13 @@ class Checkpoint:
             self._tables[file.name] = table
             return table
         return self._tables.get(file.name) or file.table(self.opened)
+
+
+def _about_weights(model: ModelInfo) -> dict[str, str]:
+    """What a save has done with the weights, in words for users; nothing where it has written all as they were."""
+    words = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
+    which = {"weights": words[model.weights]} if model.weights in words else {}
+    return which if model.weights_dtype is None else {**which, "weights were cast to": model.weights_dtype}
 
 
 def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> StoredFile:

@@ -196,7 +196,7 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
         pickled=extra.pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
         world_size=brief.world_size if brief is not None else _world_size(opened),
         step=brief.step if brief is not None else None,
-        weights=SavedWeights(brief.weights) if brief is not None else SavedWeights(),
+        weights=SavedWeights(brief.weights, brief.weights_dtype) if brief is not None else SavedWeights(),
         metadata_digest=saved.digest,
         files=(*saved.files, *files),
     )

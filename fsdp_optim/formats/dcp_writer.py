@@ -31,7 +31,7 @@ from fsdp_optim.formats.base import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.brief import Brief, content_of
+from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import join_tables
 from fsdp_optim.formats.dcp_judge import NAME, VERSION, with_brief
 from fsdp_optim.formats.dcp_values import OF_RANKS, Path, ValueFile, ValueItem, flattened, items_in, key_of
@@ -84,8 +84,7 @@ class DcpWriter(FormatWriter):
         if contents.optim is not None:
             _add_optimizer(values, contents.optim, tuple(records.values()))
         files = {"values.distcp": values.encoded()} if values.items else {}
-        content = content_of(contents.params, has_optim=contents.optim is not None, weights=contents.weights)
-        return Prepared(content, "", files, contents.optim, contents)
+        return Prepared(contents.content, "", files, contents.optim, contents)
 
     def copied(self, reader: FormatReader) -> Prepared | None:
         return None
@@ -173,6 +172,7 @@ class DcpWriter(FormatWriter):
             world_size=contents.world_size,
             files=sizes,
             weights=contents.weights,
+            weights_dtype=contents.weights_dtype,
         )
         yield NAME, with_brief(brief, pickle.dumps(listed.metadata(stamp.token)))
 

@@ -48,12 +48,18 @@ class ParamInfo(Struct, frozen=True):
 class ModelInfo(Struct, frozen=True, omit_defaults=True):
     """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN.
 
-    `weights`: which of them the files have: "all", "trainable" or "none".
+    `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
+    floating ones were cast; None: they were saved as they were.
     """
 
     params: dict[str, ParamInfo]
     aliases: dict[str, str]
     weights: Literal["all", "trainable", "none"] = "all"
+    weights_dtype: str | None = None
+
+    def content(self, *, has_optim: bool) -> str:
+        """The `content` of a brief."""
+        return content_of(self.params, has_optim=has_optim, weights=self.weights, weights_dtype=self.weights_dtype)
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -97,11 +103,12 @@ class Manifest(Struct, frozen=True, kw_only=True):
             keep_last=keep_last,
             created_ns=self.created_ns,
             token=self.token,
-            content=content_of(self.model.params, has_optim=self.has_optim, weights=self.model.weights),
+            content=self.model.content(has_optim=self.has_optim),
             world_size=self.world_size,
             files={name: info.nbytes for name, info in self.files.items()},
             manager=manager,
             weights=self.model.weights,
+            weights_dtype=self.model.weights_dtype,
         )
 
     def encoded(self) -> bytes:
@@ -116,7 +123,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 def version_for(model: ModelInfo) -> int:
     """The lowest version of the format that has what a new manifest says, so that older readers read what they can."""
-    return _VERSION_OF_ALL_WEIGHTS if model.weights == "all" else VERSION
+    return _VERSION_OF_ALL_WEIGHTS if (model.weights, model.weights_dtype) == ("all", None) else VERSION
 
 
 class _Head(Struct, frozen=True):

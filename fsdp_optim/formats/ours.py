@@ -25,7 +25,6 @@ from fsdp_optim.formats.base import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.brief import content_of
 from fsdp_optim.formats.checkpoint import DESCRIPTION_FILE, Checkpoint, file_of_extra
 from fsdp_optim.formats.checksums import hex_of, join_tables, segment_nbytes, sums_of
 from fsdp_optim.formats.description import OptimDescription, decoded, encoded, to_plain
@@ -93,7 +92,7 @@ class OurWriter(FormatWriter):
                 value, optim = to_plain(contents.optim), None
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
-        model = ModelInfo(params, dict(contents.aliases), contents.weights)
+        model = ModelInfo(params, dict(contents.aliases), contents.weights, contents.weights_dtype)
         manifest = Manifest(
             files={},
             world_size=contents.world_size,
@@ -103,7 +102,7 @@ class OurWriter(FormatWriter):
             created_ns=0,
             version=version_for(model),
         )
-        return Prepared(_content_of(manifest), shared, files, read_back, manifest)
+        return Prepared(contents.content, shared, files, read_back, manifest)
 
     def copied(self, reader: FormatReader) -> Prepared | None:
         if not isinstance(reader, Checkpoint):
@@ -112,7 +111,8 @@ class OurWriter(FormatWriter):
         metadata = reader.files[first].header.metadata if first is not None else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
         manifest = replace(reader.manifest, version=version_for(reader.manifest.model), brief=None)
-        return Prepared(_content_of(manifest), metadata.get("param_groups", ""), files, None, manifest)
+        content = manifest.model.content(has_optim=manifest.has_optim)
+        return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
 
     def files(
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
@@ -163,10 +163,6 @@ class OurWriter(FormatWriter):
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
         brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
         yield NAME, replace(manifest, brief=brief).encoded()
-
-
-def _content_of(manifest: Manifest) -> str:
-    return content_of(manifest.model.params, has_optim=manifest.has_optim, weights=manifest.model.weights)
 
 
 def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:

@@ -32,7 +32,7 @@ from fsdp_optim.formats.base import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.brief import Brief, content_of
+from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import join_tables
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.distrust import distrusted
@@ -134,8 +134,7 @@ class TorchWriter(FormatWriter):
         if self.is_fairscales and contents.optim is not None:
             _check_fits_fairscale(contents.optim)
         self._contents = contents
-        content = content_of(contents.params, has_optim=contents.optim is not None, weights=contents.weights)
-        return Prepared(content, "", {}, contents.optim, contents)
+        return Prepared(contents.content, "", {}, contents.optim, contents)
 
     def copied(self, reader: FormatReader) -> Prepared | None:
         return None
@@ -197,6 +196,7 @@ class TorchWriter(FormatWriter):
             world_size=prepared.document.world_size,
             files={**{file.name: file.nbytes for file in files}, **written.extras},
             weights=prepared.document.weights,
+            weights_dtype=prepared.document.weights_dtype,
         )
         yield NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
 

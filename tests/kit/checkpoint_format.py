@@ -135,7 +135,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_folder(folder: Path) -> list[str]:
     """Raise unless everything in a checkpoint is valid and agrees with its manifest. The names of its safetensors files."""
     checkpoint = read_manifest(folder)
-    if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2):
+    if checkpoint["format"] != "fsdp_optim" or checkpoint["version"] not in (1, 2, 3):
         raise NotValid(f"{folder}: format {checkpoint['format']!r}, version {checkpoint['version']!r}")
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
     indexes = [path.name for path in folder.glob("*.index.json")]

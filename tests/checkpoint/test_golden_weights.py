@@ -1,0 +1,110 @@
+"""The golden checkpoint of version 3 of the format: with some of the weights, cast as they were saved.
+
+`PYTHONPATH=tests python tests/checkpoint/test_golden_weights.py` makes it, once. That of version 2 is in test_golden.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit.checkpoint_format import all_bytes, check_folder, read_manifest
+from kit.wrapping import check_same
+from torch import nn
+
+import fsdp_optim
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden-3"
+GOLDEN_SHA256 = "80275df0990693ec2413ac236557c8c69e6bacc8acfb44b736a55234a109f6c4"
+CHANGES = ("created_ns", "token", "checksum", "xxh3_64", "sequence")  # in the manifest, whenever something is saved
+
+
+class Frozen(nn.Module):
+    """A frozen weight with two names, one that trains, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 2, bias=False)
+        self.same = self.base
+        self.adapter = nn.Linear(3, 2)
+        self.register_buffer("count", torch.tensor([1, 2]))
+
+
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of this file's own, so that no version of torch changes what it keeps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+
+def made(*, filled: bool) -> tuple[Frozen, Momentum]:
+    model = Frozen()
+    model.base.requires_grad_(False)
+    optim = Momentum(list(model.adapter.parameters()))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(param.numel()).reshape(param.shape) / 4 if filled else torch.zeros(()))
+        for param in model.adapter.parameters():
+            optim.state[param] = {"exp_avg": param / 3 if filled else torch.zeros_like(param)}
+    if not filled:
+        model.count.zero_()  # type: ignore[operator,union-attr]
+    return model, optim
+
+
+def save(path: Path) -> None:
+    model, optim = made(filled=True)
+    fsdp_optim.save(path, model, optim, weights="trainable", weights_dtype=torch.bfloat16, step=7)
+
+
+def without(keys: tuple[str, ...], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without(keys, item) for key, item in value.items() if key not in keys}
+    return [without(keys, item) for item in value] if isinstance(value, list) else value
+
+
+def digest(folder: Path) -> str:
+    """Of the names and bytes of all files."""
+    found = hashlib.sha256()
+    for name, data in sorted(all_bytes(folder).items()):
+        found.update(f"{name}\0{len(data)}\0".encode() + data)
+    return found.hexdigest()
+
+
+class GoldenTest(unittest.TestCase):
+    def test_it_is_still_what_it_was(self) -> None:
+        self.assertEqual(digest(GOLDEN), GOLDEN_SHA256)
+        self.assertEqual(read_manifest(GOLDEN)["version"], 3)
+        check_folder(GOLDEN)
+
+    def test_it_is_loaded(self) -> None:
+        wanted, wanted_optim = made(filled=True)
+        model, optim = made(filled=False)
+        fsdp_optim.load(GOLDEN, model, optim, weights="trainable", cast=True, check="bitwise")
+        base = torch.zeros_like(wanted.base.weight)
+        right = {**wanted.state_dict(), "base.weight": base, "same.weight": base}  # quarters, which bf16 has
+        check_same("weights", dict(model.state_dict()), right)
+        for one, other in zip(model.adapter.parameters(), wanted.adapter.parameters(), strict=True):
+            check_same("state", dict(optim.state[one]), dict(wanted_optim.state[other]))
+
+    def test_it_is_written_alike_today(self) -> None:
+        with tempfile.TemporaryDirectory() as root:
+            path = Path(root) / "golden-3"
+            save(path)
+            check_same("manifest", without(CHANGES, read_manifest(path)), without(CHANGES, read_manifest(GOLDEN)))
+            files, golden = all_bytes(path), all_bytes(GOLDEN)
+            check_same("names", sorted(files), sorted(golden))
+            for name in files:
+                if name.endswith(".safetensors"):
+                    check_same(name, files[name], golden[name])
+
+
+if __name__ == "__main__":
+    if GOLDEN.exists():
+        raise SystemExit(f"{GOLDEN} is there already: it is made once. Move it away to make another.")
+    save(GOLDEN)
+    check_folder(GOLDEN)
+    print(f'GOLDEN_SHA256 = "{digest(GOLDEN)}"')
