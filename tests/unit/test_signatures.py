@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 import unittest
@@ -107,3 +108,57 @@ class SignaturesTest(unittest.TestCase):
     def test_save_and_async_save_take_the_same(self) -> None:
         first, second = (inspect.signature(getattr(fsdp_optim, name)).parameters for name in ("save", "async_save"))
         self.assertEqual(dict(first), dict(second))
+
+
+SET_BY_MANAGER = {"step", "extra", "per_rank_extra", "overwrite", "keep_last", "upload_to"}
+NOT_OF_MANAGER = {"format", "rename", "weights_dtype"}  # a manager's checkpoints are for its own resume
+
+
+class ManagerTest(unittest.TestCase):
+    """`CheckpointManager` has the options of save and resume again, in two methods."""
+
+    def arguments(self, method: Any, kind: type) -> dict[str, inspect.Parameter]:
+        known = options_of(kind)
+        return {key: one for key, one in inspect.signature(method).parameters.items() if key in known}
+
+    @parameterized.expand([("__init__", SaveOptions, {"keep_last"}), ("resume", ResumeOptions, set())])
+    def test_defaults_are_those_of_the_options(self, name: str, kind: type, its_own: set[str]) -> None:
+        for key, one in self.arguments(getattr(fsdp_optim.CheckpointManager, name), kind).items():
+            self.assertEqual(one.default, options_of(kind)[key], key)
+        self.assertLessEqual(its_own, set(options_of(kind)))
+
+    def test_every_option_of_save_is_an_argument_or_the_managers_own(self) -> None:
+        own = {field.name for field in dataclasses.fields(SaveOptions)} - {"call"}
+        taken = set(self.arguments(fsdp_optim.CheckpointManager.__init__, SaveOptions))
+        self.assertEqual(own - taken - SET_BY_MANAGER, NOT_OF_MANAGER)
+
+    def test_every_option_of_resume_is_an_argument_of_one_of_the_two(self) -> None:
+        own = {field.name for field in dataclasses.fields(ResumeOptions)} - {"call"}
+        methods = fsdp_optim.CheckpointManager.__init__, fsdp_optim.CheckpointManager.resume
+        taken = {key for method in methods for key in self.arguments(method, ResumeOptions)}
+        self.assertEqual(own - taken, set())
+
+    def test_rollback_takes_what_resume_takes(self) -> None:
+        resume, rollback = (
+            dict(inspect.signature(getattr(fsdp_optim.CheckpointManager, name)).parameters)
+            for name in ("resume", "rollback")
+        )
+        self.assertEqual({**rollback, "on_damage": resume["on_damage"]}, {**resume, "to": rollback["to"]})
+
+    def test_every_argument_reaches_its_option(self) -> None:
+        """By unique values, which no rank has checked yet."""
+        module = importlib.import_module("fsdp_optim.checkpoint.manager")
+        with mock.patch.object(module, "ManagedRun") as run, mock.patch.object(module, "TrainerState"):
+            method = fsdp_optim.CheckpointManager.__init__
+            keys = set(self.arguments(method, SaveOptions)) - {"keep_last"}
+            given: dict[str, Any] = {key: object() for key in keys}
+            manager = fsdp_optim.CheckpointManager("/somewhere", nn.Linear(1, 1), **given)
+            saving = run.call_args.args[-1].saving
+            for key, value in given.items():
+                self.assertIs(getattr(saving.call if hasattr(saving.call, key) else saving, key), value, key)
+            later: dict[str, Any] = {key: object() for key in self.arguments(manager.resume, ResumeOptions)}
+            manager.resume(**later)
+            asked = run.return_value.load.call_args.args[-1]
+            shared = {key: value for key, value in given.items() if hasattr(asked, key)}
+            for key, value in {**shared, **later}.items():
+                self.assertIs(getattr(asked.call if hasattr(asked.call, key) else asked, key), value, key)
