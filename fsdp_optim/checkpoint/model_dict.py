@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint import module_values
-from fsdp_optim.checkpoint.contents import WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
 from fsdp_optim.checkpoint.local_extents import bytes_of
 from fsdp_optim.checkpoint.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.restore import install_values
@@ -23,7 +23,7 @@ from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import GatherOptions, LoadOptions
+from fsdp_optim.options import GatherOptions, LoadOptions, WhichWeights
 from fsdp_optim.state.replicas import ELEMENTS
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.base import RankGroup
@@ -34,8 +34,8 @@ from fsdp_optim.verbs.load_state import Incompatible
 from fsdp_optim.verbs.replicas import compare_shards
 
 
-def gather_model(model: nn.Module, options: GatherOptions) -> dict[str, Any] | None:
-    """The full model dict on recipients, None elsewhere."""
+def gather_model(model: nn.Module, options: GatherOptions, which: WhichWeights = "all") -> dict[str, Any] | None:
+    """The full model dict, or the part of it that `which` names, on recipients; None elsewhere."""
     with calling("gather_full_model_state_dict", [model], options, options.call) as ((reader,), callers):
         recipient = options.recipient_rank
         if recipient is not None and recipient not in callers.ranks:
@@ -46,8 +46,9 @@ def gather_model(model: nn.Module, options: GatherOptions) -> dict[str, Any] | N
         mismatch = options.call.on_replica_mismatch
         local, picture = meet(
             callers,
-            lambda: weights_of(reader, callers.ranks, options.call),
+            lambda: weights_of(reader, callers.ranks, options.call, which),
             options,
+            which,
             with_state=True,
             on_replica_mismatch=mismatch,
             what=ELEMENTS,
@@ -57,12 +58,13 @@ def gather_model(model: nn.Module, options: GatherOptions) -> dict[str, Any] | N
         recipients = callers.ranks if recipient is None else (recipient,)
         gathering = Gathering(callers, local, picture, recipients)
         failure = Failure()
-        tensors = move_state(gathering, tuple(picture.params.values()), failure)
+        wanted = {fqn: param for fqn, param in picture.params.items() if param.group_index != LEFT_OUT}
+        tensors = move_state(gathering, tuple(wanted.values()), failure)
         agree(callers, "gathered", failure.error, fatal=failure.fatal)
         values = module_values.collect(callers, local.module_values, picture, recipients)
         if callers.rank not in recipients:
             return None
-        full = {fqn: tensors[fqn, WEIGHT] for fqn in picture.params}
+        full = {fqn: tensors[fqn, WEIGHT] for fqn in wanted}
         full |= {alias: full[fqn] for alias, fqn in local.view.aliases.items() if fqn in full}
         return full | {fqn: value for fqn, (_, value) in values.items()}
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +18,22 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import UNTIL_COMMIT, Capabilities, Judge, ResumableStaging
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
 from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files, this_host
-from fsdp_optim.storage.posix.leftovers import LOCK, NEW, NOTE, OLD, SAVING, remove_leftovers, restore_old, take_over
+from fsdp_optim.storage.posix.filling import Filling
+from fsdp_optim.storage.posix.leftovers import (
+    LOCK,
+    NEW,
+    NOTE,
+    OLD,
+    SAVING,
+    hold,
+    remove_leftovers,
+    restore_old,
+    take_over,
+)
 from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, is_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
-_ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
+_ATTEMPTS = 10  # times
 _REFUSALS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 log = logging.getLogger("fsdp_optim")
@@ -60,23 +69,34 @@ class FolderStaging(ResumableStaging):
     overwrite: bool
     lock: int = field(repr=False)
     before: _Seen | None = None  # the folder at the path when this save began
+    filling: Filling | None = None  # files of a trainer that the checkpoint gets too
 
     @classmethod
     def begin(
-        cls, path: Path, judge: Judge[Any], *, overwrite: bool, durable: bool = True, token: str | None = None
+        cls,
+        path: Path,
+        judge: Judge[Any],
+        *,
+        overwrite: bool,
+        durable: bool = True,
+        token: str | None = None,
+        filling: Filling | None = None,
     ) -> FolderStaging:
         """Create the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
         path = Path(os.path.abspath(path))
+        filled = filling is not None
         try:
-            _check_free(path, judge, overwrite=overwrite)
+            _check_free(path, judge, overwrite=overwrite, filled=filled)
             _make_parents(path.parent, durable=durable)
             restore_old(path, judge, overwrite=overwrite)
             remove_leftovers(path, judge)
-            _check_free(path, judge, overwrite=overwrite)  # restore_old may have brought a checkpoint back
+            _check_free(
+                path, judge, overwrite=overwrite, filled=filled
+            )  # restore_old may have brought a checkpoint back
             before = _Seen.at(path, judge)
             for attempt in range(_ATTEMPTS):
                 try:
-                    return cls._make(path, judge, overwrite, before, token or secrets.token_hex(8))
+                    return cls._make(path, judge, overwrite, before, token or secrets.token_hex(8), filling)
                 except FileNotFoundError:  # another save took the unlocked folder for a leftover
                     if attempt == _ATTEMPTS - 1:
                         raise
@@ -107,7 +127,15 @@ class FolderStaging(ResumableStaging):
             raise _failed(path, "cannot be saved", error) from None
 
     @classmethod
-    def _make(cls, path: Path, judge: Judge[Any], overwrite: bool, before: _Seen | None, token: str) -> FolderStaging:
+    def _make(
+        cls,
+        path: Path,
+        judge: Judge[Any],
+        overwrite: bool,
+        before: _Seen | None,
+        token: str,
+        filling: Filling | None,
+    ) -> FolderStaging:
         """Create the folder and hold its lock before the folder gets its name."""
         new, folder = (path.with_name(f"{path.name}{mark}{token}") for mark in (NEW, SAVING))
         new.mkdir()
@@ -116,14 +144,14 @@ class FolderStaging(ResumableStaging):
             (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see the content
             with _way_out(path):
                 lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
-                _hold(lock)
+                hold(lock)
                 new.rename(folder)  # fails where another save has just removed it
         except BaseException:
             if lock >= 0:
                 close_quietly(lock)
             remove_tree(new)
             raise
-        return cls(path, folder, judge, overwrite, lock, before)
+        return cls(path, folder, judge, overwrite, lock, before, filling)
 
     @property
     def replaces(self) -> bool:
@@ -183,19 +211,26 @@ class FolderStaging(ResumableStaging):
                 ) from error
         if old is not None:
             remove_tree(old)
+        if self.filling is not None:
+            self.filling.remove()
 
     def _put_in_place(self, *, durable: bool) -> Path | None:
         """Rename the folder; return the new path of the earlier checkpoint, or None if there was none."""
         old = None
         try:
-            _check_free(self.path, self.judge, overwrite=self.overwrite)
-            self._carry_over()
+            _check_free(self.path, self.judge, overwrite=self.overwrite, filled=self.filling is not None)
+            if self.filling is not None:
+                self.filling.carry_into(self.folder, self.judge, durable=durable)
+            else:
+                self._carry_over()
             if durable:
                 _sync_folders(self.folder)
             if self.overwrite and is_there(self.path):
                 old = self.path.with_name(f"{self.path.name}{OLD}{self.folder.name.rsplit('-', 1)[-1]}")
                 self.path.rename(old)
-                if self.before is None or not self.before.is_same(_Seen.at(old, self.judge)):
+                if self.filling is not None and self.filling.is_trainers(old, self.judge):
+                    self.filling.carry_from(old, self.folder, self.judge)  # what was put there meanwhile
+                elif self.before is None or not self.before.is_same(_Seen.at(old, self.judge)):
                     raise _overtaken(self.path, "cannot be put in place")
             _check_free(self.path, self.judge, overwrite=False)
             self.folder.rename(self.path)
@@ -242,6 +277,8 @@ class FolderStaging(ResumableStaging):
     def abandon(self) -> None:
         """Remove the folder, after a failure. Raises nothing."""
         remove_tree(self.folder)
+        if self.filling is not None:
+            self.filling.remove()
         self._unlock()
 
     def _unlock(self) -> None:
@@ -262,20 +299,6 @@ def _way_out(path: Path) -> Iterator[None]:
             f"{path}: cannot be saved: this file system does not let files be renamed, extended, or opened for writing again "
             f"({error.strerror or error}): save to file://{path}, which writes each file once, from beginning to end"
         ) from error
-
-
-def _hold(lock: int) -> None:
-    """Take the lock of a new folder. A save that looks for leftovers may hold that lock for a moment."""
-    for _ in range(_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_AGAIN)
-        except OSError:
-            return  # on a file system without locks no leftover is removed either
-        else:
-            return
-    raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
 
 
 def _make_parents(folder: Path, *, durable: bool) -> None:
@@ -299,14 +322,15 @@ def _sync_folders(folder: Path) -> None:
             sync_folder(written)
 
 
-def _check_free(path: Path, judge: Judge[Any], *, overwrite: bool) -> None:
+def _check_free(path: Path, judge: Judge[Any], *, overwrite: bool, filled: bool = False) -> None:
+    """Raise CheckpointError where `path` is taken. `filled`: a folder that is no checkpoint is the trainer's, and may stay."""
     if path.is_symlink():
         raise CheckpointError(f"{path}: is a symbolic link: save to the folder that the link leads to")
     if not is_there(path) or is_empty_folder(path):
         return
     if not overwrite:
         raise CheckpointError(f"{path}: exists already: save to another path, or give overwrite=True")
-    if not is_there(path / judge.manifest):
+    if not is_there(path / judge.manifest) and not (filled and path.is_dir()):
         raise CheckpointError(
             f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
         )

@@ -101,6 +101,20 @@ def remove_gone(folders: Sequence[Path]) -> None:
         remove_tree(folder)
 
 
+def hold(lock: int) -> None:
+    """Take the lock of a new folder. A save that looks for leftovers may hold that lock for a moment."""
+    for _ in range(_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_AGAIN)
+        except OSError:
+            return  # on a file system without locks no leftover is removed either
+        else:
+            return
+    raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
+
+
 def remove_leftovers(path: Path, judge: Judge[BriefT]) -> None:
     """Remove the folders that dead saves have left next to `path`: unlocked ones, and earlier checkpoints that were replaced."""
     remove_gone([folder for folder, _ in aside(path.parent, GONE)])

@@ -14,6 +14,7 @@ from fsdp_optim.storage.base import Judge, ResumableStore
 from fsdp_optim.storage.posix.completion import FolderCompletion
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filesystem import this_host
+from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFolder
@@ -53,7 +54,15 @@ class Folder(ResumableStore):
         return OpenFiles.at(self.path)
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> FolderStaging:
-        staging = FolderStaging.begin(self.path, self._judge, overwrite=overwrite, durable=durable, token=token)
+        return self.begun(overwrite=overwrite, durable=durable, token=token)
+
+    def begun(
+        self, *, overwrite: bool, durable: bool, token: str | None, filling: Filling | None = None
+    ) -> FolderStaging:
+        """As `begin`. `filling`: files of a trainer that the checkpoint gets too."""
+        staging = FolderStaging.begin(
+            self.path, self._judge, overwrite=overwrite, durable=durable, token=token, filling=filling
+        )
         try:
             (staging.folder / "extra").mkdir()
         except BaseException as error:
