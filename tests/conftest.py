@@ -15,6 +15,7 @@ settings.register_profile(
 settings.load_profile("fsdp_optim")
 
 LONGEST = (
+    *("test_hf_trainer.py", "test_accelerator.py"),
     *("test_checkpoint.py", "test_checkpoint_safety.py", "test_torch_wrappers.py", "test_testing.py", "test_peers.py"),
     *("test_failures.py", "test_fairscale_groups_frozen.py", "test_checkpoint_kill.py", "test_checkpoint_replaced.py"),
     *(

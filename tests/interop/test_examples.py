@@ -10,6 +10,7 @@ import unittest
 from pathlib import Path
 
 from kit.checkpoints import InFolder
+from kit.scripts import Started, run
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -31,6 +32,13 @@ def torchrun(num_ranks: int, example: str, *arguments: str) -> subprocess.Comple
     )
 
 
+def alone(example: str, *arguments: str) -> Started:
+    """Run an example in one process without a launcher."""
+    path = str(ROOT / "examples" / example)
+    code = f"import runpy, sys\nsys.argv[1:] = {arguments!r}\nrunpy.run_path({path!r}, run_name='__main__')"
+    return run(code, timeout=300, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
 def on_rank(example: str, *arguments: str) -> int:
     """The same without the start of processes that import torch, which takes most of the time."""
     return int(runpy.run_path(str(ROOT / "examples" / example))["main"](list(arguments)))
@@ -47,6 +55,19 @@ class ManagerTest(InFolder):
         self.assertEqual([one.step for one in found][:2], [9, 8])
         self.assertEqual([one.world_size for one in found][:2], [1, 1])
         self.assertTrue(all(one.complete for one in found))
+
+
+class TrainerTest(InFolder):
+    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+        arguments = ("--root", str(self.root), "--every", "2", "--last")
+        done = torchrun(2, "hf_trainer.py", *arguments, "4")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trained from step 0 to step 4", done.stdout)
+        done = alone("hf_trainer.py", *arguments, "6")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trained from step 4 to step 6", done.stdout)
+        self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["checkpoint-4", "checkpoint-6"])
+        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)], [1, 2])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,201 @@
+"""Accelerate and transformers' Trainer with this library's checkpoints.
+
+    import fsdp_optim.integrations.accelerate
+
+    fsdp_optim.integrations.accelerate.enable()
+
+From then on `accelerator.save_state` and `load_state`, and the checkpoints of a Trainer, are this library's: for FSDP2, FSDP1,
+DDP and single processes, at any number of ranks, from every wrapper to every other. `from_pretrained` opens a checkpoint folder,
+which has `model.safetensors` beside `config.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from fsdp_optim.checkpoint.trainer_files import Settings, check_settings
+from fsdp_optim.integrations import accelerator_state, trainer_folder
+from fsdp_optim.integrations.patches import (
+    check_names,
+    is_replaced,
+    put_back,
+    replace_function,
+    replace_method,
+    version_of,
+)
+from fsdp_optim.options import BUCKET_NBYTES, OnReplicaMismatch, Strategy
+
+TESTED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
+"""The versions that the tests run with. Others are tried."""
+
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "save_state": accelerator_state.save_state,
+    "load_state": accelerator_state.load_state,
+    "end_training": accelerator_state.end_training,
+}
+_OF_ACCELERATOR = (
+    *("save_accelerator_state", "load_accelerator_state"),
+    *("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer"),
+)
+_TRAINER: dict[str, Callable[..., Any]] = {
+    "_save_checkpoint": trainer_folder.save_checkpoint,
+    "save_model": trainer_folder.save_model,
+    "_save_optimizer_and_scheduler": trainer_folder.save_optimizer_and_scheduler,
+    "_load_from_checkpoint": trainer_folder.load_from_checkpoint,
+    "_load_optimizer_and_scheduler": trainer_folder.load_optimizer_and_scheduler,
+    "_load_best_model": trainer_folder.load_best_model,
+    "_finalize_training": trainer_folder.finalize_training,
+}
+_USED_OF_TRAINER = ("_save", "_save_scaler", "_save_rng_state", "_push_from_checkpoint", "_get_output_dir")
+_OF_TRAINER = (
+    "rotate_checkpoints",
+    "get_last_checkpoint",
+    "is_sagemaker_mp_enabled",
+    "is_torch_xla_available",
+    "_is_peft_model",
+)
+
+log = logging.getLogger("fsdp_optim")
+
+
+def enable(
+    *,
+    background: bool = False,
+    durable: bool = True,
+    checksums: bool = True,
+    max_file_size: int = 4_000_000_000,
+    strategy: Strategy = "auto",
+    on_replica_mismatch: OnReplicaMismatch = "error",
+    allow_pickle: bool = False,
+    cast: bool = False,
+    progress: bool | None = None,
+    timeout: float | timedelta | None = None,
+    bucket_nbytes: int = BUCKET_NBYTES,
+) -> None:
+    """Save and load by this library from now on, in every Accelerator and every Trainer of this process.
+
+    Call this on all ranks, with the same arguments, before training. A second call changes the arguments.
+
+    Args:
+        background: write while training goes on. An error is raised by the next save, at the end of `Trainer.train`, or by
+            `accelerator.end_training()`, with which a program with an Accelerator has to end. A save that something wants to
+            read at once (a callback with `on_save`, `push_to_hub`) is waited for. False: a checkpoint is complete when the call
+            returns.
+        durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, progress, timeout, bucket_nbytes: as for
+            `fsdp_optim.save`.
+        cast: as for `fsdp_optim.load`.
+
+    Raises:
+        WrapperError: a name that this plug-in needs is missing in the installed version of accelerate or transformers.
+        StateError, CheckpointError: an argument is wrong.
+    """
+    settings = Settings(
+        background=background,
+        durable=durable,
+        checksums=checksums,
+        max_file_size=max_file_size,
+        strategy=strategy,
+        on_replica_mismatch=on_replica_mismatch,
+        allow_pickle=allow_pickle,
+        cast=cast,
+        progress=progress,
+        timeout=timeout,
+        bucket_nbytes=bucket_nbytes,
+    )
+    check_settings(settings)
+    module = importlib.import_module("accelerate.accelerator")
+    _check("accelerate", [(module, "Accelerator"), *((module, name) for name in _OF_ACCELERATOR)])
+    owner = module.Accelerator
+    _check("accelerate", [(owner, name) for name in (*_ACCELERATOR, "__init__")])
+    _check_trainer()
+    disable()
+    for name, new in _ACCELERATOR.items():
+        replace_method(owner, name, _with_settings(new, settings))
+    replace_method(owner, "__init__", functools.partial(_made, settings))
+    _enable_trainer(settings)
+
+
+def disable() -> None:
+    """Put back everything that `enable` has replaced."""
+    module = sys.modules.get("accelerate.accelerator")
+    for name in (*_ACCELERATOR, "__init__") if module is not None else ():
+        put_back(module.Accelerator, name)  # type: ignore[union-attr]
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is not None:
+        for name in _TRAINER:
+            put_back(trainer.Trainer, name)
+        put_back(trainer, "get_last_checkpoint")
+
+
+def _by_this_library(name: str) -> Callable[..., Any]:
+    """A method of the mixin: what `enable` would do in the place of the Trainer's own method."""
+    new = _TRAINER[name]
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(super(FsdpOptimTrainerMixin, self), name)
+        return new(original, self, self.fsdp_optim_settings, *args, **kwargs)
+
+    method.__name__, method.__doc__ = name, new.__doc__
+    return method
+
+
+class FsdpOptimTrainerMixin:
+    """A Trainer whose checkpoints are this library's, without `enable`.
+
+        class MyTrainer(FsdpOptimTrainerMixin, transformers.Trainer):
+            fsdp_optim_settings = Settings(background=True)
+
+    `fsdp_optim_settings`: the arguments of `enable`.
+    """
+
+    fsdp_optim_settings: ClassVar[Settings] = Settings()
+
+    _save_checkpoint = _by_this_library("_save_checkpoint")
+    save_model = _by_this_library("save_model")
+    _save_optimizer_and_scheduler = _by_this_library("_save_optimizer_and_scheduler")
+    _load_from_checkpoint = _by_this_library("_load_from_checkpoint")
+    _load_optimizer_and_scheduler = _by_this_library("_load_optimizer_and_scheduler")
+    _load_best_model = _by_this_library("_load_best_model")
+    _finalize_training = _by_this_library("_finalize_training")
+
+
+def _with_settings(new: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        return new(original, self, settings, *args, **kwargs)
+
+    return call
+
+
+def _made(settings: Settings, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    """A new Accelerator. Every Trainer makes one, so a Trainer that was imported after `enable` is found here."""
+    _enable_trainer(settings)
+    original(*args, **kwargs)
+
+
+def _enable_trainer(settings: Settings) -> None:
+    module = sys.modules.get("transformers.trainer")
+    if module is None or not hasattr(module, "Trainer") or is_replaced(module.Trainer, "_save_checkpoint"):
+        return
+    _check_trainer()
+    for name, new in _TRAINER.items():
+        replace_method(module.Trainer, name, _with_settings(new, settings))
+    replace_function(module, "get_last_checkpoint", trainer_folder.get_last_checkpoint)
+
+
+def _check_trainer() -> None:
+    module = sys.modules.get("transformers.trainer")
+    if module is not None and hasattr(module, "Trainer"):
+        _check("transformers", [(module, name) for name in _OF_TRAINER])
+        _check("transformers", [(module.Trainer, name) for name in (*_TRAINER, *_USED_OF_TRAINER)])
+
+
+def _check(package: str, names: list[tuple[Any, str]]) -> None:
+    check_names(package, TESTED[package], names)
+    if version_of(package) != TESTED[package]:
+        log.info("%s %s is tried; %s was tested", package, version_of(package), TESTED[package])

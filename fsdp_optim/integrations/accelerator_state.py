@@ -1,0 +1,165 @@
+"""`Accelerator.save_state` and `Accelerator.load_state` with this library's checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp_optim.api import wait
+from fsdp_optim.checkpoint.trainer_files import (
+    FolderSave,
+    Settings,
+    is_ours,
+    load_folder,
+    optimizers_inside,
+    wait_on_all,
+)
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.integrations.patches import standing_in
+from fsdp_optim.storage.posix.files import absolute
+from fsdp_optim.storage.posix.filled import folders_by_age, remove_folders
+
+_OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
+_NAMED = re.compile(r"checkpoint_(\d+)")
+
+log = logging.getLogger("fsdp_optim")
+
+
+def save_state(
+    original: Callable[..., Any],
+    accelerator: Any,
+    settings: Settings,
+    output_dir: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Save the prepared models and optimizers with this library, and everything else with Accelerate."""
+    if not _is_handled(accelerator):
+        return original(output_dir, *args, **kwargs)
+    naming = accelerator.project_configuration
+    is_automatic = naming.automatic_checkpoint_naming
+    path = _next_folder(accelerator) if is_automatic else str(absolute(output_dir))
+    model, optims = _prepared(accelerator)
+    save = FolderSave.begin(path, settings)
+    with save.writing(), standing_in(naming, automatic_checkpoint_naming=False), _without_models():
+        original(save.files, *args, **kwargs)
+        if accelerator.is_main_process and len(accelerator._models) == 1:
+            write_config(accelerator.unwrap_model(accelerator._models[0]), str(save.files))
+    save.commit(model, optims, None)
+    if is_automatic and naming.total_limit is not None:
+        wait_on_all(settings)
+        if accelerator.is_main_process:
+            _remove_oldest(Path(path), naming.total_limit)
+    return Path(path)
+
+
+def load_state(
+    original: Callable[..., Any], accelerator: Any, settings: Settings, input_dir: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Load what `save_state` has saved, and what Accelerate's own function has saved by Accelerate's own."""
+    is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    wait_on_all(settings)
+    path = _newest_folder(accelerator) if input_dir is None and is_automatic else input_dir
+    if path is None or not is_ours(str(absolute(path))):
+        return original(path, *args, **kwargs)
+    path = str(absolute(path))
+    model, optims = _prepared(accelerator)
+    load_folder(path, model, optims, settings, strict=kwargs.get("strict", True))
+    with _without_models():
+        return original(path, *args, **kwargs)
+
+
+def end_training(original: Callable[..., Any], accelerator: Any, settings: Settings) -> Any:
+    """Wait for the save in the background, and raise its error, when the trackers are closed."""
+    try:
+        return original()
+    finally:
+        wait(None)
+
+
+def write_config(model: Any, folder: str) -> None:
+    """Write the configuration of a model of transformers, so that `from_pretrained` opens the folder."""
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _is_handled(accelerator: Any) -> bool:
+    kind = accelerator.distributed_type.name
+    has_hooks = bool(accelerator._save_model_state_pre_hook) and kind != "FSDP"
+    if has_hooks:
+        log.info("hooks of register_save_state_pre_hook save the models, so Accelerate's own function saves this state")
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    return kind not in _OTHER_ENGINES and bool(accelerator._models) and not on_each_node and not has_hooks
+
+
+def _prepared(accelerator: Any) -> tuple[nn.Module, Any]:
+    """The prepared models as one, and their optimizers."""
+    models = list(accelerator._models)
+    model = models[0] if len(models) == 1 else nn.ModuleDict({f"model_{i}": one for i, one in enumerate(models)})
+    return model, optimizers_inside(accelerator._optimizers)
+
+
+def _without_models() -> Any:
+    """Accelerate's functions, which neither save nor load models and optimizers inside the block."""
+    module = importlib.import_module("accelerate.accelerator")
+
+    def save(folder: Any, models: Any, optimizers: Any, *args: Any, **kwargs: Any) -> Any:
+        return save_others(folder, [], [], *args, **kwargs)
+
+    def load(folder: Any, models: Any, optimizers: Any, *args: Any, **kwargs: Any) -> Any:
+        return load_others(folder, [], [], *args, **kwargs)
+
+    save_others, load_others = module.save_accelerator_state, module.load_accelerator_state
+    return standing_in(
+        module,
+        save_accelerator_state=save,
+        load_accelerator_state=load,
+        **dict.fromkeys(("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer"), _nothing),
+    )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What stands in for a function of Accelerate whose work this library does."""
+
+
+def _folders(root: Path) -> list[tuple[int, Path]]:
+    """The checkpoints that Accelerate has named, by number."""
+    found = folders_by_age(root, lambda name: _NAMED.fullmatch(name) is not None)
+    return sorted((int(path.name.rpartition("_")[2]), path) for path in found)
+
+
+def _root_of(accelerator: Any) -> Path:
+    return absolute(Path(accelerator.project_dir, "checkpoints"))
+
+
+def _next_folder(accelerator: Any) -> str:
+    path = _root_of(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+    if any(folder == path for _, folder in _folders(path.parent)):
+        raise CheckpointError(
+            f"{path}: exists already: give accelerator.project_configuration.iteration the number of the next checkpoint"
+        )
+    return str(path)
+
+
+def _newest_folder(accelerator: Any) -> str | None:
+    folders = _folders(_root_of(accelerator))
+    return str(folders[-1][1]) if folders else None
+
+
+def _remove_oldest(newest: Path, limit: int) -> None:
+    """Remove checkpoints of lower numbers until `limit` are left. The newest is complete."""
+    others: Sequence[Path] = [path for _, path in _folders(newest.parent) if path != newest]
+    for path in remove_folders(others[: max(len(others) + 1 - max(limit, 1), 0)]):
+        log.info("removed %s, because of total_limit=%d", path, limit)

@@ -1,0 +1,279 @@
+"""Checkpoints of transformers' Trainer with this library: one function for each method that saves or loads."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim.api import inspect
+from fsdp_optim.checkpoint.model_dict import gather_model
+from fsdp_optim.checkpoint.trainer_files import (
+    FolderSave,
+    Settings,
+    is_ours,
+    load_folder,
+    optimizer_inside,
+    wait_on_all,
+)
+from fsdp_optim.integrations.patches import standing_in
+from fsdp_optim.options import GatherOptions, WhichWeights
+from fsdp_optim.storage.posix.files import absolute
+from fsdp_optim.storage.posix.filled import folders_by_age, has_file, remove_files, remove_folders
+
+SAVING, ROTATION = "_fsdp_optim_saving", "_fsdp_optim_rotation"
+"""Attributes of a trainer: the checkpoint under way, and the removal of older ones that waits for its end."""
+
+_NAMED = re.compile(r"checkpoint-(\d+)")
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The removal of older checkpoints, when `newest` is complete."""
+
+    newest: Path
+    limit: int
+    best: str | None
+
+
+def is_handled(trainer: Any) -> bool:
+    """Whether this library saves for a trainer: not for DeepSpeed, SageMaker and XLA, nor on each node by itself."""
+    module = importlib.import_module("transformers.trainer")
+    other = trainer.is_deepspeed_enabled or module.is_sagemaker_mp_enabled() or module.is_torch_xla_available()
+    return not other and not trainer.args.save_on_each_node
+
+
+def saving_of(trainer: Any) -> FolderSave | None:
+    """The checkpoint of a trainer that is under way."""
+    save: FolderSave | None = vars(trainer).get(SAVING)
+    return save
+
+
+def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settings, model: Any, trial: Any) -> None:
+    """Save a checkpoint: the trainer writes its files aside, then this library saves, and everything gets its name at once."""
+    if saving_of(trainer) is not None or not is_handled(trainer):
+        original(model, trial)
+        return
+    module = importlib.import_module("transformers.trainer")
+    step = trainer.state.global_step
+    run_dir = str(trainer._get_output_dir(trial=trial)).rstrip("/")
+    path = f"{run_dir}/checkpoint-{step}"
+    save = FolderSave.begin(path, settings)
+    _rotate(trainer)  # FolderSave.begin has waited for the checkpoint before
+    pushed: list[Any] = []
+    with save.writing(), ExitStack() as stack:
+        _remember_best(trainer, path)
+        stack.enter_context(standing_in(trainer, **{SAVING: save}))
+        stack.enter_context(_redirected(trainer, save, path))
+        stack.enter_context(standing_in(trainer, _push_from_checkpoint=pushed.append))
+        stack.enter_context(standing_in(module, rotate_checkpoints=_nothing))
+        original(model, trial)
+        _write_without_weights(trainer, save)
+    optim = None if trainer.args.save_only_model else optimizer_inside(trainer.optimizer)
+    waits = bool(pushed) or _is_read_on_save(trainer)
+    save.commit(model_of(trainer), optim, step, waits=waits, weights=_which_weights(trainer))
+    limit = trainer.args.save_total_limit
+    if limit is not None and limit > 0:
+        setattr(trainer, ROTATION, Rotation(save.path, limit, trainer.state.best_model_checkpoint))
+    if not settings.background:
+        _rotate(trainer)
+    for _ in pushed:
+        trainer._push_from_checkpoint(path)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What stands in for a function of the Trainer whose work is done later."""
+
+
+def _remember_best(trainer: Any, path: str) -> None:
+    """Record the checkpoint as the best one, as the Trainer does where it finds the folder."""
+    state, strategy = trainer.state, str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy))
+    if (
+        strategy in ("steps", "epoch", "best")
+        and state.best_global_step
+        and state.best_global_step == state.global_step
+    ):
+        state.best_model_checkpoint = path
+
+
+@contextmanager
+def _redirected(trainer: Any, save: FolderSave, folder: str) -> Iterator[None]:
+    """The trainer's methods write into the folder for its files. An error is noted, and the trainer goes on."""
+    final = absolute(folder)
+
+    def inside(path: Any) -> Any:
+        where = absolute(path) if path is not None else None
+        is_inside = where is not None and where.is_relative_to(final)
+        return str(save.files / where.relative_to(final)) if where is not None and is_inside else path
+
+    def redirected(owner: Any, name: str) -> Callable[..., None]:
+        method = getattr(owner, name)
+
+        def call(path: Any = None, *args: Any, **kwargs: Any) -> None:
+            with save.failure:
+                method(inside(path), *args, **kwargs)
+
+        return call
+
+    names = ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+    with (
+        standing_in(trainer, **{name: redirected(trainer, name) for name in names}),
+        standing_in(trainer.state, save_to_json=redirected(trainer.state, "save_to_json")),
+    ):
+        yield
+
+
+def save_model(
+    original: Callable[..., Any], trainer: Any, settings: Settings, output_dir: Any = None, _internal_call: bool = False
+) -> None:
+    """Save the model alone, or in a checkpoint under way the files beside its weights."""
+    save = saving_of(trainer)
+    if save is not None and str(output_dir) == str(save.files):
+        _save_beside_weights(trainer, output_dir, settings)
+    elif is_handled(trainer) and _is_sharded_without_files(trainer):
+        folder = output_dir if output_dir is not None else trainer.args.output_dir
+        trainer._save(folder, state_dict=_gathered(trainer, settings))
+        if trainer.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+    else:
+        original(output_dir, _internal_call)
+
+
+def _is_sharded_without_files(trainer: Any) -> bool:
+    """Whether the Trainer itself would write no weights."""
+    return trainer.is_fsdp_enabled and "FULL_STATE_DICT" not in str(
+        trainer.accelerator.state.fsdp_plugin.state_dict_type
+    )
+
+
+def _save_beside_weights(trainer: Any, folder: str, settings: Settings) -> None:
+    """Save the configuration, the tokenizer and the arguments; adapters in files of PEFT too, by which PEFT opens the folder."""
+    full: dict[str, Any] | None = {}
+    if _which_weights(trainer) == "trainable":
+        full = _gathered(trainer, settings) if trainer.is_fsdp_enabled else None
+    trainer._save(folder, state_dict=full)
+
+
+def _gathered(trainer: Any, settings: Settings) -> dict[str, Any]:
+    """The weights, or the adapters alone, on rank 0; nothing on other ranks."""
+    options = GatherOptions(settings.call(), 0, "name")
+    return gather_model(model_of(trainer), options, _which_weights(trainer)) or {}
+
+
+def _which_weights(trainer: Any) -> WhichWeights:
+    """All weights, or the adapters of PEFT alone."""
+    module = importlib.import_module("transformers.trainer")
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return "trainable" if module._is_peft_model(model) else "all"
+
+
+def _write_without_weights(trainer: Any, save: FolderSave) -> None:
+    """Remove the weights files without weights that `_save` has left."""
+    if trainer.args.should_save:
+        remove_files(save.files, lambda name: _WEIGHTS.fullmatch(name) is not None)
+
+
+def save_optimizer_and_scheduler(
+    original: Callable[..., Any], trainer: Any, settings: Settings, output_dir: str
+) -> None:
+    """Save the scheduler; the optimizer comes with the checkpoint under way."""
+    save = saving_of(trainer)
+    if save is None or str(output_dir) != str(save.files):
+        original(output_dir)
+    elif trainer.args.should_save:
+        torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/{_SCHEDULER}")
+
+
+def load_from_checkpoint(
+    original: Callable[..., Any], trainer: Any, settings: Settings, path: str, model: Any = None
+) -> None:
+    """Load the weights of a checkpoint."""
+    if not is_ours(path):
+        original(path, model)
+        return
+    load_folder(path, model if model is not None else trainer.model, None, settings, weights=_which_weights(trainer))
+
+
+def load_optimizer_and_scheduler(
+    original: Callable[..., Any], trainer: Any, settings: Settings, path: str | None
+) -> None:
+    """Load the optimizer and the scheduler of a checkpoint. A checkpoint without an optimizer has neither."""
+    if path is None or not is_ours(path):
+        original(path)
+        return
+    if not inspect(path).has_optim:
+        log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler begin anew", path)
+        return
+    load_folder(path, model_of(trainer), optimizer_inside(trainer.optimizer), settings, weights="none")
+    if has_file(path, _SCHEDULER):
+        trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
+
+
+def load_best_model(original: Callable[..., Any], trainer: Any, settings: Settings) -> None:
+    """Load the weights of the best checkpoint."""
+    path = trainer.state.best_model_checkpoint
+    wait_on_all(settings)
+    if path is None or not is_ours(path):
+        original()
+        return
+    log.info("loading the best model from %s (%s)", path, trainer.state.best_metric)
+    load_folder(path, model_of(trainer), None, settings, weights=_which_weights(trainer))
+
+
+def finalize_training(original: Callable[..., Any], trainer: Any, settings: Settings, *args: Any, **kwargs: Any) -> Any:
+    """Wait for the last checkpoint, and raise its error, before the trainer removes older ones."""
+    if is_handled(trainer):
+        wait_on_all(settings)
+        _rotate(trainer)
+    return original(*args, **kwargs)
+
+
+def get_last_checkpoint(original: Callable[..., Any], folder: Any) -> Any:
+    """The checkpoint with the highest step, without folders in which a save has not come to its end."""
+    found = original(folder)
+    if found is None or has_file(found, _STATE):
+        return found
+    named = folders_by_age(folder, lambda name: _NAMED.fullmatch(name) is not None)
+    complete = [path for path in named if has_file(path, _STATE)]
+    if not complete:
+        return found
+    newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]))
+    log.warning("%s has no %s, so it is not complete: %s is taken", found, _STATE, newest)
+    return str(newest)
+
+
+def model_of(trainer: Any) -> nn.Module:
+    """The model with its wrapper, which says which ranks share it."""
+    wrapped = trainer.model_wrapped
+    return trainer.model if isinstance(wrapped, nn.DataParallel) else wrapped  # type: ignore[no-any-return]
+
+
+def _is_read_on_save(trainer: Any) -> bool:
+    """Whether a callback gets the event of a save, in which it may read the folder."""
+    base = importlib.import_module("transformers.trainer_callback").TrainerCallback
+    return any(type(callback).on_save is not base.on_save for callback in trainer.callback_handler.callbacks)
+
+
+def _rotate(trainer: Any) -> None:
+    """Remove older checkpoints, as `save_total_limit` says. The newest is complete, and stays; so does the best."""
+    rotation: Rotation | None = vars(trainer).pop(ROTATION, None)
+    if rotation is None or not trainer.args.should_save:
+        return
+    named = folders_by_age(rotation.newest.parent, lambda name: _NAMED.fullmatch(name) is not None)
+    kept = {rotation.newest, *([absolute(rotation.best)] if rotation.best is not None else [])}
+    others = [path for path in named if path not in kept]
+    num_gone = len(others) - max(rotation.limit - len(kept & set(named)), 0)
+    for path in remove_folders(others[: max(num_gone, 0)]):
+        log.info("removed %s, because of save_total_limit=%d", path, rotation.limit)

@@ -1,0 +1,346 @@
+"""`save_state` and `load_state` of a real Accelerator by this library, against a run that never stopped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import unittest
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from kit.compare import check_same, error_text
+from kit.hugging_face import KINDS, enabled, on_cpu, state_of, tiny_llama
+from kit.pretrained import transformers
+from kit.scripts import run
+from parameterized import parameterized
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.integrations import accelerate as plugin
+from fsdp_optim.testing import run_on_ranks
+
+
+class Counter:
+    """An object that is registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Loop:
+    """A training loop as users of Accelerate write it. Inside `on_cpu`."""
+
+    def __init__(self, kind: str, seed: int = 0, scaler: bool = False, **options: Any) -> None:
+        import accelerate
+
+        transformers()
+        if kind.startswith("FSDP"):
+            options["fsdp_plugin"] = accelerate.FullyShardedDataParallelPlugin(
+                fsdp_version=int(kind[-1]),
+                state_dict_type="SHARDED_STATE_DICT",
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+                sync_module_states=False,
+            )
+        self.accelerator = accelerate.Accelerator(cpu=not kind.startswith("FSDP"), **options)
+        if scaler:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        model = tiny_llama(seed)
+        if kind == "FSDP1":  # makes other parameters, which an optimizer has to get
+            model = self.accelerator.prepare(model)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        sched = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
+        if kind != "FSDP1":
+            model, optim, sched = self.accelerator.prepare(model, optim, sched)
+        else:
+            optim, sched = self.accelerator.prepare(optim, sched)
+        self.model, self.optim, self.sched = model, optim, sched
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        torch.manual_seed(10 + dist.get_rank())
+
+    def step(self) -> float:
+        batch = torch.randint(0, 31, (2, 6))
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.accelerator.backward(loss)
+        self.optim.step()
+        self.sched.step()
+        self.optim.zero_grad()
+        self.counter.number += 1
+        return float(loss)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return state_of(self.model, self.optim.optimizer)
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        scaler = self.accelerator.scaler
+        scale = None if scaler is None else dict(scaler.state_dict())
+        return {"lr": self.optim.param_groups[0]["lr"], "number": self.counter.number, "scale": scale}
+
+
+def run_through(kind: str, folder: str, settings: Any, scaler: bool) -> dict[str, Any]:
+    """Five steps; the state after the third was saved, which nothing after it depends on."""
+    with on_cpu(kind), enabled(settings):
+        loop = Loop(kind, scaler=scaler)
+        losses = [loop.step() for _ in range(3)]
+        third, rest = loop.state, loop.rest
+        if settings is not None:
+            loop.accelerator.save_state(folder)
+        losses += [loop.step() for _ in range(2)]
+        return {"third": third, "rest of third": rest, "losses": losses, "end": loop.state, "rest": loop.rest}
+
+
+def load_and_go_on(kind: str, folder: str, settings: Any, scaler: bool, steps: int = 2) -> dict[str, Any]:
+    with on_cpu(kind), enabled(settings):
+        loop = Loop(kind, seed=1, scaler=scaler)
+        loop.accelerator.load_state(folder)
+        third, rest = loop.state, loop.rest
+        losses = [loop.step() for _ in range(steps)]
+        return {"third": third, "rest of third": rest, "losses": losses, "end": loop.state, "rest": loop.rest}
+
+
+def several(kind: str, folder: str, shared: bool) -> None:
+    """Two models, with an optimizer each or one for both."""
+    import accelerate
+
+    def made(seed: int) -> tuple[Any, list[Any], list[Any]]:
+        torch.manual_seed(seed)
+        accelerator = accelerate.Accelerator(cpu=True)
+        models = [nn.Linear(5, 3), nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 1))]
+        groups = [[p for m in models for p in m.parameters()]] if shared else [[*m.parameters()] for m in models]
+        optims = [torch.optim.AdamW(params, lr=0.1) for params in groups]
+        prepared = accelerator.prepare(*models, *optims)
+        return accelerator, list(prepared[:2]), list(prepared[2:])
+
+    with on_cpu(kind), enabled({}):
+        accelerator, models, optims = made(0)
+        accelerator.backward(models[1](models[0](torch.ones(2, 5))).sum())
+        for optim in optims:
+            optim.step()
+        accelerator.save_state(folder)
+        before = [[*m.state_dict().values()] for m in models], [dict(o.state_dict()["state"]) for o in optims]
+        other, models, optims = made(1)
+        other._models, other._optimizers = other._models[-2:], other._optimizers[-len(optims) :]
+        other.load_state(folder)
+        after = [[*m.state_dict().values()] for m in models], [dict(o.state_dict()["state"]) for o in optims]
+        check_same("several models", after, before)
+
+
+def named_by_number(folder: str, background: bool) -> list[list[str]]:
+    from accelerate.utils import ProjectConfiguration
+
+    seen = []
+    with on_cpu("FSDP2"), enabled({"background": background}):
+        naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
+        loop = Loop("FSDP2", project_config=naming)
+        for _ in range(3):
+            loop.step()
+            loop.accelerator.save_state()
+            dist.barrier()
+            seen.append(sorted(os.listdir(f"{folder}/checkpoints")))
+            dist.barrier()
+        wanted = loop.state
+        other = Loop("FSDP2", seed=1, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
+        other.accelerator.load_state()
+        check_same("the newest", other.state, wanted)
+    return seen
+
+
+def with_hooks(folder: str) -> None:
+    """A hook that saves the models by itself takes them off the list, as Accelerate says."""
+    with on_cpu("DDP"), enabled({}):
+        loop = Loop("DDP")
+        loop.step()
+
+        def hook(models: list[Any], weights: list[Any], path: str) -> None:
+            weights.pop()
+            Path(path, f"mine-{dist.get_rank()}").touch()
+
+        loop.accelerator.register_save_state_pre_hook(hook)
+        loop.accelerator.save_state(folder)
+
+
+def failed_in_the_background(folder: str) -> tuple[str, str]:
+    from fsdp_optim.storage.posix.writer import FolderWriter
+
+    with on_cpu("FSDP2"), enabled({"background": True}):
+        loop = Loop("FSDP2")
+        loop.step()
+        full = mock.patch.object(FolderWriter, "write", side_effect=OSError(28, "No space left on device"))
+        with full if dist.get_rank() == 1 else mock.MagicMock():
+            loop.accelerator.save_state(f"{folder}/first")
+            message = ": ".join(error_text(lambda: loop.accelerator.save_state(f"{folder}/second")))
+            loop.accelerator.save_state(f"{folder}/third")
+            at_the_end = ": ".join(error_text(loop.accelerator.end_training))
+        loop.accelerator.save_state(f"{folder}/fourth")
+        loop.accelerator.end_training()
+        return message, at_the_end
+
+
+class StateTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.root = tempfile.mkdtemp()
+        cls.addClassCleanup(shutil.rmtree, cls.root)
+
+    @parameterized.expand([("DDP", False), ("FSDP2", True), ("FSDP1", False)])
+    def test_a_run_that_stopped_goes_on_bit_for_bit(self, kind: str, scaler: bool) -> None:
+        folder = f"{self.root}/{kind}"
+        oracle = run_on_ranks(run_through, 2, kind, folder, None, scaler)
+        saved = run_on_ranks(run_through, 2, kind, folder, {}, scaler)
+        resumed = run_on_ranks(load_and_go_on, 2, kind, folder, {}, scaler)
+        for rank in range(2):
+            check_same(f"{kind}: a run that saves", saved[rank], oracle[rank])
+            losses = oracle[rank]["losses"]
+            check_same(f"{kind}: a run that resumes", resumed[rank], {**oracle[rank], "losses": losses[3:]})
+        names = os.listdir(folder)
+        self.assertIn("model.safetensors", names)
+        self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer"))])
+        opened = transformers().AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        check_same("from_pretrained", dict(opened), oracle[0]["third"]["weights"])
+        other = {"DDP": ("FSDP2", 3), "FSDP2": ("none", 1), "FSDP1": ("FSDP2", 1)}[kind]
+        for one in run_on_ranks(load_and_go_on, other[1], other[0], folder, {}, scaler, 0):
+            check_same(f"{kind} in {other}", one["third"], oracle[0]["third"])
+            check_same(f"{kind} in {other}", one["rest of third"], oracle[0]["rest of third"])
+
+    @parameterized.expand([(kind,) for kind in KINDS])
+    def test_folders_of_accelerate_itself_load_as_before(self, kind: str) -> None:
+        folder = f"{self.root}/old-{kind}"
+        with_its_own = run_on_ranks(saved_by_accelerate, 2, kind, folder)
+        resumed = run_on_ranks(load_and_go_on, 2, kind, folder, {}, False)
+        check_same(f"{kind}", resumed[0]["third"], with_its_own[0])
+        check_same(f"{kind}", resumed[0]["end"]["state"].keys(), with_its_own[0]["state"].keys())
+
+    @parameterized.expand([(False,), (True,)])
+    def test_several_models(self, shared: bool) -> None:
+        run_on_ranks(several, 2, "DDP", f"{self.root}/several-{shared}", shared)
+
+    @parameterized.expand([(False,), (True,)])
+    def test_checkpoints_that_accelerate_names(self, background: bool) -> None:
+        seen = run_on_ranks(named_by_number, 2, f"{self.root}/named-{background}", background)[0]
+        self.assertEqual(seen, [["checkpoint_0"], ["checkpoint_1"], ["checkpoint_2"]])
+
+    def test_hooks_that_save_the_models_go_on_to_do_so(self) -> None:
+        folder = f"{self.root}/hooks"
+        run_on_ranks(with_hooks, 2, folder)
+        names = os.listdir(folder)
+        self.assertLessEqual({"mine-0", "mine-1", "optimizer.bin"}, set(names))
+        self.assertNotIn("fsdp_optim.json", names)
+
+    def test_a_failure_in_the_background_is_raised_by_the_next_save(self) -> None:
+        folder = f"{self.root}/failed"
+        for messages in run_on_ranks(failed_in_the_background, 2, folder):
+            for message in messages:
+                self.assertIn("CheckpointError: ", message)
+                self.assertIn("rank 1", message)
+                self.assertIn("No space left on device", message)
+        self.assertEqual(os.listdir(folder), ["fourth"])
+        fsdp_optim.verify(f"{folder}/fourth")
+
+
+def saved_by_accelerate(kind: str, folder: str) -> dict[str, Any]:
+    with on_cpu(kind), enabled(None):
+        loop = Loop(kind)
+        for _ in range(3):
+            loop.step()
+        loop.accelerator.save_state(folder)
+        return loop.state
+
+
+def names_replaced() -> dict[str, Any]:
+    """Everything that could be replaced, as it is now."""
+    import accelerate
+    import accelerate.accelerator
+    import accelerate.checkpointing
+    import accelerate.utils
+    import transformers.trainer
+    import transformers.trainer_utils
+
+    owners = [accelerate.accelerator, accelerate.checkpointing, accelerate.utils, accelerate.Accelerator]
+    owners += [transformers.trainer, transformers.trainer_utils, transformers.Trainer]
+    return {f"{owner.__name__}.{name}": value for owner in owners for name, value in vars(owner).items()}
+
+
+class EnableTest(unittest.TestCase):
+    def setUp(self) -> None:
+        transformers()
+        self.addCleanup(plugin.disable)
+
+    def test_disable_puts_all_back(self) -> None:
+        before = names_replaced()
+        plugin.enable()
+        plugin.enable(background=True)
+        changed = {name for name, value in names_replaced().items() if value is not before.get(name)}
+        self.assertIn("transformers.trainer.get_last_checkpoint", changed)
+        self.assertIn("Accelerator.save_state", changed)
+        self.assertIn("Trainer._save_checkpoint", changed)
+        plugin.disable()
+        after = names_replaced()
+        self.assertEqual([name for name in before if before[name] is not after.get(name)], [])
+        plugin.disable()
+
+    @parameterized.expand(
+        [
+            ("accelerate.accelerator", "save_accelerator_state", "accelerate"),
+            ("accelerate.accelerator.Accelerator", "load_state", "accelerate"),
+            ("transformers.trainer", "rotate_checkpoints", "transformers"),
+            ("transformers.trainer.Trainer", "_finalize_training", "transformers"),
+        ]
+    )
+    def test_a_missing_name_is_refused_in_one_line_and_nothing_is_replaced(
+        self, path: str, name: str, package: str
+    ) -> None:
+        import pkgutil
+
+        owner, before = pkgutil.resolve_name(path), names_replaced()
+        kept = vars(owner)[name]
+        delattr(owner, name)
+        try:
+            error, message = error_text(plugin.enable)
+        finally:
+            setattr(owner, name, kept)
+        self.assertEqual(error, "WrapperError")
+        self.assertIn(f"{package} {plugin.version_of(package)} does not have", message)
+        self.assertIn(name, message)
+        self.assertIn(plugin.TESTED[package], message)
+        self.assertNotIn("\n", message)
+        self.assertEqual([key for key, value in names_replaced().items() if value is not before[key]], [])
+
+    def test_wrong_arguments_are_refused(self) -> None:
+        for arguments in ({"background": 1}, {"max_file_size": 0}, {"strategy": "fast"}, {"timeout": -1}):
+            with self.assertRaises(fsdp_optim.FsdpOptimError):
+                plugin.enable(**arguments)
+        self.assertFalse(plugin.is_replaced(transformers().Trainer, "_save_checkpoint"))
+
+    def test_the_versions_that_are_installed_are_those_that_were_tested(self) -> None:
+        pinned = Path(__file__).parents[2].joinpath("requirements-dev.txt").read_text()
+        for package, version in plugin.TESTED.items():
+            self.assertEqual(plugin.version_of(package), version)
+            self.assertIn(f"{package}=={version}\n", pinned)
+
+    def test_what_is_not_used_is_not_imported(self) -> None:
+        """The plug-in alone imports neither package, and enable() does not import transformers' Trainer."""
+        code = "import sys\nimport fsdp_optim.integrations.accelerate as plugin\n"
+        code += "assert not {'accelerate', 'transformers'} & set(sys.modules)\n"
+        code += "plugin.enable()\nassert 'accelerate' in sys.modules and 'transformers.trainer' not in sys.modules\n"
+        code += "import transformers.trainer, accelerate\naccelerate.Accelerator(cpu=True)\n"
+        code += "assert plugin.is_replaced(transformers.Trainer, '_save_checkpoint')\n"
+        done = run(code, timeout=300)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
