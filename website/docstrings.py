@@ -68,14 +68,32 @@ def rewritten(docstring: str) -> str:
     return "\n".join(out)
 
 
-def linked(docstring: str, public: dict[str, str], own: str) -> str:
-    """The docstring with a link from each public name in backticks to its description."""
+def linked(docstring: str, public: dict[str, str], own: set[str]) -> str:
+    """The docstring with a link from each public name in backticks to its description.
+
+    A name in `own` (the object itself, or a method of its class) is meant as such, except in `as for`.
+    """
 
     def link(match: re.Match[str]) -> str:
-        name = match[1]
-        return f"[`{name}`][{public[name]}]" if name in public and name != own else match[0]
+        says, name = match.groups()
+        if name not in public or (name in own and says != "as for "):
+            return match[0]
+        return f"{says}[`{name}`][{public[name]}]"
 
-    return re.sub(r"(?<!\[)`(\w+)`", link, docstring)
+    return re.sub(r"(as for |)(?<!\[)`(\w+)`", link, docstring)
+
+
+def with_value(function: griffe.Function) -> None:
+    """Show the value of a default that is a constant of a module: nobody who reads the page knows the constant."""
+    for parameter in function.parameters:
+        if not isinstance(parameter.default, griffe.ExprName):
+            continue
+        try:
+            constant = function.modules_collection[parameter.default.canonical_path]
+        except (KeyError, griffe.GriffeError):
+            continue
+        if constant.is_attribute and constant.value is not None:  # type: ignore[union-attr]
+            parameter.default = constant.value  # type: ignore[union-attr]
 
 
 class Docstrings(griffe.Extension):
@@ -90,7 +108,11 @@ class Docstrings(griffe.Extension):
                 return
             seen.add(id(one))
             if one.docstring is not None:
-                one.docstring.value = linked(rewritten(one.docstring.value), public, one.name)
+                own = {one.name} | (set(one.parent.members) if isinstance(one.parent, griffe.Class) else set())
+                own |= set(one.members) if isinstance(one, griffe.Class) else set()
+                one.docstring.value = linked(rewritten(one.docstring.value), public, own)
+            if isinstance(one, griffe.Function):
+                with_value(one)
             for member in one.members.values():
                 if not member.is_alias:
                     visit(member)  # type: ignore[arg-type]
