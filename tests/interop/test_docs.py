@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit import zero_runs
 from kit.groups import with_experts
 from kit.wrapping import Oracle, Trained, check_same, local_of
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_optim
 from fsdp_optim.testing import RanksFailed, fairscale_on_cpu, run_on_ranks
@@ -94,9 +97,26 @@ def trainer() -> dict[str, Any]:
     return {**given, "sched": torch.optim.lr_scheduler.StepLR(given["optim"], 3)}
 
 
+def of_deepspeed() -> dict[str, Any]:
+    """A checkpoint that DeepSpeed wrote, in the folder run, and what it was loaded into."""
+    if dist.get_rank() == 0:
+        with tarfile.open(ROOT / "tests/data/deepspeed/checkpoints.tar.xz") as archive:
+            members = [one for one in archive.getmembers() if "z2-w2-fp32" in Path(one.name).parts]
+            archive.extractall(".", members, filter="data")
+        os.rename("z2-w2-fp32", "run")
+    dist.barrier()
+    model = zero_runs.Model()
+    for unit in (*model.body, model):
+        fully_shard(unit)
+    optim = zero_runs.optimizer(model)
+    fsdp_optim.load("run", model, optim)
+    return {"model": model, "optim": optim}
+
+
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "FSDP1": lambda: with_torchs_own("FSDP1 flat"),
     "FSDP2": lambda: with_torchs_own("FSDP2"),
+    "deepspeed": of_deepspeed,
     "experts": experts,
     "fairscale": lambda: trained("fairscale flat"),
     "fairscales-own": fairscales_own,
@@ -112,7 +132,7 @@ def states(names: dict[str, Any]) -> dict[str, Any]:
     """The state of every optimizer among these names."""
     return {
         name: [
-            {key: copy.deepcopy(local_of(v)) if isinstance(v, Tensor) else v for key, v in values.items()}
+            {key: copy.deepcopy(local_of(v)) if isinstance(v, Tensor) else v for key, v in sorted(values.items())}
             for values in optim.state.values()
         ]
         for name, optim in names.items()
