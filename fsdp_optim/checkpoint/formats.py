@@ -15,7 +15,7 @@ from fsdp_optim.formats.deepspeed import DEEPSPEED
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.olmo_local import OLMO_LOCAL
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.ours import OURS, Ours
 from fsdp_optim.formats.rank_tensors import RANK_TENSORS
 from fsdp_optim.formats.torch_file import TORCH_FILE
 from fsdp_optim.formats.torch_writer import WrittenTorchFiles
@@ -44,10 +44,13 @@ class Wanted:
     Attributes:
         world_size: the number of ranks whose shards are written; None for a format with one copy of each tensor.
         key_by: whether parameters of the optimizer are called by "id" or by "name"; None: as the format does it by itself.
+        weights_name, beside: as for `Ours`, for that format.
     """
 
     world_size: int | None = None
     key_by: KeyBy | None = None
+    weights_name: str = OURS.weights_name
+    beside: tuple[tuple[str, bytes], ...] = ()
 
 
 def _ours(wanted: Wanted) -> Format:
@@ -58,7 +61,7 @@ def _ours(wanted: Wanted) -> Format:
         )
     if wanted.key_by == "id":
         raise CheckpointError('a checkpoint of the format "safetensors" calls parameters by name: leave key_by out')
-    return OURS
+    return Ours(wanted.weights_name, wanted.beside)
 
 
 def _dcp(wanted: Wanted, format: Format) -> Format:

@@ -28,6 +28,9 @@ MOST_INDEX_NBYTES = 1 << 28
 _MOST_TABLES = 4  # of checksums, in memory
 _SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
 _EXTRA, _SUFFIX = "extra/", ".safetensors"
+INDEX = ".safetensors.index.json"
+"""The end of the name of an index."""
+
 DESCRIPTION_FILE = "extra/optim.safetensors"
 """The file of the optimizer's description, if the description contains tensors."""
 
@@ -99,9 +102,14 @@ class Checkpoint:
         version = opened.version_of(NAME)
         manifest = manifest_in(opened)
         files: dict[str, StoredFile] = {}
-        halves: dict[str, dict[str, StoredTensor]] = {"model": {}, "optim": {}}
+        weights_name = manifest.model.weights_name
+        halves: dict[str, dict[str, StoredTensor]] = {weights_name: {}, "optim": {}}
         for name, info in manifest.files.items():
-            if name.startswith("extra/") or name.endswith(".json"):
+            if name.startswith("extra/"):
+                continue
+            if name.endswith(".json"):
+                if verify and not name.endswith(INDEX):  # an index is compared below
+                    _check_small(opened, name, info)
                 continue
             stem = name.split("-")[0].split(".")[0]
             if stem not in halves:
@@ -118,7 +126,7 @@ class Checkpoint:
                 )
         for stem, tensors in halves.items():
             _check_index(opened, stem, manifest, tensors, verify=verify)
-        return cls(opened, manifest, files, halves["model"], halves["optim"], verify, version)
+        return cls(opened, manifest, files, halves[weights_name], halves["optim"], verify, version)
 
     @property
     def full_dict(self) -> None:
@@ -257,6 +265,13 @@ class Checkpoint:
         return self._tables.get(file.name) or file.table(self.opened)
 
 
+def _check_small(opened: Opened, name: str, info: FileInfo) -> None:
+    """Compare a small file of another library, which a save has written, with its checksum."""
+    data, path = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES), opened.named(name)
+    if (len(data), hex_of(data)) != (info.nbytes, info.header):
+        raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+
+
 def _about_weights(model: ModelInfo) -> dict[str, str]:
     """What a save has done with the weights, in words for users; nothing where it has written all as they were."""
     words = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
@@ -292,7 +307,7 @@ def _check_index(
     """Check that the index of a split half, which other tools read, agrees with the files."""
     if not any(name.startswith(f"{stem}-") for name in manifest.files):
         return
-    name = f"{stem}.safetensors.index.json"
+    name = f"{stem}{INDEX}"
     path = opened.named(name)
     text = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
     info = manifest.files.get(name)

@@ -23,6 +23,9 @@ NAME = "fsdp_optim.json"
 MOST_NBYTES = 1 << 28  # in a manifest; a parameter needs some hundred
 FORMAT, VERSION = "fsdp_optim", 3
 _VERSION_OF_ALL_WEIGHTS = 2
+MODEL = "model"
+"""How the names of files with weights begin, unless the manifest says otherwise."""
+
 RANK_EXTRA = "extra/rank-"
 """The beginning of the name of a file with the extra of one rank; five digits follow."""
 
@@ -49,13 +52,14 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN.
 
     `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
-    floating ones were cast; None: they were saved as they were.
+    floating ones were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
     """
 
     params: dict[str, ParamInfo]
     aliases: dict[str, str]
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
+    weights_name: str = MODEL
 
     def content(self, *, has_optim: bool) -> str:
         """The `content` of a brief."""
@@ -123,7 +127,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 def version_for(model: ModelInfo) -> int:
     """The lowest version of the format that has what a new manifest says, so that older readers read what they can."""
-    return _VERSION_OF_ALL_WEIGHTS if (model.weights, model.weights_dtype) == ("all", None) else VERSION
+    is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
+    return _VERSION_OF_ALL_WEIGHTS if is_plain else VERSION
 
 
 class _Head(Struct, frozen=True):

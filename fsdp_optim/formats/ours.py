@@ -6,7 +6,8 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -25,13 +26,14 @@ from fsdp_optim.formats.base import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.checkpoint import DESCRIPTION_FILE, Checkpoint, file_of_extra
+from fsdp_optim.formats.checkpoint import DESCRIPTION_FILE, INDEX, Checkpoint, file_of_extra
 from fsdp_optim.formats.checksums import hex_of, join_tables, segment_nbytes, sums_of
 from fsdp_optim.formats.description import OptimDescription, decoded, encoded, to_plain
 from fsdp_optim.formats.extras import encode_extra, info_of
 from fsdp_optim.formats.header import Header
 from fsdp_optim.formats.json_text import check_density, parse_json
 from fsdp_optim.formats.manifest import (
+    MODEL,
     MOST_NBYTES,
     NAME,
     FileInfo,
@@ -41,7 +43,7 @@ from fsdp_optim.formats.manifest import (
     manifest_in,
     version_for,
 )
-from fsdp_optim.formats.standing import JUDGE, read_brief
+from fsdp_optim.formats.standing import JUDGE, CheckpointJudge, read_brief
 from fsdp_optim.memory import in_batches
 from fsdp_optim.storage.base import Opened
 
@@ -49,11 +51,20 @@ _WHERE = "the optimizer"
 _PLAIN = {"format": "pt"}  # the metadata of every safetensors file: its tensors are torch's
 
 
+@dataclass(frozen=True)
 class Ours(Format):
-    """The format of this library: safetensors files with one copy of each tensor, tables of checksums, and a manifest."""
+    """The format of this library: safetensors files with one copy of each tensor, tables of checksums, and a manifest.
 
-    name = "fsdp_optim"
-    judge = JUDGE
+    Attributes:
+        weights_name: how the files of the weights begin, where another library looks for them under a name of its own.
+        beside: small files of another library, by name, that are written with each checkpoint.
+    """
+
+    weights_name: str = MODEL
+    beside: tuple[tuple[str, bytes], ...] = ()
+
+    name: ClassVar[str] = "fsdp_optim"
+    judge: ClassVar[CheckpointJudge] = JUDGE
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
@@ -62,7 +73,7 @@ class Ours(Format):
         return Checkpoint.opened_in(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
-        return OurWriter()
+        return OurWriter(self.weights_name, self.beside)
 
     def sequence_in(self, opened: Opened) -> int:
         for read in (
@@ -78,8 +89,12 @@ class Ours(Format):
 OURS = Ours()
 
 
+@dataclass(frozen=True)
 class OurWriter(FormatWriter):
-    """The `FormatWriter` of this library's own format."""
+    """The `FormatWriter` of this library's own format. The attributes are those of `Ours`."""
+
+    weights_name: str = MODEL
+    beside: tuple[tuple[str, bytes], ...] = ()
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         files: dict[str, bytes] = {}
@@ -92,7 +107,8 @@ class OurWriter(FormatWriter):
                 value, optim = to_plain(contents.optim), None
                 files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
         params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
-        model = ModelInfo(params, dict(contents.aliases), contents.weights, contents.weights_dtype)
+        of_weights = contents.weights, contents.weights_dtype, self.weights_name
+        model = ModelInfo(params, dict(contents.aliases), *of_weights)
         manifest = Manifest(
             files={},
             world_size=contents.world_size,
@@ -110,7 +126,8 @@ class OurWriter(FormatWriter):
         first = min((name for name in reader.files if name.startswith("optim")), default=None)
         metadata = reader.files[first].header.metadata if first is not None else {}
         files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
-        manifest = replace(reader.manifest, version=version_for(reader.manifest.model), brief=None)
+        model = replace(reader.manifest.model, weights_name=self.weights_name)
+        manifest = replace(reader.manifest, model=model, version=version_for(model), brief=None)
         content = manifest.model.content(has_optim=manifest.has_optim)
         return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
 
@@ -118,6 +135,7 @@ class OurWriter(FormatWriter):
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan files with the names that Hugging Face uses."""
+        stem = self.weights_name if half == "model" else half
         metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
         header = Header.of(((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors), metadata)
         sized = zip(tensors, header.entries, strict=True)
@@ -126,7 +144,7 @@ class OurWriter(FormatWriter):
         planned = []
         for number, in_file in enumerate(per_file, start=1):
             name = (
-                f"{half}.safetensors" if len(per_file) == 1 else f"{half}-{number:05}-of-{len(per_file):05}.safetensors"
+                f"{stem}.safetensors" if len(per_file) == 1 else f"{stem}-{number:05}-of-{len(per_file):05}.safetensors"
             )
             if len(per_file) > 1:
                 header = Header.of(
@@ -154,12 +172,14 @@ class OurWriter(FormatWriter):
                 yield sums_of(file.name), data
                 sums = hex_of(data)
             infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
-        for half in ("model", "optim"):
-            split = [file for file in files if file.name.startswith(f"{half}-")]
+        beside = list(self.beside)
+        for stem in (self.weights_name, "optim"):
+            split = [file for file in files if file.name.startswith(f"{stem}-")]
             if split:
-                name, data = f"{half}.safetensors.index.json", _index_of(split)
-                yield name, data
-                infos[name] = FileInfo(len(data), hex_of(data), None)
+                beside.append((f"{stem}{INDEX}", _index_of(split)))
+        for name, data in beside:
+            yield name, data
+            infos[name] = FileInfo(len(data), hex_of(data), None)
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
         brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
         yield NAME, replace(manifest, brief=brief).encoded()

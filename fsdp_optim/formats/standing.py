@@ -15,7 +15,7 @@ from fsdp_optim.storage.base import Opened, Standing, is_sure_that_not
 _FIRST_NBYTES = 4096  # of a manifest, read first for its brief
 _TIMES = 16  # as many bytes are read next, if the brief is longer
 _OWN = re.compile(
-    r"(model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
+    r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
 
 

@@ -1,0 +1,249 @@
+"""PEFT: adapters, with their optimizer, in folders that `PeftModel.from_pretrained` opens.
+
+    from fsdp_optim.integrations import peft as fsdp_peft
+
+    fsdp_peft.save("run/step-100", model, optim, step=100)     # a PeftModel, wrapped or not
+    fsdp_peft.load("run/step-100", model, optim)               # at any world size
+
+The folder is a checkpoint of this library whose weights are in `adapter_model.safetensors`, under the names that PEFT gives them,
+with `adapter_config.json` beside. Tested with peft 0.21.2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_optim import api
+from fsdp_optim.checkpoint.as_others import async_save_as, clean_name, is_wrapped_child, save_as
+from fsdp_optim.checkpoint.formats import Wanted
+from fsdp_optim.checkpoint.pending import SaveHandle
+from fsdp_optim.checkpoint.restored import Restored
+from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.options import Options, SaveOptions
+from fsdp_optim.state.local import Optimizers
+
+try:
+    from peft import PeftModel, get_peft_model_state_dict
+except ImportError as error:
+    raise ImportError(
+        "fsdp_optim.integrations.peft needs PeftModel and get_peft_model_state_dict of the package peft, and was tested with "
+        f"peft 0.21.2: pip install peft==0.21.2 ({error})"
+    ) from error
+
+_NOT_HERE = frozenset({"weights", "rename", "format", "max_file_size"})
+"""Options of save that PEFT's files leave no choice about."""
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model"
+_ONE_FILE = 1 << 62  # bytes: PEFT reads one file of weights
+
+
+@ordinary_tensors()
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Optimizers | None = None,
+    *,
+    adapter: str = "default",
+    base: bool = False,
+    **options: Any,
+) -> Saved:
+    """Save an adapter and its optimizer in a folder that `PeftModel.from_pretrained(base_model, path)` opens.
+
+    Called by all ranks of the model. Only what trains is written: the adapter, and parameters of the base that require gradients.
+
+    Args:
+        path: as for `fsdp_optim.save`.
+        model: a PeftModel, or a wrapper around one: FSDP2, FSDP1 with use_orig_params=True, DistributedDataParallel.
+        optim: as for `fsdp_optim.save`; None: without an optimizer.
+        adapter: the name of the adapter in the model. The files do not have it, as PEFT's do not.
+        base: write the weights of the base too, into the same file. `from_pretrained` then loads these into its base model.
+        options: those of `fsdp_optim.save`, but for weights, rename, format and max_file_size, which PEFT's files set.
+
+    Raises (the same on all ranks): as `fsdp_optim.save`, and
+        WrapperError: the model is not a PeftModel, or its wrapper hides the names of its parameters.
+        StateError: the model has no such adapter, or the adapter is frozen, or has values that PEFT makes at the save.
+    """
+    return save_as(path, model, optim, *_job_of(model, adapter, base, options))
+
+
+@ordinary_tensors()
+def async_save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Optimizers | None = None,
+    *,
+    adapter: str = "default",
+    base: bool = False,
+    **options: Any,
+) -> SaveHandle:
+    """As `save`, but returns when the state is copied to host memory, as `fsdp_optim.async_save` does."""
+    return async_save_as(path, model, optim, *_job_of(model, adapter, base, options))
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Any = None,
+    *,
+    adapter: str = "default",
+    base: bool = False,
+    **options: Any,
+) -> Restored:
+    """Load an adapter and its optimizer from such a folder, at any world size. Called by all ranks of the model.
+
+    Args:
+        path: a folder of `save`, or, without an optimizer, `adapter_model.safetensors` of a folder that PEFT has written.
+        model, optim: as for `save`.
+        adapter: the name of the adapter in this model; it may have had another name at the save.
+        base: load the weights of the base too, from a folder of `save(..., base=True)`. False: the base stays as it is.
+        options: those of `fsdp_optim.load`, but for weights and rename.
+
+    Returns:
+        As `fsdp_optim.load`.
+
+    Raises (the same on all ranks, before anything is changed): as `fsdp_optim.load` and `save`.
+    """
+    return api.load(path, model, optim, **_load_options(model, adapter, base, options))
+
+
+def resume(
+    root: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Any = None,
+    *,
+    adapter: str = "default",
+    base: bool = False,
+    **options: Any,
+) -> Restored | None:
+    """Load the newest of such folders in a folder, as `fsdp_optim.resume` does; None where there is none.
+
+    `options`: those of `fsdp_optim.resume`, but for weights and rename. The other arguments are those of `load`.
+    """
+    return api.resume(root, model, optim, **_load_options(model, adapter, base, options))
+
+
+def _load_options(model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]) -> dict[str, Any]:
+    _refuse(options, {"weights", "rename"})
+    names = AdapterNames.of(model, adapter)
+    return {**options, "weights": "all" if base else "trainable", "rename": names.fqn_of}
+
+
+def _refuse(options: Mapping[str, Any], given_here: frozenset[str] | set[str]) -> None:
+    wrong = sorted(given_here & options.keys())
+    if wrong:
+        raise TypeError(f"{wrong[0]}= cannot be chosen here: PEFT's files set it")
+
+
+@dataclass(frozen=True)
+class AdapterNames:
+    """The names of the parameters of one adapter: `keys` has PEFT's name of each FQN whose names differ."""
+
+    keys: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, adapter: str) -> AdapterNames:
+        """Ask PEFT for the names. Raises an error for a model in which they are not to be seen."""
+        named, marks = _named_tensors(_peft_model(model, adapter)), {}
+        for name in named:
+            marks[name] = torch.empty(0)  # stands for the tensor, so that PEFT moves nothing
+        given = get_peft_model_state_dict(
+            _peft_model(model, adapter), state_dict=dict(marks), adapter_name=adapter, save_embedding_layers=False
+        )
+        name_of = {id(mark): name for name, mark in marks.items()}
+        made = [key for key, mark in given.items() if id(mark) not in name_of]
+        if made:
+            raise StateError(
+                f"{made[0]}: PEFT makes this value of the adapter {adapter!r} when it saves, so that no parameter could be "
+                "loaded from it: save with fsdp_optim.save(..., weights='trainable')"
+            )
+        if not given:
+            raise WrapperError(
+                f"no parameter of the adapter {adapter!r} is to be seen by its name: its wrapper has flattened them; with FSDP1, "
+                "give use_orig_params=True"
+            )
+        return cls({clean_name(name_of[id(mark)]): clean_name(key) for key, mark in given.items()})
+
+    def check_trains(self, model: nn.Module, adapter: str) -> None:
+        """Raise StateError for a parameter of the adapter that `weights="trainable"` would leave out."""
+        for name, tensor in _named_tensors(_peft_model(model, adapter)).items():
+            if clean_name(name) in self.keys and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                raise StateError(
+                    f"{clean_name(name)}: belongs to the adapter {adapter!r} and requires no gradients, so it would be left out: "
+                    "call model.set_adapter() with this adapter, or give base=True"
+                )
+
+    def key_of(self, fqn: str) -> str:
+        """PEFT's name of a parameter."""
+        return self.keys.get(fqn, fqn)
+
+    @property
+    def fqn_of(self) -> Callable[[str], str]:
+        """The function from PEFT's name of a parameter to the model's."""
+        fqns = {key: fqn for fqn, key in self.keys.items()}
+        return lambda key: fqns.get(key, key)
+
+
+def _job_of(model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]) -> tuple[SaveOptions, Wanted]:
+    """The options of one save, and what PEFT expects of its files."""
+    _refuse(options, _NOT_HERE)
+    names = AdapterNames.of(model, adapter)
+    if not base:
+        names.check_trains(model, adapter)
+    config = ((_CONFIG, _config_of(_peft_model(model, adapter), adapter)),)
+    of_call = {field.name for field in fields(Options)} - {"collect", "strict", "groups"}
+    asked = SaveOptions(
+        Options(**{name: value for name, value in options.items() if name in of_call}),
+        **{name: value for name, value in options.items() if name not in of_call},
+        weights="all" if base else "trainable",
+        rename=names.key_of,
+        max_file_size=_ONE_FILE,
+    )
+    return asked, Wanted(weights_name=_WEIGHTS, beside=config)
+
+
+def _peft_model(model: nn.Module, adapter: str) -> Any:
+    """The PeftModel inside the wrappers of a model. Raises an error where there is none, or without this adapter."""
+    inner: Any = model
+    while not isinstance(inner, PeftModel):
+        children = [child for name, child in inner.named_children() if is_wrapped_child(name)]
+        if len(children) != 1:
+            raise WrapperError(
+                f"the {type(model).__name__} that was given is neither a PeftModel nor a wrapper around one: give the model of "
+                "get_peft_model, as it is wrapped"
+            )
+        inner = children[0]
+    if adapter not in inner.peft_config:
+        has: Sequence[str] = sorted(inner.peft_config)
+        raise StateError(f"the model has no adapter {adapter!r}; it has {', '.join(map(repr, has))}: give adapter=")
+    return inner
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers, under all their names, which may have parts of wrappers inside."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _config_of(model: Any, adapter: str) -> bytes:
+    """The content of `adapter_config.json`, as PEFT writes it, but with sets in order, so that all ranks make the same."""
+    config = model.peft_config[adapter]
+    values = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    values["inference_mode"] = True  # of the model that opens it
+    if values.get("base_model_name_or_path") is None:
+        holder = model.base_model if config.is_prompt_learning else model.base_model.model
+        values["base_model_name_or_path"] = vars(holder).get("name_or_path") or None
+    if config.task_type is None:
+        holder = model.base_model if config.is_prompt_learning else model.base_model.model
+        values["auto_mapping"] = {
+            "base_model_class": type(holder).__name__,
+            "parent_library": type(holder).__module__,
+        }
+    return json.dumps(values, indent=2, sort_keys=True).encode()

@@ -1,0 +1,257 @@
+"""Adapters of the real PEFT: its files, its names, and the optimizer beside, at any world size, against an unsharded oracle."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from kit.checkpoint_format import in_order
+from kit.wrapping import Net, OfModel, Oracle, Trained, check_same, error_text, in_ddp, wrap_units
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+
+import fsdp_optim
+from fsdp_optim.integrations import peft as fsdp_peft
+from fsdp_optim.testing import run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+MODEL_AND_MANIFEST = {"model.safetensors", "fsdp_optim.json"}
+UNITS = ("base_model.model.stem", "base_model.model.head", "")
+
+
+def lora(adapter: str = "default") -> Any:
+    """LoRA of two layers, one of them with DoRA's vectors, biases that train, and a whole module that trains."""
+    config = LoraConfig(
+        r=2, target_modules=["stem", "block.0"], modules_to_save=["head"], use_dora=True, bias="lora_only"
+    )
+    return get_peft_model(Net(), config, adapter_name=adapter)
+
+
+def adam_of_adapters(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
+
+
+def in_fsdp1(model: nn.Module) -> Any:
+    return wrap_units(model, partial(TorchFSDP, device_id=torch.device("cpu"), use_orig_params=True), UNITS)
+
+
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {
+    "FSDP2": lambda model: wrap_units(model, fully_shard, UNITS),
+    "FSDP1": in_fsdp1,
+    "DDP": in_ddp,
+}
+
+
+def trained(wrapper: str, steps: int, adapter: str = "default") -> Trained:
+    return Trained(WRAPS[wrapper], OfModel(adam_of_adapters), steps, partial(lora, adapter))
+
+
+def oracle_of(steps: int) -> Oracle:
+    return Oracle(OfModel(adam_of_adapters), steps, lora)
+
+
+def save_all(folder: str) -> None:
+    for wrapper in WRAPS:
+        one = trained(wrapper, 3)
+        fsdp_peft.save(f"{folder}/{wrapper}", one.model, one.optim, step=3)
+        fsdp_peft.async_save(f"{folder}/{wrapper} async", one.model, one.optim).wait()
+        fsdp_peft.save(f"{folder}/{wrapper} base", one.model, one.optim, base=True)
+
+
+def load_all(folder: str) -> None:
+    """On more ranks, in another wrapper, by another name of the adapter; then two more steps."""
+    for saver, loader in (("FSDP2", "FSDP1"), ("FSDP1", "FSDP2"), ("DDP", "FSDP2"), ("FSDP2", "DDP")):
+        for at, base in (("", False), (" async", False), (" base", True)):
+            target = trained(loader, 0)
+            start = fsdp_optim.gather_full_model_state_dict(target.model, None) or {}
+            restored = fsdp_peft.load(f"{folder}/{saver}{at}", target.model, target.optim, base=base, check="bitwise")
+            check_same("differences", (restored.missing, restored.unexpected), ((), ()))
+            wanted = oracle_of(3)
+            full = fsdp_optim.gather_full_model_state_dict(target.model, None) or {}
+            frozen = {name for name, param in wanted.model.named_parameters() if not param.requires_grad}
+            weights = {
+                name: start[name] if name in frozen and not base else value
+                for name, value in wanted.model.state_dict().items()
+            }
+            check_same(f"{saver}{at} into {loader}", in_order(full), in_order(weights))
+            target.step(range(3, 5))
+            check_same("state after two more steps", target.gather(None, "name")["state"], oracle_of(5).by_name())
+    other = trained("FSDP2", 0, "mine")
+    fsdp_peft.load(f"{folder}/FSDP1", other.model, other.optim, adapter="mine", check="bitwise")
+    state = other.gather(None, "name")["state"]
+    check_same(
+        "another name", {key.replace(".mine", ".default"): v for key, v in state.items()}, oracle_of(3).by_name()
+    )
+
+
+def refuse(folder: str) -> list[tuple[str, str]]:
+    """What ranks hear about a wrapper that hides the names."""
+    flat = TorchFSDP(lora().requires_grad_(True), device_id=torch.device("cpu"), use_orig_params=False)
+    return [error_text(partial(fsdp_peft.save, folder, flat))]
+
+
+class RanksTest(unittest.TestCase):
+    def test_save_on_two_ranks_and_go_on_on_three(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(save_all, 2, folder)
+            oracle = oracle_of(3)
+            wanted = get_peft_model_state_dict(oracle.model)
+            for wrapper in WRAPS:
+                for at in ("", " async"):
+                    found = load_file(f"{folder}/{wrapper}{at}/adapter_model.safetensors")
+                    check_same(f"{wrapper}{at}", in_order(found), in_order(wanted))
+                for at, base in (("", False), (" base", True)):
+                    opened = PeftModel.from_pretrained(Net(), f"{folder}/{wrapper}{at}")
+                    trains = {name for name, param in oracle.model.named_parameters() if param.requires_grad or base}
+                    check_same(
+                        f"{wrapper}{at}, opened by PEFT",
+                        {name: value for name, value in in_order(opened.state_dict()).items() if name in trains},
+                        {name: value for name, value in in_order(oracle.model.state_dict()).items() if name in trains},
+                    )
+            run_on_ranks(load_all, 3, folder)
+
+    def test_a_wrapper_that_hides_the_names(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for heard in run_on_ranks(refuse, 2, f"{folder}/a"):
+                self.assertIn("give use_orig_params=True", heard[0][1])
+
+
+class OneProcessTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.oracle = oracle_of(2)
+        self.model, self.optim = self.oracle.model, self.oracle.optim
+
+    def fresh(self, adapter: str = "default") -> tuple[Any, torch.optim.Optimizer]:
+        model = lora(adapter)
+        return model, adam_of_adapters(model)
+
+    def test_the_config_is_the_one_that_peft_writes(self) -> None:
+        fsdp_peft.save(self.folder / "a", self.model, self.optim)
+        self.model.save_pretrained(self.folder / "theirs")
+        mine, theirs = (json.loads((self.folder / at / "adapter_config.json").read_text()) for at in ("a", "theirs"))
+        for config in (mine, theirs):  # sets, in any order
+            config["target_modules"] = sorted(config["target_modules"])
+        self.assertEqual(mine, theirs)
+
+    def test_files_that_peft_has_written(self) -> None:
+        self.model.save_pretrained(self.folder / "theirs")
+        model, _ = self.fresh()
+        fsdp_peft.load(self.folder / "theirs" / "adapter_model.safetensors", model)
+        check_same("adapter", get_peft_model_state_dict(model), get_peft_model_state_dict(self.model))
+
+    def test_a_damaged_config_is_named(self) -> None:
+        fsdp_peft.save(self.folder / "a", self.model, self.optim)
+        config = self.folder / "a" / "adapter_config.json"
+        config.write_text(config.read_text().replace('"r": 2', '"r": 3'))
+        for call in (
+            partial(fsdp_peft.load, self.folder / "a", *self.fresh()),
+            partial(fsdp_optim.verify, self.folder / "a"),
+        ):
+            self.assertIn("adapter_config.json: is not what was saved", error_text(call)[1])
+
+    def test_resume_and_keep_last(self) -> None:
+        self.assertIsNone(fsdp_peft.resume(self.folder, *self.fresh()))
+        for step in (1, 2, 3):
+            fsdp_peft.save(self.folder / f"step-{step}", self.model, self.optim, step=step, keep_last=2)
+        self.assertEqual({path.name for path in self.folder.iterdir()}, {"step-2", "step-3"})
+        model, optim = self.fresh()
+        restored = fsdp_peft.resume(self.folder, model, optim)
+        self.assertEqual(restored.summary.step if restored is not None else None, 3)
+        check_same("adapter", get_peft_model_state_dict(model), get_peft_model_state_dict(self.model))
+
+    def test_a_url_and_a_conversion(self) -> None:
+        fsdp_peft.save(f"file://{self.folder}/a", self.model, self.optim)
+        fsdp_peft.load(f"file://{self.folder}/a", *self.fresh(), check="bitwise")
+        done = fsdp_peft.save(self.folder / "here", self.model, self.optim, upload_to=f"file://{self.folder}/there")
+        if done.upload is not None:
+            done.upload.wait()
+        self.assertTrue((self.folder / "there" / "adapter_config.json").exists())
+        fsdp_peft.load(self.folder / "there", *self.fresh(), check="bitwise")
+        fsdp_optim.convert(self.folder / "a", self.folder / "b")
+        names = {path.name for path in (self.folder / "b").iterdir()}
+        self.assertEqual({name for name in names if name.endswith(("model.safetensors", "json"))}, MODEL_AND_MANIFEST)
+        fsdp_peft.load(self.folder / "b", *self.fresh(), check="bitwise")
+
+    def test_one_of_several_adapters(self) -> None:
+        config = LoraConfig(r=2, target_modules=["stem"])
+        model = get_peft_model(Net(), config)
+        model.add_adapter("second", config)
+        fsdp_peft.save(self.folder / "a", model)
+        self.assertEqual(
+            set(load_file(self.folder / "a" / "adapter_model.safetensors")), set(get_peft_model_state_dict(model))
+        )
+        text = error_text(partial(fsdp_peft.save, self.folder / "b", model, adapter="second"))[1]
+        self.assertIn("belongs to the adapter 'second' and requires no gradients", text)
+        text = error_text(partial(fsdp_peft.save, self.folder / "b", model, adapter="third"))[1]
+        self.assertIn("the model has no adapter 'third'; it has 'default', 'second'", text)
+
+    def test_what_is_refused(self) -> None:
+        text = error_text(partial(fsdp_peft.save, self.folder / "a", nn.Linear(2, 2)))
+        self.assertEqual(text[0], "WrapperError")
+        self.assertIn("the Linear that was given is neither a PeftModel nor a wrapper around one", text[1])
+        for name in ("weights", "rename", "format", "max_file_size"):
+            with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
+                fsdp_peft.save(self.folder / "a", self.model, **{name: None})
+        for name in ("weights", "rename"):
+            with self.assertRaisesRegex(TypeError, f"{name}= cannot be chosen here"):
+                fsdp_peft.load(self.folder / "a", self.model, **{name: None})
+        with self.assertRaisesRegex(TypeError, "colour"):
+            fsdp_peft.save(self.folder / "a", self.model, colour="red")
+        fsdp_peft.save(self.folder / "a", self.model, self.optim)
+        text = error_text(partial(fsdp_peft.load, self.folder / "a", *self.fresh(), base=True))[1]
+        self.assertIn("base_layer.weight: the model has it, the checkpoint does not", text)
+
+    def test_another_version_of_peft(self) -> None:
+        name = "fsdp_optim.integrations.peft"
+        with mock.patch.dict(sys.modules, {"peft": types.ModuleType("peft")}):
+            del sys.modules[name]
+            with self.assertRaisesRegex(ImportError, "was tested with peft 0.21.2: pip install peft==0.21.2"):
+                importlib.import_module(name)
+
+
+def on_rank(*arguments: str) -> int:
+    return int(runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["main"](list(arguments)))
+
+
+class ExampleTest(unittest.TestCase):
+    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            arguments = ("--root", folder, "--every", "2", "--last")
+            done = subprocess.run(
+                [*command, str(ROOT / "examples" / "fsdp2_lora.py"), *arguments, "4"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("trained from step 0 to step 4", done.stdout)
+            self.assertEqual(run_on_ranks(on_rank, 1, *arguments, "7"), [7])
+            self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [7, 6])
+            base = runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["base_model"]()
+            opened = PeftModel.from_pretrained(base, f"{folder}/step-7")
+            check_same(
+                "opened by PEFT",
+                in_order(get_peft_model_state_dict(opened)),
+                in_order(load_file(f"{folder}/step-7/adapter_model.safetensors")),
+            )
