@@ -77,11 +77,11 @@ def load_state(
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, settings: Settings) -> Any:
-    """Wait for the save in the background, and raise its error, when the trackers are closed."""
+    """Wait for the save in the background before Accelerate ends the process group, and raise the error of the save."""
     try:
-        return original()
-    finally:
         wait(None)
+    finally:
+        original()
 
 
 def write_config(model: Any, folder: str) -> None:
