@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -13,9 +12,10 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
+from fsdp_optim.adapters.mesh_cuts import placement_of, ranks_of_mesh
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import MeshBoxes, Ranks, Shape, cut_named, cut_of, ranks_in_order, row_major_strides
+from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of, row_major_strides
 from fsdp_optim.layout import Placement as Where
 from fsdp_optim.memory import flatten, is_plain, within
 from fsdp_optim.view import Handle, LocalPart, Original
@@ -40,13 +40,16 @@ class DTensorAdapter(Adapter):
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """The ranks of the mesh of every DTensor parameter."""
         meshes = {param.device_mesh for param, _ in _params(tree)}
-        return (_ranks(mesh) for mesh in meshes)
+        return (ranks_of_mesh(mesh) for mesh in meshes)
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
         return _sharded_params(modules)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
-        alike: dict[tuple[DeviceMesh, tuple[Placement, ...], Shape], tuple[MeshBoxes, set[Shape]]] = {}
+        alike: dict[
+            tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh, set[Shape]]
+        ] = {}
+        fsdp_dims = _fsdp_dims(tree.modules)
         for param, sites in _params(tree):
             if id(param) in claimed:
                 continue
@@ -56,14 +59,16 @@ class DTensorAdapter(Adapter):
                 tuple(param.shape),
                 tuple(_local_of(param).shape),
             )
-            known = alike.get((mesh, spec, shape))
+            last = fsdp_dims.get(id(param))
+            known = alike.get((mesh, spec, shape, last))
             if known is None:
-                known = alike[mesh, spec, shape] = placement_of(tree.fqn(*sites[0]), shape, mesh, spec), set()
+                placement = placement_of(tree.fqn(*sites[0]), shape, mesh, spec, last)
+                known = alike[mesh, spec, shape, last] = placement, set()
             placement, checked = known
             if held not in checked:
                 _check_local_shape(tree.fqn(*sites[0]), param, placement)
                 checked.add(held)
-            yield _handle(param, placement, sites)
+            yield _handle(param, placement, sites, last)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """The Handle of a DTensor buffer, as in a tensor parallel module."""
@@ -87,7 +92,9 @@ class DTensorAdapter(Adapter):
                     module.reshard()
 
 
-def _handle(param: DTensor, placement: MeshBoxes, sites: list[tuple[nn.Module, str]]) -> DTensorHandle:
+def _handle(
+    param: DTensor, placement: OnMesh, sites: list[tuple[nn.Module, str]], fsdp_dims: frozenset[int] | None = None
+) -> DTensorHandle:
     return DTensorHandle(
         param=param,
         originals=(Original(*sites[0], placement),),
@@ -96,13 +103,14 @@ def _handle(param: DTensor, placement: MeshBoxes, sites: list[tuple[nn.Module, s
         mesh=param.device_mesh,
         spec=param.placements,
         shape=tuple(param.shape),
+        fsdp_dims=fsdp_dims,
     )
 
 
-def _check_local_shape(fqn: str, param: DTensor, placement: MeshBoxes) -> None:
+def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
     """Raise WrapperError where the computed shape of this rank's shard is not that of the DTensor's local tensor."""
     shard = placement.shard_of(torch.distributed.get_rank())
-    computed = placement.box(shard).sizes if shard is not None else ()
+    computed = placement.local_shape(shard) if shard is not None else ()
     held = _local_of(param)
     if shard is not None and computed != tuple(held.shape) and (held.numel() or prod(computed)):
         raise WrapperError(
@@ -118,80 +126,35 @@ def _sharded_params(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
     After a forward pass without a backward pass, whole parameters are registered in place of the sharded parameters, which
     the optimizer holds.
     """
-    loaded = sys.modules.get(_FULLY_SHARD_MODULE)
     found: dict[Place, torch.Tensor] = {}
+    for param in _params_of_fsdp(modules):
+        info = param._module_info
+        found[info.module, info.param_name] = param.sharded_param
+        for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+            found[shared, name] = param.sharded_param
+    return found
+
+
+def _fsdp_dims(modules: Iterable[nn.Module]) -> dict[int, frozenset[int]]:
+    """By the id of each sharded parameter of fully_shard, the mesh dimensions over which fully_shard has cut or replicated it."""
+    found = {}
+    for param in _params_of_fsdp(modules):
+        dims = getattr(param, "_dp_dim_indices", None)  # of a parameter that had all dimensions of the mesh before
+        found[id(param.sharded_param)] = frozenset(range(param.mesh_info.mesh.ndim)) if dims is None else dims
+    return found
+
+
+def _params_of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """The parameters of fully_shard, as torch describes them."""
+    loaded = sys.modules.get(_FULLY_SHARD_MODULE)
     if loaded is None:
-        return found
+        return
     for module in modules:
         if isinstance(module, loaded.FSDPModule):
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)  # torch < 2.11 has one group at most
             for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):
-                for param in group.fsdp_params:
-                    info = param._module_info
-                    found[info.module, info.param_name] = param.sharded_param
-                    for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                        found[shared, name] = param.sharded_param
-    return found
-
-
-def placement_of(fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> MeshBoxes:
-    """Where a DTensor's elements live."""
-    splits = []
-    for mesh_dim, placement in enumerate(placements):
-        if placement.is_partial():
-            raise WrapperError(
-                f"{fqn}: the placement of this DTensor is {placement}, so each rank holds only its part of a reduction: "
-                "redistribute the DTensor to Replicate or Shard first"
-            )
-        if not placement.is_replicate():
-            dim = getattr(placement, "dim", None)
-            if dim is None:
-                raise WrapperError(
-                    f"{fqn}: the placement {placement} of this DTensor is not supported: redistribute the DTensor to Replicate "
-                    "or Shard first"
-                )
-            splits.append((_split_factor(placement), mesh_dim, dim % max(len(shape), 1)))
-    # The mesh dimension of fully_shard comes before that of tensor parallel, but fully_shard cuts the parts that tensor
-    # parallel has made: the split factor of a strided placement is the number of parts before its cut.
-    sizes: Counter[int] = Counter()
-    for factor, mesh_dim, dim in sorted(splits):
-        if factor > 1 and factor != max(sizes[dim], 1):
-            raise WrapperError(
-                f"{fqn}: {placements} on the mesh {tuple(mesh.mesh.shape)} interleaves rows, which is not supported: "
-                "redistribute the DTensor to Replicate or Shard first"
-            )
-        sizes[dim] = max(sizes[dim], 1) * mesh.size(mesh_dim)
-    order = tuple((mesh_dim, dim) for _, mesh_dim, dim in sorted(splits))
-    return MeshBoxes(shape, tuple(mesh.mesh.shape), order, (_ranks(mesh, frozenset(d for d, _ in order)),))
-
-
-def _split_factor(placement: Placement) -> int:
-    """The number of parts that other mesh dimensions make before the cut of this placement; over 1 for `_StridedShard`."""
-    return int(getattr(placement, "split_factor", 1))
-
-
-def _ranks(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:
-    """The ranks of a mesh, row-major, in the order in which DTensor numbers the shards along `split_dims`.
-
-    DTensor numbers shards by group rank in the process group of each mesh line, and torch sorts the ranks of a group: on a
-    mesh whose ranks do not ascend, that order differs from the order in the mesh.
-    """
-    grid = mesh.mesh
-    if all(bool((grid.diff(dim=dim) > 0).all()) for dim in split_dims):
-        return ranks_in_order(grid.flatten().tolist())
-    places = torch.meshgrid(*(torch.arange(size, device=grid.device) for size in grid.shape), indexing="ij")
-    coordinates = torch.stack(
-        [grid.argsort(dim=d).argsort(dim=d) if d in split_dims else places[d] for d in range(grid.ndim)], dim=-1
-    )
-    numbered = torch.full_like(grid, -1)
-    numbered[coordinates.reshape(-1, grid.ndim).unbind(-1)] = grid.flatten()
-    if bool((numbered < 0).any()):
-        raise WrapperError(
-            f"the mesh {grid.tolist()} has its ranks in an order in which torch gives two ranks the same shard: make the mesh "
-            "with ascending ranks"
-        )
-    return ranks_in_order(numbered.flatten().tolist())
+                yield from group.fsdp_params
 
 
 def _params(tree: ModuleTree) -> Iterator[tuple[DTensor, list[tuple[nn.Module, str]]]]:
@@ -209,6 +172,7 @@ class DTensorHandle(Handle):
     mesh: DeviceMesh
     spec: tuple[Placement, ...]
     shape: Shape
+    fsdp_dims: frozenset[int] | None = None
 
     def install(self, flat: torch.Tensor) -> None:
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
@@ -234,7 +198,7 @@ class DTensorHandle(Handle):
     def placement_of(self, value: torch.Tensor) -> Where | None:
         if not is_dtensor(value) or not is_plain(_local_of(value)):
             return None
-        return placement_of("a state value", tuple(value.shape), value.device_mesh, value.placements)
+        return self._placed(tuple(value.shape), value.placements, value.device_mesh)
 
     @property
     def marks(self) -> bool:
@@ -244,38 +208,42 @@ class DTensorHandle(Handle):
         return is_dtensor(value)
 
     def place_like(self, shape: Shape, cut: str = "") -> Where | None:
-        like = placement_of("a state value", shape, self.mesh, self._spec_like(shape))
+        like = self._placed(shape, self._spec_like(shape))
         saved = cut_named(cut)
-        if saved is None or saved[1] == like.splits or (saved[1] and saved[0] != self.mesh.ndim):
+        if saved is None or saved[1] == like.cuts or (saved[1] and saved[0] != self.mesh.ndim):
             return like
-        if any(mesh_dim >= self.mesh.ndim or dim >= len(shape) for mesh_dim, dim in saved[1]):
+        if any(len(cut) > 2 or cut[0] >= self.mesh.ndim or cut[1] >= len(shape) for cut in saved[1]):
             return like
-        made = placement_of("a state value", shape, self.mesh, self._spec_cut(saved[1]))
-        return made if made.splits == saved[1] else like
+        made = self._placed(shape, self._spec_cut(saved[1]))
+        return made if made.cuts == saved[1] else like
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
         return flatten(_local_of(value)) if is_dtensor(value) else super().placed_local(value)
 
     def from_placed(self, flat: torch.Tensor, placement: Where) -> torch.Tensor:
-        if not isinstance(placement, MeshBoxes):
+        if not isinstance(placement, OnMesh):
             return super().from_placed(flat, placement)
-        box = placement.box(placement.shard_of(torch.distributed.get_rank()) or 0)
-        return self._dtensor(flat.view(box.sizes), self._spec_of(placement), placement.shape)
+        held = placement.local_shape(placement.shard_of(torch.distributed.get_rank()) or 0)
+        return self._dtensor(flat.view(held), self._spec_of(placement), placement.shape)
 
     def unwrap(self, value: object) -> object:
         if is_dtensor(value):
             shape = tuple(value.shape)
-            where = placement_of("a state value", shape, value.device_mesh, value.placements)
+            where = self._placed(shape, value.placements, value.device_mesh)
             return LocalPart(_local_of(value), cut_of(where), shape)
         return within(value, self.unwrap)
 
     def rewrap(self, value: object) -> object:
         if not isinstance(value, LocalPart):
             return within(value, self.rewrap)
-        _, splits = cut_named(value.cut) or (0, ())
+        _, cuts = cut_named(value.cut) or (0, ())
         like = self._spec_like(value.shape)
-        alike = placement_of("a state value", value.shape, self.mesh, like).splits == splits
-        return self._dtensor(value.local, like if alike else self._spec_cut(splits), value.shape)
+        alike = self._placed(value.shape, like).cuts == cuts
+        return self._dtensor(value.local, like if alike else self._spec_cut(cuts), value.shape)
+
+    def _placed(self, shape: Shape, spec: tuple[Placement, ...], mesh: DeviceMesh | None = None) -> OnMesh:
+        """The placement of a state value, which is cut as the parameter is if it has the same placements."""
+        return placement_of("a state value", shape, mesh or self.mesh, spec, self.fsdp_dims)
 
     def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
         """The DTensor placements for a value of another shape: dimensions of the parameter's sizes are cut like there."""
@@ -286,15 +254,18 @@ class DTensorHandle(Handle):
             for p in self.spec
         )
 
-    def _spec_of(self, placement: MeshBoxes) -> tuple[Placement, ...]:
+    def _spec_of(self, placement: OnMesh) -> tuple[Placement, ...]:
         """The DTensor placements for a value with a Placement."""
         like = self._spec_like(placement.shape)
-        if placement_of("a state value", placement.shape, self.mesh, like).splits == placement.splits:
-            return like
-        return self._spec_cut(placement.splits)
+        return like if self._placed(placement.shape, like).cuts == placement.cuts else self._spec_cut(placement.cuts)
 
-    def _spec_cut(self, splits: tuple[tuple[int, int], ...]) -> tuple[Placement, ...]:
-        tensor, dims = sys.modules[_MODULE], dict(splits)
+    def _spec_cut(self, cuts: tuple[tuple[int, ...], ...]) -> tuple[Placement, ...]:
+        if any(len(cut) > 2 for cut in cuts):
+            raise WrapperError(
+                f"a state value was cut in interleaved groups ({cuts}), and its parameter is not: load into a model with "
+                "the same tensor parallel placements"
+            )
+        tensor, dims = sys.modules[_MODULE], {cut[0]: cut[1] for cut in cuts}
         return tuple(tensor.Shard(dims[d]) if d in dims else tensor.Replicate() for d in range(self.mesh.ndim))
 
     def _dtensor(self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape) -> torch.Tensor:

@@ -44,7 +44,7 @@ def merged(
             continue
         flat = flats[stored[fqn].dtype]
         for block in placement.blocks(shard):
-            held[block.offset : block.offset + block.box.numel] = flat[block.offset : block.offset + block.box.numel]
+            held[block.offset : block.end] = flat[block.offset : block.end]
     return held
 
 

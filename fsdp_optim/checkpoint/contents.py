@@ -13,7 +13,7 @@ from fsdp_optim.checkpoint import module_values
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base import PlannedTensor
 from fsdp_optim.formats.bools import check_bools_of
-from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.move import End, StateValue
 from fsdp_optim.options import CAST_DTYPES, Arguments, Options, WhichWeights
@@ -42,6 +42,7 @@ RECORDS: Mapping[str, type] = {
     "LocalPart": LocalPart,
     "FlatChunks": FlatChunks,
     "MeshBoxes": MeshBoxes,
+    "StridedBoxes": StridedBoxes,
     "Whole": Whole,
 }
 """The dataclasses that opaque values of sharded parameters contain besides plain values."""

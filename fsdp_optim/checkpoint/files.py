@@ -8,7 +8,7 @@ from math import prod
 
 from fsdp_optim.checkpoint.contents import SavedValue, planned
 from fsdp_optim.formats.base import FormatWriter, Half, PlannedFile
-from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout import STORAGE, FlatChunks, OnMesh, Placement, Whole
 from fsdp_optim.move import StateValue
 
 _SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
@@ -58,9 +58,9 @@ def in_flat_chunks(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
 
 def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:
     """Whether the elements of a rank are short rows of the whole parameter, with fewer than `short_nbytes` bytes each."""
-    if not isinstance(placement, MeshBoxes) or not placement.numel:
+    if not isinstance(placement, OnMesh) or not placement.numel:
         return False
-    sizes, shape = placement.box(0).sizes, placement.shape
+    sizes, shape = placement.blocks(0)[0].box.sizes, placement.shape
     cut = max((dim for dim, (size, full) in enumerate(zip(sizes, shape, strict=True)) if size < full), default=0)
     return prod(sizes[:cut]) > 1 and prod(sizes[cut:]) * itemsize < short_nbytes
 

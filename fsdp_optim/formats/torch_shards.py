@@ -16,7 +16,7 @@ import numpy
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.inert_pickle import Known, Unread
 from fsdp_optim.formats.rank_files import Shard
-from fsdp_optim.layout import Box, MeshBoxes, Shape
+from fsdp_optim.layout import Box, MeshBoxes, Shape, contiguous_order
 
 
 class Fields:
@@ -247,12 +247,12 @@ def _splits(shape: Shape, mesh_shape: Shape, placements: Any) -> tuple[tuple[int
             splits.append((int(fields.get("split_factor", 1)), mesh_dim, int(fields["dim"]) % max(len(shape), 1)))
         elif not isinstance(placement, ReplicateFields):
             raise TypeError("the DTensor is partial: each rank holds its part of a reduction only")
-    sizes: dict[int, int] = {}
-    for factor, mesh_dim, dim in sorted(splits):
-        if factor > 1 and factor != sizes.get(dim, 1):
+    ordered = [(mesh_dim, dim) for _, mesh_dim, dim in sorted(splits)]
+    for dim in {dim for _, dim in ordered}:
+        cuts = [(mesh_dim, factor) for factor, mesh_dim, other in splits if other == dim]
+        if contiguous_order(cuts, mesh_shape) != [mesh_dim for mesh_dim, other in ordered if other == dim]:
             raise ValueError("the DTensor interleaves rows, which is not supported")
-        sizes[dim] = sizes.get(dim, 1) * mesh_shape[mesh_dim]
-    return tuple((mesh_dim, dim) for _, mesh_dim, dim in sorted(splits))
+    return tuple(ordered)
 
 
 def _shape(sizes: Any) -> Shape:

@@ -21,9 +21,10 @@ from fsdp_optim.layout.flat_runs import FlatRuns
 from fsdp_optim.layout.holders import RankSet
 from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
-from fsdp_optim.layout.mesh import MeshBoxes, cut_named, cut_of
+from fsdp_optim.layout.mesh import MeshBoxes, OnMesh, cut_named, cut_of
 from fsdp_optim.layout.placement import Placement, Whole
 from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order
+from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
 
 __all__ = [
     "STORAGE",
@@ -35,6 +36,7 @@ __all__ = [
     "FlatRuns",
     "Layout",
     "MeshBoxes",
+    "OnMesh",
     "Piece",
     "Placement",
     "RankSet",
@@ -42,9 +44,11 @@ __all__ = [
     "Run",
     "RunTable",
     "Shape",
+    "StridedBoxes",
     "Whole",
     "bounds_of_box",
     "boxes_of_run",
+    "contiguous_order",
     "cut_named",
     "cut_of",
     "flat_chunks",

@@ -69,10 +69,26 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One Box of a parameter, contiguous and row-major, `offset` elements into a rank's local tensor."""
+    """One Box of a parameter, row-major, `offset` elements into a rank's local tensor.
+
+    `strides`: the strides of the Box in the local tensor; None for a Box that is contiguous there.
+    """
 
     box: Box
     offset: int
+    strides: Shape | None = None
+
+    @property
+    def local_strides(self) -> Shape:
+        """The strides of the Box in the local tensor, in elements."""
+        return row_major_strides(self.box.sizes) if self.strides is None else self.strides
+
+    @property
+    def end(self) -> int:
+        """The index behind the last element of the Box in the local tensor."""
+        if self.strides is None or not self.box.numel:
+            return self.offset + self.box.numel
+        return self.offset + 1 + sum((n - 1) * step for n, step in zip(self.box.sizes, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +99,7 @@ class Piece:
     box: Box
     rank: int
     offset: int
+    strides: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)

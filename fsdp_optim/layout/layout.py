@@ -41,7 +41,7 @@ class Layout:
         for fqn, placement in self.placements.items():
             shard = placement.shard_of(rank)
             for block in placement.blocks(shard) if shard is not None else ():
-                yield Piece(fqn, block.box, rank, block.offset)
+                yield Piece(fqn, block.box, rank, block.offset, block.strides)
 
     def only(self, fqns: Sequence[str]) -> Layout:
         """The Layout of some of the parameters, in the order of `fqns`."""

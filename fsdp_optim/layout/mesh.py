@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,17 +20,13 @@ from fsdp_optim.layout.replicas import join_replicas
 
 
 @dataclass(frozen=True)
-class MeshBoxes(Placement):
-    """A parameter on a mesh of ranks, as DTensor places it: each rank holds one Box, row-major in a separate tensor.
+class OnMesh(Placement):
+    """A parameter on a mesh of ranks. Parent of the Placements of DTensor.
 
-    `splits`: pairs (mesh dimension, parameter dimension). Each split cuts the Boxes that the splits before it have made into
-    chunks of equal size, of which the last may be shorter or empty. Mesh dimensions without a split hold replicas.
-
-    # shape (3, 4), mesh (2, 2), splits ((1, 1), (0, 0)):   | rank 0 | rank 1 |
-    # first mesh dimension 1 cuts the columns,              | rank 0 | rank 1 |
-    # then mesh dimension 0 the rows                        | rank 2 | rank 3 |
-
-    `replicas`: the ranks of each mesh that holds the parameter in this way, row-major.
+    Attributes:
+        splits: pairs (mesh dimension, parameter dimension), which cut one after the other. Mesh dimensions without a split hold
+            replicas.
+        replicas: the ranks of each mesh that holds the parameter in this way, row-major.
     """
 
     full_shape: Shape
@@ -91,6 +88,15 @@ class MeshBoxes(Placement):
     def rank_groups(self) -> tuple[Ranks, ...]:
         return self.replicas
 
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """The splits, each with a third number, if it interleaves: the number of groups of which every rank gets a part."""
+        return self.splits
+
+    @abstractmethod
+    def local_shape(self, shard: int) -> Shape:
+        """The shape of the local tensor of a shard."""
+
     def holders(self, shard: int) -> tuple[int, ...]:
         places = _places_by_shard(self.mesh_shape, self._split_dims)[shard]
         return tuple(group[place] for group in self.replicas for place in places)
@@ -99,9 +105,58 @@ class MeshBoxes(Placement):
         place = next((group.index(rank) for group in self.replicas if rank in group), None)
         return _shard_at(place, self.mesh_shape, self._split_dims) if place is not None else None
 
+    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
+        places = _place_table(self.mesh_shape, self._split_dims)[number_array(shards)]
+        return numpy.concatenate([number_array(group)[places].T for group in self.replicas])
+
+    def join(self, other: Placement) -> Placement | None:
+        if not isinstance(other, OnMesh) or self._cut != other._cut:
+            return None
+        return join_replicas(self, other)
+
+    @property
+    def most_numel(self) -> int:
+        return prod(self.local_shape(0)) if self.num_shards else 0  # the first part of each split is the largest
+
+    def on_lowest_ranks(self) -> OnMesh:
+        sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
+        ranks = [0] * self.num_shards
+        for shard, (place,) in enumerate(_places_by_shard(sizes, self._split_dims)):
+            ranks[place] = min(self.holders(shard))
+        return replace(self, mesh_shape=sizes, replicas=(ranks,))
+
+    @property
+    def _cut(self) -> tuple[object, ...]:
+        return type(self), self.full_shape, self.mesh_shape, self.cuts
+
+    def __str__(self) -> str:
+        cuts = ", ".join(
+            f"dimension {cut[1]} over {parts}" + (f" in {cut[2]} groups" if len(cut) > 2 else "")
+            for cut, parts in zip(self.cuts, self._parts, strict=True)
+        )
+        return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
+
+
+@dataclass(frozen=True)
+class MeshBoxes(OnMesh):
+    """A parameter on a mesh of ranks, as DTensor places it: each rank holds one Box, row-major in a separate tensor.
+
+    `splits`: pairs (mesh dimension, parameter dimension). Each split cuts the Boxes that the splits before it have made into
+    chunks of equal size, of which the last may be shorter or empty. Mesh dimensions without a split hold replicas.
+
+    # shape (3, 4), mesh (2, 2), splits ((1, 1), (0, 0)):   | rank 0 | rank 1 |
+    # first mesh dimension 1 cuts the columns,              | rank 0 | rank 1 |
+    # then mesh dimension 0 the rows                        | rank 2 | rank 3 |
+
+    `replicas`: the ranks of each mesh that holds the parameter in this way, row-major.
+    """
+
     def box(self, shard: int) -> Box:
         """The Box of a shard, which is empty where the cut left no elements for the shard."""
         return _box_of_shard(self.full_shape, self._split_parts, shard)
+
+    def local_shape(self, shard: int) -> Shape:
+        return self.box(shard).sizes
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         box = self.box(shard)
@@ -123,10 +178,6 @@ class MeshBoxes(Placement):
             numpy.where(is_empty, 0, edges * row), numpy.where(is_empty, 0, stops * row), numpy.zeros_like(edges)
         )
 
-    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        places = _place_table(self.mesh_shape, self._split_dims)[number_array(shards)]
-        return numpy.concatenate([number_array(group)[places].T for group in self.replicas])
-
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
         if start >= stop:
             return range(0)
@@ -141,32 +192,6 @@ class MeshBoxes(Placement):
         if first == last and len(self.shape) == 2:
             ranges[1] = start - first * row, stop - 1 - first * row
         return _shards_over(self.shape, self._split_parts, ranges)
-
-    def join(self, other: Placement) -> Placement | None:
-        if not isinstance(other, MeshBoxes) or self._cut != other._cut:
-            return None
-        return join_replicas(self, other)
-
-    @property
-    def most_numel(self) -> int:
-        return self.box(0).numel if self.num_shards else 0  # the first part of each split is the largest
-
-    def on_lowest_ranks(self) -> MeshBoxes:
-        sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
-        ranks = [0] * self.num_shards
-        for shard, (place,) in enumerate(_places_by_shard(sizes, self._split_dims)):
-            ranks[place] = min(self.holders(shard))
-        return replace(self, mesh_shape=sizes, replicas=(ranks,))
-
-    @property
-    def _cut(self) -> tuple[object, ...]:
-        return self.full_shape, self.mesh_shape, self.splits
-
-    def __str__(self) -> str:
-        cuts = ", ".join(
-            f"dimension {dim} over {parts}" for (_, dim), parts in zip(self.splits, self._parts, strict=True)
-        )
-        return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
 
 
 @functools.lru_cache(maxsize=256)
@@ -217,7 +242,11 @@ def _box_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int)
 @functools.lru_cache(maxsize=4096)
 def _run_of_shard(shape: Shape, splits: tuple[tuple[int, int], ...], shard: int) -> Run | None:
     """A shard as one Run, where it is one."""
-    box = _box_of_shard(shape, splits, shard)
+    return run_of_box(shape, _box_of_shard(shape, splits, shard))
+
+
+def run_of_box(shape: Shape, box: Box) -> Run | None:
+    """A Box as one Run, where it is one."""
     numel = prod(box.sizes)
     if not numel:
         return Run(0, 0, 0)
@@ -269,19 +298,21 @@ def _coordinates(index: int, shape: Shape) -> Shape:
 
 
 def cut_of(placement: Placement) -> str:
-    """The cut of a placed value as text: the mesh's number of dimensions, then `mesh dimension:dimension` of each split."""
-    if not isinstance(placement, MeshBoxes):
+    """The cut of a placed value as text: the mesh's number of dimensions, then the numbers of each cut, as in `2 1:0 0:3:2`."""
+    if not isinstance(placement, OnMesh):
         return ""
-    return " ".join([str(len(placement.mesh_shape)), *(f"{mesh_dim}:{dim}" for mesh_dim, dim in placement.splits)])
+    return " ".join([str(len(placement.mesh_shape)), *(":".join(map(str, cut)) for cut in placement.cuts)])
 
 
-def cut_named(word: str) -> tuple[int, tuple[tuple[int, int], ...]] | None:
-    """The inverse of `cut_of`: the mesh's number of dimensions and the splits; None for an empty text.
+def cut_named(word: str) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
+    """The inverse of `cut_of`: the mesh's number of dimensions and the cuts; None for an empty text.
 
     Raises ValueError for a text that `cut_of` does not write.
     """
     if not word:
         return None
-    ndim, *splits = word.split(" ")
-    pairs = [split.split(":") for split in splits]
-    return int(ndim), tuple((int(mesh_dim), int(dim)) for mesh_dim, dim in pairs)
+    ndim, *cuts = word.split(" ")
+    numbers = tuple(tuple(map(int, cut.split(":"))) for cut in cuts)
+    if any(len(cut) not in (2, 3) for cut in numbers):
+        raise ValueError(f"{word!r} is not the cut of a value")
+    return int(ndim), numbers

@@ -130,7 +130,7 @@ class Placement(ABC):
         blocks = self.blocks(shard) if shard is not None else ()
         if not blocks:
             return 0, 0
-        return min(b.offset for b in blocks), max(b.offset + b.box.numel for b in blocks)
+        return min(b.offset for b in blocks), max(b.end for b in blocks)
 
 
 @dataclass(frozen=True)

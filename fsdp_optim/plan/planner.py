@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape, bounds_of_box, row_major_strides
+from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape, bounds_of_box
 from fsdp_optim.plan.copies import Copy
 from fsdp_optim.plan.rows import copy_of_part, parts_of
 from fsdp_optim.plan.runs import BULK_FROM, Runs, runs_into, runs_out_of
@@ -175,7 +175,7 @@ class _Parameter:
         run = target_run if source_run is None else source_run
         if run is not None and len(self.target.shape) == 2:
             blocks = self.source.blocks(source_shard) if source_run is None else self.target.blocks(target_shard)
-            if len(blocks) == 1:
+            if len(blocks) == 1 and blocks[0].strides is None:
                 ends = self.fqn, source_rank, target_rank
                 for part in parts_of(self.target.shape[1], blocks[0], run):
                     yield copy_of_part(part, self.target.shape, blocks[0], *ends, is_from_block=source_run is None)
@@ -224,7 +224,7 @@ def _run_copy(fqn: str, source: Run, source_rank: int, target: Run, target_rank:
 
 def _block_copy(fqn: str, common: Box, source: Block, source_rank: int, target: Block, target_rank: int) -> Copy:
     """The copy of one common Box; dimensions over which both sides are contiguous are merged."""
-    source_strides, target_strides = row_major_strides(source.box.sizes), row_major_strides(target.box.sizes)
+    source_strides, target_strides = source.local_strides, target.local_strides
     source_offset = source.offset + _index(common, source.box, source_strides)
     target_offset = target.offset + _index(common, target.box, target_strides)
     joined: list[tuple[int, int, int]] = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
+from fsdp_optim.layout import FlatChunks, OnMesh, Placement, Whole
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.same import same
@@ -94,12 +94,12 @@ class OpaqueShards:
     def _is_mesh_of_one(self) -> bool:
         """Whether there was a single shard in the parameter's own shape, and the value has no part of a DTensor."""
         cut = self.cuts[0]
-        return isinstance(cut, MeshBoxes) and _num_shards(cut) == 1 and not has_local_part(self.by_shard[0])
+        return isinstance(cut, OnMesh) and _num_shards(cut) == 1 and not has_local_part(self.by_shard[0])
 
 
 def _num_shards(cut: Placement) -> int:
     """The same as `cut.num_shards`, without cached properties: they would be pickled with the dict."""
-    return len(cut.replicas[0]) if isinstance(cut, (FlatChunks, MeshBoxes)) else cut.num_shards
+    return len(cut.replicas[0]) if isinstance(cut, (FlatChunks, OnMesh)) else cut.num_shards
 
 
 def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -111,7 +111,7 @@ def _without_ranks(placement: Placement) -> Placement:
     match placement:
         case FlatChunks():
             return replace(placement, replicas=(range(placement.num_shards),))
-        case MeshBoxes():
+        case OnMesh():
             used = {dim for dim, _ in placement.splits}
             sizes = tuple(n if dim in used else 1 for dim, n in enumerate(placement.mesh_shape))
             return replace(placement, mesh_shape=sizes, replicas=(range(placement.num_shards),))

@@ -105,7 +105,7 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
     for original in param.handle.originals:
         shard = original.placement.shard_of(rank)
         for block in original.placement.blocks(shard) if shard is not None else ():
-            covered.append((block.offset, block.offset + block.box.numel))
+            covered.append((block.offset, block.end))
     gaps, at = [], 0
     for start, stop in sorted(covered):
         if at < start:

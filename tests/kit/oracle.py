@@ -12,7 +12,19 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Shape, Whole
+from fsdp_optim.layout import (
+    Block,
+    Box,
+    Boxes,
+    FlatChunks,
+    Layout,
+    MeshBoxes,
+    OnMesh,
+    Placement,
+    Shape,
+    StridedBoxes,
+    Whole,
+)
 from fsdp_optim.plan import Copy
 
 HOLE = -1  # an element of a local tensor that no parameter owns: padding, or another parameter's
@@ -41,14 +53,18 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                 if chunk < len(group):
                     mine = tensors[group[chunk]]
                     mine[len(mine) if placement.own_tensor else place] = element
-    elif isinstance(placement, MeshBoxes):
+    elif isinstance(placement, OnMesh):
         for group in placement.replicas:
             for rank, coordinate in zip(group, np.ndindex(placement.mesh_shape), strict=True):
                 local: np.ndarray = np.arange(prod(placement.shape)).reshape(placement.shape)
-                for mesh_dim, dim in placement.splits:
+                for mesh_dim, dim, *factor in placement.cuts:
                     size, parts = local.shape[dim], placement.mesh_shape[mesh_dim]
-                    chunk = max(-(-size // parts), 1)
-                    taken = [i // chunk == coordinate[mesh_dim] for i in range(size)]
+                    rows = max(-(-size // (factor[0] if factor else 1)), 1)  # of a group
+                    taken = []
+                    for i in range(size):
+                        first = i // rows * rows
+                        chunk = -(-(min(first + rows, size) - first) // parts)
+                        taken.append((i - first) // chunk == coordinate[mesh_dim])
                     local = local.compress(taken, axis=dim)
                 tensors[rank] = dict(enumerate(local.ravel().tolist()))
     else:
@@ -62,6 +78,14 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
             numel = sum(prod(block.box.sizes) for block in blocks)
             assert len(tensors[rank]) == numel, "blocks on top of each other"
     return tensors
+
+
+def addresses_of_block(block: Block) -> list[int]:
+    """Where the elements of a block are in the local tensor, in the row-major order of its Box."""
+    indices = product(*(range(size) for size in block.box.sizes))
+    return [
+        block.offset + sum(i * step for i, step in zip(index, block.local_strides, strict=True)) for index in indices
+    ]
 
 
 def missing(placement: Placement) -> list[int]:
@@ -211,13 +235,21 @@ def mesh_placements(draw: st.DrawFn, shape: Shape) -> MeshBoxes:
     return MeshBoxes(shape, mesh, splits, replicas)
 
 
+@st.composite
+def strided_placements(draw: st.DrawFn, shape: Shape) -> StridedBoxes:
+    """The same, with cuts that interleave."""
+    mesh = draw(mesh_placements(shape))
+    factors = tuple(draw(st.integers(1, 4)) for _ in mesh.splits)
+    return StridedBoxes(mesh.full_shape, mesh.mesh_shape, mesh.splits, mesh.replicas, factors)
+
+
 def whole_placements(shape: Shape) -> st.SearchStrategy[Whole]:
     return st.builds(Whole, st.just(shape), some_ranks(4), st.integers(0, 3))
 
 
 @st.composite
 def placements(draw: st.DrawFn, shape: Shape) -> Placement:
-    kinds = [whole_placements, mesh_placements, boxes_placements]
+    kinds = [whole_placements, mesh_placements, strided_placements, boxes_placements]
     if draw(st.booleans()):
         return draw(draw(st.sampled_from(kinds))(shape))
     return draw(flat_groups({"before": draw(shapes), "w": shape}))["w"]
@@ -227,7 +259,8 @@ def placements(draw: st.DrawFn, shape: Shape) -> Placement:
 def layouts(draw: st.DrawFn, of: Mapping[str, Shape]) -> Layout:
     """Parameters placed at random; those in FlatChunks share one flat parameter."""
     kinds: dict[str, Callable[[Shape], st.SearchStrategy[Placement]]]
-    kinds = {"boxes": boxes_placements, "mesh": mesh_placements, "whole": whole_placements}
+    kinds = {"boxes": boxes_placements, "mesh": mesh_placements, "strided": strided_placements}
+    kinds["whole"] = whole_placements
     kind = {fqn: draw(st.sampled_from(["flat", *kinds])) for fqn in of}
     flat = draw(flat_groups({fqn: shape for fqn, shape in of.items() if kind[fqn] == "flat"}))
     return Layout({fqn: flat[fqn] if fqn in flat else draw(kinds[kind[fqn]](of[fqn])) for fqn in of})

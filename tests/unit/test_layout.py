@@ -22,10 +22,12 @@ from fsdp_optim.layout import (
     FlatChunks,
     Layout,
     MeshBoxes,
+    OnMesh,
     Piece,
     Placement,
     Run,
     Shape,
+    StridedBoxes,
     Whole,
     bounds_of_box,
     boxes_of_run,
@@ -56,9 +58,11 @@ def runs(draw: st.DrawFn) -> tuple[Shape, int, int]:
 def shard_elements(placement: Placement, shard: int) -> dict[int, int]:
     """{index into the local tensor: element} of a shard, from its blocks."""
     return {
-        block.offset + i: element
+        place: element
         for block in placement.blocks(shard)
-        for i, element in enumerate(oracle.elements_of_box(placement.shape, block.box))
+        for place, element in zip(
+            oracle.addresses_of_block(block), oracle.elements_of_box(placement.shape, block.box), strict=True
+        )
     }
 
 
@@ -225,7 +229,7 @@ def test_replicas_on_other_ranks_join(data: st.DataObject, shape: Shape) -> None
         other = replace(one, on=[rank + 10 for rank in one.on])
         unlike = replace(other, offset=one.offset + 1)
     else:
-        assert isinstance(one, (FlatChunks, MeshBoxes))
+        assert isinstance(one, (FlatChunks, OnMesh))
         other = replace(one, replicas=tuple([rank + 10 for rank in group] for group in one.replicas))
         if isinstance(other, FlatChunks):
             unlike = replace(other, own_tensor=not other.own_tensor)
@@ -392,6 +396,24 @@ def test_impossible_meshes_are_refused(mesh: Shape, splits: tuple[tuple[int, int
         MeshBoxes((3, 4), mesh, splits, (group,))
 
 
+@pytest.mark.parametrize("factors", [(), (2, 2), (0,)])
+def test_each_split_needs_a_factor(factors: tuple[int, ...]) -> None:
+    with pytest.raises(LayoutError):
+        StridedBoxes((6,), (2,), ((0, 0),), ((0, 1),), factors)
+
+
+def test_strided_boxes_by_hand() -> None:
+    """The picture in the docstring, and the same columns of two rows, which are strided in the local tensor."""
+    rows = StridedBoxes((6,), (2,), ((0, 0),), ((4, 5),), (2,))
+    assert rows.blocks(0) == (Block(Box((0,), (2,)), 0), Block(Box((3,), (2,)), 2))
+    assert rows.blocks(1) == (Block(Box((2,), (1,)), 0), Block(Box((5,), (1,)), 1))
+    columns = StridedBoxes((2, 6), (2,), ((0, 1),), ((4, 5),), (2,))
+    assert columns.blocks(0) == (Block(Box((0, 0), (2, 2)), 0, (4, 1)), Block(Box((0, 3), (2, 2)), 2, (4, 1)))
+    assert columns.local_shape(1) == (2, 2)
+    assert columns.gap() is None
+    assert columns.join(MeshBoxes((2, 6), (2,), ((0, 1),), ((0, 1),))) is None
+
+
 def test_a_mesh_without_ranks_holds_nothing() -> None:
     with pytest.raises(LayoutError):
         Layout({"w": MeshBoxes((3, 4), (2,), ((0, 0),), ())})
@@ -469,7 +491,8 @@ def test_pieces_are_everything_that_a_rank_holds(pair: tuple[Layout, Layout]) ->
         for piece in layout.pieces(rank):
             assert piece.rank == rank
             elements = oracle.elements_of_box(layout.placements[piece.fqn].shape, piece.box)
-            found[piece.fqn] |= {piece.offset + i: element for i, element in enumerate(elements)}
+            places = oracle.addresses_of_block(Block(piece.box, piece.offset, piece.strides))
+            found[piece.fqn] |= dict(zip(places, elements, strict=True))
         assert found == {fqn: oracle.held(p).get(rank, {}) for fqn, p in layout.placements.items()}
 
 

@@ -1,0 +1,116 @@
+"""Where the elements of a DTensor live: its placements on its mesh, as cuts in the order in which they were made."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsdp_optim.errors import WrapperError
+from fsdp_optim.layout import MeshBoxes, OnMesh, Ranks, Shape, StridedBoxes, contiguous_order, ranks_in_order
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def placement_of(
+    fqn: str, shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...], fsdp_dims: frozenset[int] | None = None
+) -> OnMesh:
+    """Where a DTensor's elements live.
+
+    `fsdp_dims`: of a parameter of fully_shard, the dimensions of the mesh over which fully_shard has cut it. fully_shard cuts
+    the tensor that tensor parallel has left, so these come last. None: unknown, or none.
+    """
+    by_dim: dict[int, list[tuple[int, int]]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if placement.is_partial():
+            raise WrapperError(
+                f"{fqn}: the placement of this DTensor is {placement}, so each rank holds only its part of a reduction: "
+                "redistribute the DTensor to Replicate or Shard first"
+            )
+        if not placement.is_replicate():
+            dim = getattr(placement, "dim", None)
+            if dim is None:
+                raise WrapperError(
+                    f"{fqn}: the placement {placement} of this DTensor is not supported: redistribute the DTensor to Replicate "
+                    "or Shard first"
+                )
+            by_dim.setdefault(dim % max(len(shape), 1), []).append((mesh_dim, _split_factor(placement)))
+    ordered: list[tuple[int, int, int]] = []
+    for dim, cuts in by_dim.items():
+        found = _cuts_in_order(cuts, tuple(mesh.mesh.shape), fsdp_dims)
+        if found is None:
+            raise WrapperError(
+                f"{fqn}: {placements} on the mesh {tuple(mesh.mesh.shape)} is what fully_shard makes of interleaved rows, and "
+                "what distribute_tensor makes of whole ones, with the elements in different places: pass the root module that "
+                "fully_shard has wrapped, or redistribute the DTensor to Replicate or Shard first"
+            )
+        ordered += [(mesh_dim, dim, factor) for mesh_dim, factor in found]
+    if all(factor == 1 for _, _, factor in ordered):
+        splits = _as_sorted(ordered, placements)
+        return MeshBoxes(shape, tuple(mesh.mesh.shape), splits, (ranks_of_mesh(mesh, frozenset(d for d, _ in splits)),))
+    splits = tuple((mesh_dim, dim) for mesh_dim, dim, _ in ordered)
+    ranks = ranks_of_mesh(mesh, frozenset(mesh_dim for mesh_dim, _ in splits))
+    return StridedBoxes(shape, tuple(mesh.mesh.shape), splits, (ranks,), tuple(factor for _, _, factor in ordered))
+
+
+_Cuts = list[tuple[int, int]]
+"""(mesh dimension, split factor) of the cuts of one dimension of a tensor. A factor over 1 interleaves."""
+
+
+def _cuts_in_order(cuts: _Cuts, mesh_shape: Shape, fsdp_dims: frozenset[int] | None) -> _Cuts | None:
+    """The cuts of one dimension of a tensor, in the order in which they were made; None where that is not known.
+
+    `_StridedShard` has two meanings. Where the factors fit, they say the order of contiguous cuts. Else the placements are
+    in order, and a factor is the number of groups of rows of which every rank has a part.
+    """
+    order = contiguous_order(cuts, mesh_shape)
+    if order is not None:
+        return [(mesh_dim, 1) for mesh_dim in order]
+    if fsdp_dims is None:
+        first, *others = cuts
+        rest = prod(mesh_shape[mesh_dim] for mesh_dim, _ in others)
+        return None if others and rest > 1 and first[1] == rest else cuts
+    by_others = [cut for cut in cuts if cut[0] not in fsdp_dims]
+    by_fsdp = [(mesh_dim, 1) for mesh_dim, _ in cuts if mesh_dim in fsdp_dims]
+    order = contiguous_order(by_others, mesh_shape)
+    return [*([(mesh_dim, 1) for mesh_dim in order] if order is not None else by_others), *by_fsdp]
+
+
+def _as_sorted(ordered: list[tuple[int, int, int]], placements: tuple[Placement, ...]) -> tuple[tuple[int, int], ...]:
+    """The splits sorted by their factors where the order inside each dimension allows it, so that equal cuts are equal values."""
+    splits = [(mesh_dim, dim) for mesh_dim, dim, _ in ordered]
+    by_factor = sorted(splits, key=lambda split: (_split_factor(placements[split[0]]), split[0]))
+    dims = {dim for _, dim in splits}
+    alike = all([s for s in splits if s[1] == dim] == [s for s in by_factor if s[1] == dim] for dim in dims)
+    return tuple(by_factor if alike else splits)
+
+
+def _split_factor(placement: Placement) -> int:
+    """The number of parts that other mesh dimensions make before the cut of this placement; over 1 for `_StridedShard`."""
+    return int(getattr(placement, "split_factor", 1))
+
+
+def ranks_of_mesh(mesh: DeviceMesh, split_dims: frozenset[int] = frozenset()) -> Ranks:
+    """The ranks of a mesh, row-major, in the order in which DTensor numbers the shards along `split_dims`.
+
+    DTensor numbers shards by group rank in the process group of each mesh line, and torch sorts the ranks of a group: on a
+    mesh whose ranks do not ascend, that order differs from the order in the mesh.
+    """
+    grid = mesh.mesh
+    if all(bool((grid.diff(dim=dim) > 0).all()) for dim in split_dims):
+        return ranks_in_order(grid.flatten().tolist())
+    places = torch.meshgrid(*(torch.arange(size, device=grid.device) for size in grid.shape), indexing="ij")
+    coordinates = torch.stack(
+        [grid.argsort(dim=d).argsort(dim=d) if d in split_dims else places[d] for d in range(grid.ndim)], dim=-1
+    )
+    numbered = torch.full_like(grid, -1)
+    numbered[coordinates.reshape(-1, grid.ndim).unbind(-1)] = grid.flatten()
+    if bool((numbered < 0).any()):
+        raise WrapperError(
+            f"the mesh {grid.tolist()} has its ranks in an order in which torch gives two ranks the same shard: make the mesh "
+            "with ascending ranks"
+        )
+    return ranks_in_order(numbered.flatten().tolist())
