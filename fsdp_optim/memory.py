@@ -214,6 +214,11 @@ def bytes_in_pieces(value: torch.Tensor) -> Iterator[torch.Tensor]:
             yield flat[start : start + most_numel].cpu().view(torch.uint8)
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype, on any devices, have the same bits."""
+    return all(torch.equal(*pair) for pair in zip(bytes_in_pieces(a), bytes_in_pieces(b), strict=True))
+
+
 def flat_slice(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a tensor in row-major order, 1-D: a view of a contiguous tensor, else a copy of this range."""
     value = _resolved(value)

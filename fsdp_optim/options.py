@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_optim.errors import CheckpointError, StateError
 
@@ -23,6 +24,9 @@ CONVERT_NBYTES, LEAST_CONVERT_NBYTES = 512 << 20, 16 << 20
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that ranks wait for each other before the missing ones are named."""
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the list of the pipeline stages that this rank has."""
 
 Collect = Literal["wrapper", "all"]
 OnReplicaMismatch = Literal["error", "lowest_rank"]

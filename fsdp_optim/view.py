@@ -163,12 +163,14 @@ class ModuleValue:
         key: the entry's name in the module (`_extra_state`).
         value: the entry's value, which may share memory with the module.
         others: the entry's FQNs by other paths to the same module.
+        twins: the entries of other pipeline stages of this rank with the same FQN.
     """
 
     module: nn.Module
     key: str
     value: Any
     others: tuple[str, ...] = ()
+    twins: tuple[ModuleValue, ...] = ()
 
 
 @dataclass(frozen=True)

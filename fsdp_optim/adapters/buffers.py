@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+import torch
 
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.layout import Ranks, Whole
+from fsdp_optim.memory import same_bits
 from fsdp_optim.view import Handle, ModelView, NamedHandle, Original
 
 Rename = Callable[[str, Ranks], str]
@@ -26,7 +30,7 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
     """The persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
     near = Near(tree, view)
     cast = {id(buffer) for adapter in adapters for buffer in adapter.cast_buffers(tree)}
-    handles = []
+    handles: dict[str, Handle] = {}
     aliases: dict[str, str] = {}
     for fqn, value, others in tree.buffers():
         ranks, loose = near.ranks(fqn), near.is_loose(fqn)
@@ -42,9 +46,42 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
                 loose=loose,
                 cast_by_wrapper=id(value) in cast,
             )
-        handles.append(NamedHandle(handle, (name,)))
+        handles[name] = handle if name not in handles else _twins(name, handles[name], handle)
         aliases.update({rename(other, ranks): name for other in others})
-    return Buffers(tuple(handles), aliases)
+    return Buffers(tuple(NamedHandle(handle, (name,)) for name, handle in handles.items()), aliases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwinsHandle(Handle):
+    """The Handle of a buffer of which several pipeline stages of this rank have a copy, which are saved as one."""
+
+    twins: tuple[torch.Tensor, ...]
+
+    def install(self, flat: torch.Tensor) -> None:
+        super().install(flat)
+        with torch.no_grad():
+            for twin in self.twins:
+                twin.copy_(flat.view(self.local_shape))
+
+    def check_equal(self, fqn: str) -> None:
+        if not all(same_bits(self.param, twin) for twin in self.twins):
+            raise StateError(
+                f"{fqn}: {len(self.twins) + 1} pipeline stages of this rank have a buffer of this name, and the buffers differ: "
+                "make them equal, or give name_of= that tells them apart"
+            )
+
+
+def _twins(fqn: str, first: Handle, other: Handle) -> Handle:
+    """One Handle for two buffers of one name. Raises WrapperError for those that cannot be saved as one."""
+    plain = all(type(handle) in (Handle, TwinsHandle) for handle in (first, other))
+    if not plain or (first.local_shape, first.param.dtype) != (other.local_shape, other.param.dtype):
+        raise WrapperError(
+            f"{fqn}: two buffers have this name, of shape {list(first.local_shape)} and {first.param.dtype}, and of shape "
+            f"{list(other.local_shape)} and {other.param.dtype}: give name_of= that tells them apart"
+        )
+    known = first.twins if isinstance(first, TwinsHandle) else ()
+    given = {one.name: getattr(first, one.name) for one in fields(Handle)}
+    return TwinsHandle(**given, twins=(*known, other.param))
 
 
 class Near:

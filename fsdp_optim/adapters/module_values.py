@@ -52,7 +52,10 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
                 continue
             ranks = near.ranks(fqn)
             others = tuple(rename(other, ranks) for other in tree.other_fqns(module, key))
-            values[rename(fqn, ranks)] = ModuleValue(module, key, value, others)
+            name = rename(fqn, ranks)
+            found = ModuleValue(module, key, value, others)
+            first = values.get(name)
+            values[name] = found if first is None else replace(first, twins=(*first.twins, found))
     return ModuleValues(values, takers, tuple(lost), tuple(_hooked(tree)))
 
 

@@ -16,6 +16,7 @@ class Naming:
     def __init__(self, tree: ModuleTree, name_of: NameOf | None) -> None:
         self._tree, self._name_of = tree, name_of
         self._keys: dict[str, tuple[int, int, int]] = {}
+        self._roots: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
         self.given_names: dict[str, str] = {}
 
@@ -39,10 +40,18 @@ class Naming:
         for original in handle.originals:
             module, attribute = original.module, original.attribute
             fqn = self._rename(handle, self._tree.fqn(module, attribute))
+            root = self._tree.root_of(module)
+            if fqn in self._keys and self._roots[fqn] != root:
+                raise WrapperError(
+                    f"{fqn}: the stages {self._roots[fqn]} and {root} in the list of this rank have two tensors of this name: if "
+                    "they are one tied parameter, register the same Parameter in both stages; else give name_of= that tells "
+                    "them apart"
+                )
             if fqn in self._keys:
                 raise WrapperError(
                     f"{fqn}: two parameters of the model have this name: give name_of= that tells them apart"
                 )
+            self._roots[fqn] = root
             if original.place is not None:
                 self._keys[fqn] = (self._tree.index(module), 0, original.place)
             else:
@@ -50,7 +59,9 @@ class Naming:
             self._add_aliases(handle, module, attribute, fqn)
             fqns.append(fqn)
         for position, module, attribute in handle.aliases:
-            self.aliases[self._rename(handle, self._tree.fqn(module, attribute))] = fqns[position]
+            other = self._rename(handle, self._tree.fqn(module, attribute))
+            if other != fqns[position]:  # a tied parameter may have the same name in two pipeline stages
+                self.aliases[other] = fqns[position]
             self._add_aliases(handle, module, attribute, fqns[position])
         return NamedHandle(handle, tuple(fqns))
 

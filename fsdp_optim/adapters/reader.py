@@ -19,20 +19,25 @@ from fsdp_optim.adapters.registry import all_adapters
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
-from fsdp_optim.options import NameOf
+from fsdp_optim.options import Model, NameOf
 from fsdp_optim.view import Handle, ModelView, ModuleValues
 
 
 class ModelReader:
     """A reader of one model on this rank. It makes no collective call and changes nothing."""
 
-    def __init__(self, model: nn.Module, rank: int | None = None) -> None:
-        """`rank`: this global rank (None: the rank in torch.distributed)."""
+    def __init__(self, model: Model, rank: int | None = None) -> None:
+        """`model`: also a list of pipeline stages. `rank`: this global rank (None: the rank in torch.distributed)."""
         self._rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
         known = all_adapters()
         self._wrapper_parts = TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in known))
         self._adapters = tuple(adapter for adapter in known if adapter.is_present())
-        self._tree = ModuleTree(model, _wrapper_children(self._adapters), self._stand_ins)
+        self.is_staged = not isinstance(model, nn.Module)
+        self._tree = ModuleTree(
+            *([model] if isinstance(model, nn.Module) else model),
+            is_wrapper_child=_wrapper_children(self._adapters),
+            stand_ins=self._stand_ins,
+        )
         self._views: dict[tuple[tuple[int, ...], NameOf | None], ModelView] = {}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -30,13 +31,20 @@ class ModuleTree:
     """The modules in the order of `model.modules()`, with their paths in the unwrapped model."""
 
     def __init__(
-        self, root: nn.Module, is_wrapper_child: IsWrapperChild, stand_ins: StandIns = lambda modules: {}
+        self,
+        *roots: nn.Module,
+        is_wrapper_child: IsWrapperChild,
+        stand_ins: StandIns = lambda modules: {},
     ) -> None:
-        self.root = root
+        """`roots`: the model, or the pipeline stages of this rank, each of which has the FQNs of the whole model."""
+        self.root = roots[0]
         self._is_wrapper_child = is_wrapper_child
         self._sites: dict[nn.Module, _Site] = {}
         self._other_paths: list[tuple[str, nn.Module]] = []
-        self._visit(root, "")
+        self._first_of_root = []
+        for root in roots:
+            self._first_of_root.append(len(self._sites))
+            self._visit(root, "")
         replaced = stand_ins(self._sites)
         self._sites_of_params: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self._sites:
@@ -55,6 +63,10 @@ class ModuleTree:
                 continue
             transparent = name in TRANSPARENT_CHILDREN or self._is_wrapper_child(module, name)
             self._visit(child, path if transparent else join(path, name))
+
+    def root_of(self, module: nn.Module) -> int:
+        """The number of the root, in the order in which the roots were given, that has a module."""
+        return bisect.bisect_right(self._first_of_root, self._sites[module].index) - 1
 
     @property
     def modules(self) -> Iterator[nn.Module]:

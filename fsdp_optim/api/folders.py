@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_optim.checkpoint import catalog, listing, resuming
 from fsdp_optim.checkpoint.formats import SAVED
@@ -22,6 +21,7 @@ from fsdp_optim.options import (
     BUCKET_NBYTES,
     Check,
     GroupsFrom,
+    Model,
     NameOf,
     OnDamage,
     Options,
@@ -37,7 +37,7 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 @ordinary_tensors()
 def resume(
     root: str | os.PathLike[str],
-    model: nn.Module,
+    model: Model,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
     *,
     on_damage: OnDamage = "error",

@@ -7,17 +7,25 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_optim.checkpoint import model_dict
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import BUCKET_NBYTES, GatherOptions, LoadOptions, NameOf, OnReplicaMismatch, Options, Rename
+from fsdp_optim.options import (
+    BUCKET_NBYTES,
+    GatherOptions,
+    LoadOptions,
+    Model,
+    NameOf,
+    OnReplicaMismatch,
+    Options,
+    Rename,
+)
 from fsdp_optim.verbs.load_state import Incompatible
 
 
 @ordinary_tensors()
 def gather_full_model_state_dict(
-    model: nn.Module,
+    model: Model,
     recipient_rank: int | None = 0,
     *,
     name_of: NameOf | None = None,
@@ -54,7 +62,7 @@ def gather_full_model_state_dict(
 
 @ordinary_tensors()
 def scatter_full_model_state_dict(
-    model: nn.Module,
+    model: Model,
     full: Mapping[str, Any] | None,
     source_rank: int = 0,
     *,
@@ -72,7 +80,7 @@ def scatter_full_model_state_dict(
     Memory beyond the training's own: one copy of this rank's shard, and `bucket_nbytes`, in bytes.
 
     Args:
-        model: the root of the model, in any wrapper or none.
+        model: the root of the model, in any wrapper or none, or a list of the pipeline stages that this rank has.
         full: the `state_dict()` of an unwrapped model, or what `gather_full_model_state_dict` returned: whole tensors on any
             device. It is not changed.
         strict, cast, rename: as for `load`.

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_optim.checkpoint import convert as conversion
 from fsdp_optim.checkpoint import inspecting, verifying
@@ -17,7 +16,7 @@ from fsdp_optim.checkpoint.inspecting import Inspected
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.verifying import Verified
 from fsdp_optim.memory import ordinary_tensors
-from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Options
+from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Model, Options
 from fsdp_optim.storage.posix.files import checkpoint_errors
 
 FORMATS_WRITTEN = tuple(WRITTEN)
@@ -34,7 +33,7 @@ def convert(
     key_by: KeyBy | None = None,
     memory: int = CONVERT_NBYTES,
     names: Sequence[str] | None = None,
-    model: nn.Module | None = None,
+    model: Model | None = None,
     overwrite: bool = False,
     durable: bool = True,
     max_file_size: int = 4_000_000_000,

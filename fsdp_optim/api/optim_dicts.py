@@ -16,6 +16,7 @@ from fsdp_optim.options import (
     GatherOptions,
     GroupsFrom,
     KeyBy,
+    Model,
     NameOf,
     OnReplicaMismatch,
     Options,
@@ -31,7 +32,7 @@ from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
 
 @ordinary_tensors()
 def gather_full_optim_state_dict(
-    model: nn.Module,
+    model: Model,
     optim: Optimizers,
     recipient_rank: int | None = 0,
     key_by: KeyBy = "id",
@@ -51,8 +52,9 @@ def gather_full_optim_state_dict(
 
     Args:
         model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a
-            mix.
-        optim: an optimizer, or a list of optimizers: any object with `state_dict()` and `param_groups`.
+            mix. Or a list of the pipeline stages that this rank has, which have the FQNs of the whole model; then all ranks of
+            the job, or of `process_group`, make the call.
+        optim: an optimizer, or a list of optimizers (one for each pipeline stage, say): any object with `state_dict()` and `param_groups`.
         recipient_rank: the global rank that gets the dict; None: every rank gets the dict.
         key_by: "id" counts parameters as the optimizer does: group after group, and inside a group in the optimizer's own order,
             with the originals of a flat parameter in its place. A group in the order of the wrapped model's parameters() is
@@ -98,7 +100,7 @@ def gather_full_optim_state_dict(
 
 
 def iter_full_optim_state(
-    model: nn.Module,
+    model: Model,
     optim: Optimizers,
     recipient_rank: int | None = 0,
     *,
@@ -134,7 +136,7 @@ def iter_full_optim_state(
 
 @overload
 def get_shard_from_optim_state_dict(
-    model: nn.Module,
+    model: Model,
     optim: OptimizerLike,
     full: Mapping[str, Any],
     *,
@@ -148,7 +150,7 @@ def get_shard_from_optim_state_dict(
 
 @overload
 def get_shard_from_optim_state_dict(
-    model: nn.Module,
+    model: Model,
     optim: Sequence[OptimizerLike],
     full: Mapping[str, Any],
     *,
@@ -162,7 +164,7 @@ def get_shard_from_optim_state_dict(
 
 @ordinary_tensors()
 def get_shard_from_optim_state_dict(
-    model: nn.Module,
+    model: Model,
     optim: Optimizers,
     full: Mapping[str, Any],
     *,
@@ -172,7 +174,9 @@ def get_shard_from_optim_state_dict(
     process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | None = None,
 ) -> Shard | list[Shard]:
-    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`. No communication.
+    """This rank's part of a full dict, ready for `load_optim_state_dict(optim, shard)`.
+
+    Without communication, except for a sharded dict and for pipeline stages.
 
     Args:
         model, optim: as for `gather_full_optim_state_dict`, at any world size.
@@ -185,8 +189,8 @@ def get_shard_from_optim_state_dict(
             hyperparameters of the optimizer stay, and the state of every parameter is found by name.
         name_of: the function that was given to `gather_full_optim_state_dict`.
         process_group, timeout: as for `gather_full_optim_state_dict`; only for a sharded dict (DTensor, ShardedTensor), of
-            which every rank has its part. For such a dict, and only for such a dict, all ranks have to make the call, and
-            elements move between them.
+            which every rank has its part, and for a list of pipeline stages. For such a dict or model, and for no other, all
+            ranks have to make the call; elements of a sharded dict move between them.
 
     Returns:
         The optimizer's own dict: local ids, the saved hyperparameters, and state tensors in the local shapes, on the devices of
@@ -210,7 +214,7 @@ def get_shard_without_optimizer(model: nn.Module, full: Mapping[str, Any], *, na
 
 @ordinary_tensors()
 def scatter_full_optim_state_dict(
-    model: nn.Module,
+    model: Model,
     optim: Optimizers,
     full: Mapping[str, Any] | None,
     source_rank: int = 0,
@@ -274,9 +278,9 @@ def load_optim_state_dict(
 
 @ordinary_tensors()
 def transfer_optim_state(
-    src_model: nn.Module,
+    src_model: Model,
     src_optim: Optimizers,
-    dst_model: nn.Module,
+    dst_model: Model,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     *,
     strict: bool = True,
@@ -317,7 +321,7 @@ def transfer_optim_state(
 
 @ordinary_tensors()
 def rekey_optim_state_dict(
-    full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, *, optim: Optimizers | None = None
+    full: Mapping[str, Any], model: Model, key_by: KeyBy, *, optim: Optimizers | None = None
 ) -> FullDict:
     """The same full dict, keyed by "id" or by "name". It shares its tensors with `full`, which stays unchanged. No communication.
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_optim.checkpoint import background, restore
 from fsdp_optim.checkpoint import save as saving
@@ -22,6 +21,7 @@ from fsdp_optim.options import (
     Check,
     GroupsFrom,
     LoadOptions,
+    Model,
     NameOf,
     OnReplicaMismatch,
     Options,
@@ -39,7 +39,7 @@ from fsdp_optim.verbs.load_state import LoadableOptimizer
 @ordinary_tensors()
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: Model,
     optim: Optimizers | None = None,
     *,
     step: int | None = None,
@@ -155,7 +155,7 @@ def save(
 @ordinary_tensors()
 def async_save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    model: Model,
     optim: Optimizers | None = None,
     *,
     step: int | None = None,
@@ -229,7 +229,7 @@ def async_save(
 @ordinary_tensors()
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module | None = None,
+    model: Model | None = None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
     *,
     weights: WhichWeights = "all",

@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from torch import nn
-
 from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.local_extents import ExtentsByFile, snapshot_of
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
@@ -31,7 +29,7 @@ from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.move import Slice, move
-from fsdp_optim.options import SaveOptions
+from fsdp_optim.options import Model, SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Completion
 from fsdp_optim.transport.agree import agree
@@ -44,7 +42,7 @@ Snapshot = list[ExtentsByFile]
 
 def async_save(
     path: Place,
-    model: nn.Module,
+    model: Model,
     optim: Optimizers | None,
     options: SaveOptions,
     format: Format | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.adapters.buffers import TwinsHandle
 from fsdp_optim.checkpoint import module_values
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base import PlannedTensor
@@ -109,6 +110,17 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options, wh
     return Local(everything, _as_optimizer(everything, which), values)
 
 
+def checked_weights_of(
+    reader: ModelReader, ranks: tuple[int, ...], options: Options, which: WhichWeights = "all"
+) -> Local:
+    """The same. Raises StateError where the pipeline stages of this rank have different buffers under one name."""
+    local = weights_of(reader, ranks, options, which)
+    for param in local.optim.params:
+        if isinstance(param.handle, TwinsHandle) and param.state is not None:
+            param.handle.check_equal(param.named.fqns[0])
+    return local
+
+
 def check_not_empty(picture: Picture, reader: ModelReader) -> None:
     """Refuse a model without parameters and buffers on any rank, such as a module whose wrapper has flattened all of them.
 
@@ -155,7 +167,7 @@ def read_weights(
     """
     local, picture = meet(
         callers,
-        lambda: _loadable(weights_of(reader, callers.ranks, options, which), callers.rank),
+        lambda: _loadable(checked_weights_of(reader, callers.ranks, options, which), callers.rank),
         asked,
         f"the model, {about}",
         with_state=True,

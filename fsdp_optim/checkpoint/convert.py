@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
@@ -32,7 +31,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base import Format, FormatReader, FormatWriter
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.ours import OURS
-from fsdp_optim.options import ConvertOptions, Options, SaveOptions
+from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
 from fsdp_optim.storage.base import Opened, ResumableStaging, ResumableStore, Staging, Store, can_be_left, is_resumable
 from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn, tell
@@ -49,7 +48,7 @@ def convert(
     source: Place,
     target: Place,
     options: ConvertOptions,
-    model: nn.Module | None = None,
+    model: Model | None = None,
     *,
     source_format: Format | None = None,
     target_format: Format | None = None,

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from fsdp_optim.checkpoint.agreeing import Rhythm
 from fsdp_optim.checkpoint.background import async_save
 from fsdp_optim.checkpoint.keeping import KeepRules, ManagedSave, metric_of, name_of_step, own_in
@@ -29,6 +27,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.brief import ManagerRecord
 from fsdp_optim.options import (
     Arguments,
+    Model,
     ResumeOptions,
     SaveOptions,
     check_at_least,
@@ -89,7 +88,7 @@ class ManagedRun:
     def __init__(
         self,
         root: str | os.PathLike[str],
-        model: nn.Module,
+        model: Model,
         optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
         options: ManagerOptions,
     ) -> None:

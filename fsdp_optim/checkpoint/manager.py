@@ -11,7 +11,6 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_optim.checkpoint.keeping import Best, KeepRules
 from fsdp_optim.checkpoint.managed_run import ManagedRun, ManagerOptions
@@ -21,6 +20,7 @@ from fsdp_optim.options import (
     BUCKET_NBYTES,
     Check,
     GroupsFrom,
+    Model,
     NameOf,
     OnDamage,
     OnReplicaMismatch,
@@ -85,7 +85,7 @@ class CheckpointManager:
     def __init__(
         self,
         root: str | os.PathLike[str],
-        model: nn.Module,
+        model: Model,
         optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None = None,
         *,
         state: Mapping[str, Stateful] = _NOTHING,

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint import module_values
-from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
 from fsdp_optim.checkpoint.local_extents import bytes_of
 from fsdp_optim.checkpoint.reading import FlatsEnd, stored_value
 from fsdp_optim.checkpoint.restore import install_values
@@ -23,7 +22,7 @@ from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import GatherOptions, LoadOptions, WhichWeights
+from fsdp_optim.options import GatherOptions, LoadOptions, Model, WhichWeights
 from fsdp_optim.state.replicas import ELEMENTS
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.base import RankGroup
@@ -34,7 +33,7 @@ from fsdp_optim.verbs.load_state import Incompatible
 from fsdp_optim.verbs.replicas import compare_shards
 
 
-def gather_model(model: nn.Module, options: GatherOptions, which: WhichWeights = "all") -> dict[str, Any] | None:
+def gather_model(model: Model, options: GatherOptions, which: WhichWeights = "all") -> dict[str, Any] | None:
     """The full model dict, or the part of it that `which` names, on recipients; None elsewhere."""
     with calling("gather_full_model_state_dict", [model], options, options.call) as ((reader,), callers):
         recipient = options.recipient_rank
@@ -46,7 +45,7 @@ def gather_model(model: nn.Module, options: GatherOptions, which: WhichWeights =
         mismatch = options.call.on_replica_mismatch
         local, picture = meet(
             callers,
-            lambda: weights_of(reader, callers.ranks, options.call, which),
+            lambda: checked_weights_of(reader, callers.ranks, options.call, which),
             options,
             which,
             with_state=True,
@@ -69,9 +68,7 @@ def gather_model(model: nn.Module, options: GatherOptions, which: WhichWeights =
         return full | {fqn: value for fqn, (_, value) in values.items()}
 
 
-def scatter_model(
-    model: nn.Module, full: Mapping[str, Any] | None, source_rank: int, options: LoadOptions
-) -> Incompatible:
+def scatter_model(model: Model, full: Mapping[str, Any] | None, source_rank: int, options: LoadOptions) -> Incompatible:
     """Load a full model dict that only one rank has into the model of all ranks."""
     with calling("scatter_full_model_state_dict", [model], options, options.call, all_of_plain=True) as (
         (reader,),

@@ -156,13 +156,15 @@ class StoredModuleValues:
             live = self.local.values.get(fqn)
             taker = self.local.taker_of(fqn) if live is None else None
             if live is not None:
-                module, key, value = live.module, live.key, _on_device_of(live.value, value)
+                modules = (live.module, *(twin.module for twin in live.twins))
+                key, value = live.key, _on_device_of(live.value, value)
             elif taker is not None:
-                module, key = taker
+                modules, key = taker[:1], taker[1]
             else:
                 continue
-            version = self.stored[fqn][0] if as_saved else getattr(module, "_version", None)
-            by_module.setdefault(module, (fqn.removesuffix(key).rstrip("."), {}, version))[1][key] = value
+            for module in modules:
+                version = self.stored[fqn][0] if as_saved else getattr(module, "_version", None)
+                by_module.setdefault(module, (fqn.removesuffix(key).rstrip("."), {}, version))[1][key] = value
         for module, (path, its_values, version) in by_module.items():
             put(module, its_values, path, version)
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Protocol
 
-from torch import nn
-
 from fsdp_optim.checkpoint.checking import check_bitwise
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.pending import pending
@@ -24,7 +22,7 @@ from fsdp_optim.checkpoint.targets import State, Weights, check_halves, has_opti
 from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
-from fsdp_optim.options import LoadOptions
+from fsdp_optim.options import LoadOptions, Model
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
@@ -52,7 +50,7 @@ log = logging.getLogger("fsdp_optim")
 
 def restore(
     path: Place,
-    model: nn.Module | None,
+    model: Model | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
     format: Format | None = None,
@@ -71,7 +69,7 @@ def restore(
 
 def _restore(
     path: Place,
-    model: nn.Module | None,
+    model: Model | None,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: LoadOptions,
     format: Format | None,

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 from fsdp_optim.checkpoint.formats import SAVED
 from fsdp_optim.checkpoint.listing import ListedCheckpoint, newest_first
 from fsdp_optim.checkpoint.listing import listed as all_listed
@@ -19,7 +17,7 @@ from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.stores import shelf_at
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.options import OnDamage, ResumeOptions
+from fsdp_optim.options import Model, OnDamage, ResumeOptions
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.verbs.call import calling
@@ -45,7 +43,7 @@ class Candidate:
 
 def resume(
     root: Root,
-    model: nn.Module,
+    model: Model,
     optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
     options: ResumeOptions,
 ) -> Restored | None:

@@ -12,8 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence, outdated
@@ -63,7 +61,7 @@ from fsdp_optim.formats.base import (
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.memory import Budget, dtype_name
 from fsdp_optim.move import End, Key, Slice, move
-from fsdp_optim.options import SaveOptions
+from fsdp_optim.options import Model, SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Completion, Staging, Store
 from fsdp_optim.storage.posix.store import Folder
@@ -177,7 +175,7 @@ class Job:
 
 
 def save(
-    path: Place, model: nn.Module, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
+    path: Place, model: Model, optim: Optimizers | None, options: SaveOptions, format: Format | None = None
 ) -> Saved:
     """Write one full checkpoint. Called by all ranks of the model. `format` None: that of the options."""
     with calling("save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):

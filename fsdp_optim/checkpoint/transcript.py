@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.registry import wrapper_parts
@@ -29,7 +28,7 @@ from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import Key
-from fsdp_optim.options import WhichWeights
+from fsdp_optim.options import Model, WhichWeights
 from fsdp_optim.state.classes import class_names_written
 from fsdp_optim.state.full import FullState, names_in, num_listed
 from fsdp_optim.state.kinds import Kind
@@ -68,7 +67,7 @@ class Naming:
     """
 
     names: Sequence[str] | None = None
-    model: nn.Module | None = field(default=None, repr=False)
+    model: Model | None = field(default=None, repr=False)
 
 
 def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *, allow_pickle: bool) -> Transcript:

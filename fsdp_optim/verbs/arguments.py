@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,9 +13,14 @@ _MOST_SHOWN = 60  # letters of a value in an error
 
 
 def check_model(model: object) -> None:
-    """Raise WrapperError unless `model` is a torch.nn.Module."""
+    """Raise WrapperError unless `model` is a torch.nn.Module, or a list of pipeline stages."""
     if isinstance(model, nn.Module):
         return
+    if isinstance(model, (list, tuple)):
+        _check_stages(model)
+        return
+    if isinstance(getattr(model, "submod", None), nn.Module):
+        raise WrapperError(f"model is {_named(model)}: give its module in a list, as in model=[stage.submod]")
     why = f"model has to be a torch.nn.Module, not {_named(model)}"
     if isinstance(model, str) or hasattr(model, "__fspath__"):
         raise WrapperError(f"{why}: the path comes first, as in save(path, model, optim) and load(path, model, optim)")
@@ -24,6 +29,21 @@ def check_model(model: object) -> None:
     if isinstance(model, Mapping):
         raise WrapperError(f"{why}: give the model itself, not its state_dict()")
     raise WrapperError(f"{why}: give the wrapped model that the optimizer was built from")
+
+
+def _check_stages(stages: Sequence[object]) -> None:
+    """Raise WrapperError unless these are the pipeline stages of a rank."""
+    if not stages:
+        raise WrapperError("model is an empty list: give the pipeline stages of this rank, or the model")
+    for place, stage in enumerate(stages):
+        if isinstance(getattr(stage, "submod", None), nn.Module) and not isinstance(stage, nn.Module):
+            raise WrapperError(
+                f"stage {place} of model is {_named(stage)}: give its module, as in [stage.submod for stage in stages]"
+            )
+        if not isinstance(stage, nn.Module):
+            raise WrapperError(f"stage {place} of model has to be a torch.nn.Module, not {_named(stage)}")
+        if any(stage is other for other in stages[:place]):
+            raise WrapperError(f"stage {place} of model is in the list twice: give each stage once")
 
 
 def check_optimizers(optim: object, *, loadable: bool = False) -> None:

@@ -11,12 +11,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import RankSet, Shape
-from fsdp_optim.options import Arguments, OnReplicaMismatch, Options
+from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
 from fsdp_optim.state.draw import draw
 from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -25,7 +24,7 @@ from fsdp_optim.state.order import Counted, Listed, count
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import STATE, print_of_state
 from fsdp_optim.state.reports import LiveParam, RankReport
-from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
+from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
 from fsdp_optim.transport.base import RankGroup, World
@@ -139,7 +138,7 @@ def names_of_model(full: Mapping[str, Any], view: ModelView) -> Names:
 
 @contextmanager
 def calling(
-    call: str, models: Sequence[nn.Module], asked: Arguments, options: Options, *, all_of_plain: bool = False
+    call: str, models: Sequence[Model], asked: Arguments, options: Options, *, all_of_plain: bool = False
 ) -> Iterator[tuple[list[ModelReader], RankGroup]]:
     """A public call about some models. Yields readers of the models, and the ranks that make the call.
 
@@ -157,7 +156,7 @@ def calling(
 
 
 def _read_callers(
-    call: str, models: Sequence[nn.Module], options: Options, *, all_of_plain: bool
+    call: str, models: Sequence[Model], options: Options, *, all_of_plain: bool
 ) -> tuple[list[ModelReader], RankGroup]:
     world = world_here()
     try:
@@ -166,6 +165,8 @@ def _read_callers(
         readers = [ModelReader(model, world.rank) for model in models]
         if options.process_group is not None:
             ranks: Iterable[int] = world.ranks_of(options.process_group)
+        elif any(reader.is_staged for reader in readers):
+            ranks = range(world.size)  # nothing in a stage shows the ranks of the others
         elif all_of_plain and not any(reader.is_wrapped for reader in readers):
             ranks = range(world.size)
         else:
@@ -291,6 +292,11 @@ def _module_values(local: ModuleValues, callers: RankGroup, *, with_state: bool)
     """A fingerprint of each value by FQN, which only a save needs; empty for other calls."""
     prints = []
     for fqn, live in local.values.items():
+        if with_state and not all(same(live.value, twin.value) for twin in live.twins):
+            raise StateError(
+                f"{fqn}: {len(live.twins) + 1} pipeline stages of this rank have this entry of state_dict(), and the entries "
+                "differ: make them equal, or give name_of= that tells them apart"
+            )
         try:
             prints.append((fqn, fingerprint_of(live.value) if with_state and len(callers.ranks) > 1 else ""))
         except Incomparable as error:

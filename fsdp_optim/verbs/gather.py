@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.layout import Placement, Ranks
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.options import GatherOptions
+from fsdp_optim.options import GatherOptions, Model
 from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.gathered import assemble
 from fsdp_optim.state.local import Optimizers
@@ -85,7 +83,7 @@ def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
             raise StateError(f"{reason}, and ids would name other parameters' state: give key_by='name'")
 
 
-def gather(model: nn.Module, optim: Optimizers, options: GatherOptions) -> FullDict | None:
+def gather(model: Model, optim: Optimizers, options: GatherOptions) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
     with calling("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), callers):
         gathering = begin(reader, callers, optim, options)

@@ -9,11 +9,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.memory import dtype_named, in_batches, ordinary_tensors, tensors_in
-from fsdp_optim.options import GatherOptions
+from fsdp_optim.options import GatherOptions, Model
 from fsdp_optim.state.gathered import values_of
 from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.picture import Param, Picture
@@ -27,7 +26,7 @@ from fsdp_optim.verbs.gather import Gathering, begin, move_state
 FullParam = tuple[str, dict[str, Any] | None]
 
 
-def iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
+def iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
     """Yield (FQN, state) for one parameter after the other: the state on recipients, None elsewhere."""
     if world_here().size == 1:
         options.validate()  # at once, because no other rank has to raise the error too
@@ -45,7 +44,7 @@ def _each_ordinary(items: Generator[FullParam, None, None]) -> Iterator[FullPara
             yield item
 
 
-def _iterate(model: nn.Module, optim: Optimizers, options: GatherOptions) -> Generator[FullParam, None, None]:
+def _iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Generator[FullParam, None, None]:
     with calling("iter_full_optim_state", [model], options, options.call) as ((reader,), callers):
         gathering = begin(reader, callers, optim, options)
         unchanged = _Unchanged(gathering.local)

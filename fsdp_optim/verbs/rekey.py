@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
-from fsdp_optim.options import KeyBy, check_one_of
+from fsdp_optim.options import KeyBy, Model, check_one_of
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.full import FullDict, FullState, kinds_of, records_kinds, write
@@ -30,7 +29,7 @@ _KEPT = frozenset({"num_padded", "uncollected_local_ids", "optimizer_class"})
 """The keys of a full dict whose values `rekey` keeps, under new ids or names of parameters."""
 
 
-def rekey(full: Mapping[str, Any], model: nn.Module, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
+def rekey(full: Mapping[str, Any], model: Model, key_by: KeyBy, optim: Optimizers | None = None) -> FullDict:
     """The state under other keys. `optim`: shows the groups and the order of ids, if the dict and the model do not."""
     check_model(model)
     check_full(full)

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value
 from fsdp_optim.errors import RankError, StateError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Slabs, own
 from fsdp_optim.move import End, StateValue, move
-from fsdp_optim.options import Options, ScatterOptions
+from fsdp_optim.options import Model, Options, ScatterOptions
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.full import FullState
@@ -47,7 +46,7 @@ class FullContents:
 
 
 def scatter(
-    model: nn.Module,
+    model: Model,
     optim: Optimizers,
     full: Mapping[str, Any] | None,
     options: ScatterOptions,

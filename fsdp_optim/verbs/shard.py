@@ -1,4 +1,4 @@
-"""Shard: cuts this rank's part out of a full dict. No communication."""
+"""Shard: cuts this rank's part out of a full dict. No communication, unless the ranks have different pipeline stages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.options import Options
+from fsdp_optim.options import Model, Options
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_shapes
@@ -22,16 +21,18 @@ from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
-from fsdp_optim.verbs.call import Local, names_of_model, read_local
+from fsdp_optim.verbs.call import Local, calling, meet, names_of_model, read_local
 from fsdp_optim.verbs.ends import DictEnd
 from fsdp_optim.verbs.load_plan import plan_load, warn_of_uncollected
-from fsdp_optim.verbs.scatter import allocate_shard
+from fsdp_optim.verbs.scatter import FullContents, allocate_shard, deliver
 from fsdp_optim.verbs.sharded_dict import is_sharded, redistribute
 from fsdp_optim.view import ModelView, check_materialized
 
 
-def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
+def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank; without `optim`, that of an optimizer built from the model's parameters()."""
+    if isinstance(model, (list, tuple)) and not (optim is not None and is_sharded(full)):
+        return _shard_of_stages(model, optim, full, options)
     check_model(model)
     if optim is not None:
         check_optimizers(optim)
@@ -64,7 +65,41 @@ def shard(model: nn.Module, optim: Optimizers | None, full: Mapping[str, Any], o
     return load_plan.dict_of(target.flats, state.groups, state.other_keys)
 
 
-def _without_optimizer(model: nn.Module, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
+def _shard_of_stages(
+    stages: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options
+) -> Shard | list[Shard]:
+    """The same for pipeline stages. Called by all ranks: only together they can tell whether the full dict fits the model."""
+    with calling("get_shard_from_optim_state_dict", [stages], options, options) as ((reader,), callers):
+
+        def read() -> Local:
+            if optim is None:
+                raise WrapperError(
+                    "model is a list of pipeline stages, whose optimizers differ between ranks: give optim= too"
+                )
+            return read_local(reader, optim, options, callers.ranks)
+
+        local, picture = meet(
+            callers,
+            read,
+            options,
+            "of a full dict",
+            with_state=False,
+        )
+        live, failure = local.live_optimizer(picture), Failure()
+        with failure:
+            state = normalize(full, live.names)
+            state, fit = live.fit(state, strict=options.strict, groups=options.groups)
+            summaries = summarize(state, live.shapes)
+            opaque = {(fqn, name): state.state[fqn][name] for fqn, s in summaries.items() for name, _ in s.opaque}
+            contents = FullContents(summaries, state.groups, state.other_keys, opaque, fit, state.uncollected)
+        agree(callers, "a full dict on each rank", failure.error)
+        source = DictEnd(
+            lambda value: Whole(value.placement.shape, callers.ranks), lambda fqn, name: state.state[fqn][name]
+        )
+        return deliver(callers, local, picture, contents, source)
+
+
+def _without_optimizer(model: Model, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
     view = ModelReader(model, world_here().rank).read(name_of=options.name_of)
     check_materialized(view.handles, view.rank)
     state = normalize(full, names_of_model(full, view))

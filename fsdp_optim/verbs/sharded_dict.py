@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
-from fsdp_optim.options import Options
+from fsdp_optim.options import Model, Options
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
@@ -45,9 +44,7 @@ def is_sharded(full: Any) -> bool:
     return isinstance(full, Mapping) and any_sharded(full.get("state", full))
 
 
-def redistribute(
-    model: nn.Module, optim: Optimizers, sharded: Mapping[str, Any], options: Options
-) -> Shard | list[Shard]:
+def redistribute(model: Model, optim: Optimizers, sharded: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank. Called by all ranks, each with its part of the same state."""
     with calling("get_shard_from_optim_state_dict", [model], options, options) as ((reader,), callers):
         local, picture = meet(

@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import cut_of
-from fsdp_optim.options import Options
+from fsdp_optim.options import Model, Options
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
@@ -30,9 +28,9 @@ from fsdp_optim.verbs.synchronize import synchronize
 
 
 def transfer(
-    src_model: nn.Module,
+    src_model: Model,
     src_optim: Optimizers,
-    dst_model: nn.Module,
+    dst_model: Model,
     dst_optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     options: Options,
 ) -> Incompatible:

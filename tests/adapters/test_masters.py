@@ -173,7 +173,7 @@ class TestView(unittest.TestCase):
         self.one = trained(1)
         self.reader = ModelReader(self.one.model)
         self.view = self.reader.read()
-        tree = ModuleTree(self.one.model, MixedAdapter().is_wrapper_child)
+        tree = ModuleTree(self.one.model, is_wrapper_child=MixedAdapter().is_wrapper_child)
         self.masters, self.naming = list(MixedAdapter().masters(tree, [self.one.optim])), Naming(tree, None)
 
     def test_each_parameter_is_there_once(self) -> None:

@@ -16,6 +16,7 @@ from kit.tables import Table
 from kit.wrapping import Oracle, Trained, check_refused, check_same, check_trip, error_text, local_of, mesh_2d
 from parameterized import parameterized
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -193,7 +194,7 @@ def loaded(folder: str, dp: int, tp: int) -> None:
 def foreign_dict() -> tuple[str, str]:
     """A sharded dict of interleaved rows that fully_shard has cut: its values do not say where their elements are."""
     trained = Trained(partial(in_tp, 2, 2), model=Fused)
-    sharded = torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(trained.model, trained.optim)
+    sharded = get_optimizer_state_dict(trained.model, trained.optim)
     return error_text(partial(trained.shard, sharded))
 
 

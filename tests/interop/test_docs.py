@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from kit import zero_runs
 from kit.groups import with_experts
+from kit.stages import TrainedStages
 from kit.wrapping import Oracle, Trained, check_same, local_of
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -92,6 +93,12 @@ def full_of_adamw() -> dict[str, Any]:
     return {"model": one.model, "adam": one.optim, "full_of_adamw": Oracle(torch.optim.AdamW).full()}
 
 
+def stages() -> dict[str, Any]:
+    rank = dist.get_rank()
+    one = TrainedStages([rank, rank + 2], 4, 2, each=True)
+    return {"stages": one.model, "optims": one.optim}
+
+
 def trainer() -> dict[str, Any]:
     given = trained("FSDP2")
     return {**given, "sched": torch.optim.lr_scheduler.StepLR(given["optim"], 3)}
@@ -123,6 +130,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "full": lambda: {**trained("FSDP2"), "full": Oracle().full()},
     "full-of-adamw": full_of_adamw,
     "stage": lambda: trained("plain"),
+    "stages": stages,
     "trainer": trainer,
     "two-optimizers": two_optimizers,
 }

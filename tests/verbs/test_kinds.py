@@ -371,7 +371,8 @@ class TestEvidence(unittest.TestCase):
         self.assertIsNone(cut_named(""))
         self.assertEqual(cut_named("1"), (1, ()))
         self.assertEqual(cut_named("2 1:0 0:3"), (2, ((1, 0), (0, 3))))
-        for wrong in ("x", "1 0", "1 0:", "1 0:1:2", "1  0:1"):
+        self.assertEqual(cut_named("1 0:1:2"), (1, ((0, 1, 2),)))
+        for wrong in ("x", "1 0", "1 0:", "1 0:1:2:3", "1  0:1"):
             with self.assertRaises(ValueError):
                 cut_named(wrong)
         self.assertEqual(Sight("x", (1,), True, False, True), sight_of("x", torch.zeros(1), (1,)))
