@@ -131,7 +131,7 @@ class Handle:
     @property
     def is_cut(self) -> bool:
         """Whether a rank may hold only a part of the parameter."""
-        return any(original.placement.num_shards > 1 for original in self.originals)
+        return any(original.placement.num_shards > 1 or original.placement.is_open for original in self.originals)
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from fsdp_optim.adapters.masters import with_masters
 from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.naming import Naming
 from fsdp_optim.adapters.registry import all_adapters
+from fsdp_optim.adapters.slices import as_declared, has_declared
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
@@ -57,7 +58,14 @@ class ModelReader:
 
     @cached_property
     def _rank_sets(self) -> list[Ranks]:
-        return [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
+        sets = [ranks for adapter in self._adapters for ranks in adapter.rank_sets(self._tree)]
+        if self._has_declared and dist.is_initialized():
+            sets.append(range(dist.get_world_size()))  # nothing in a slice shows the ranks of the others
+        return sets
+
+    @cached_property
+    def _has_declared(self) -> bool:
+        return has_declared(self._tree)
 
     def read(self, ranks: Sequence[int] | None = None, name_of: NameOf | None = None, optim: Any = None) -> ModelView:
         """The live parameters, and where their originals live. The result is cached; every call makes a new reader.
@@ -104,7 +112,9 @@ class ModelReader:
         self._check_unclaimed(claimed)
         for handle in rest.handles(self._tree, everyone, claimed):
             claimed.setdefault(id(handle.param), handle)
-        return list(claimed.values())
+        if not self._has_declared:
+            return list(claimed.values())
+        return [as_declared(self._tree, handle, self._rank) for handle in claimed.values()]
 
     def _check_unclaimed(self, claimed: Collection[int]) -> None:
         """Raise WrapperError for a part of a wrapped model, whose flattened or cut tensors would count as whole parameters."""

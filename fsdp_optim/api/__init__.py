@@ -17,6 +17,7 @@ from fsdp_optim.api.optim_dicts import (
     transfer_optim_state,
 )
 from fsdp_optim.api.save_load import async_save, load, save
+from fsdp_optim.api.slices import declare_slice
 from fsdp_optim.checkpoint.alone import launched_ranks
 from fsdp_optim.checkpoint.inspecting import Inspected, TensorInfo
 from fsdp_optim.checkpoint.manager import CheckpointManager
@@ -39,6 +40,7 @@ __all__ = [
     "async_save",
     "checkpoints",
     "convert",
+    "declare_slice",
     "for_fairscale",
     "gather_full_model_state_dict",
     "gather_full_optim_state_dict",

@@ -54,7 +54,8 @@ def gather_full_optim_state_dict(
         model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a
             mix. Or a list of the pipeline stages that this rank has, which have the FQNs of the whole model; then all ranks of
             the job, or of `process_group`, make the call.
-        optim: an optimizer, or a list of optimizers (one for each pipeline stage, say): any object with `state_dict()` and `param_groups`.
+        optim: an optimizer, or a list of optimizers (one for each pipeline stage, say): any object with `state_dict()` and
+            `param_groups`.
         recipient_rank: the global rank that gets the dict; None: every rank gets the dict.
         key_by: "id" counts parameters as the optimizer does: group after group, and inside a group in the optimizer's own order,
             with the originals of a flat parameter in its place. A group in the order of the wrapped model's parameters() is

@@ -37,6 +37,11 @@ class Box:
     def numel(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def as_index(self) -> str:
+        """The Box as an index of the parameter: `[8:16, 0:4]`."""
+        return f"[{', '.join(f'{o}:{o + n}' for o, n in zip(self.offsets, self.sizes, strict=True))}]"
+
     def intersect(self, other: Box) -> Box | None:
         """The elements that both boxes have; None when they have none in common."""
         offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))

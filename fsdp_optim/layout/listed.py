@@ -16,11 +16,13 @@ class Boxes(Placement):
     """Any Blocks on any ranks, as a file or a peer lists them. Ranks may hold the same Boxes, or overlapping Boxes.
 
     `is_open`: the list may be incomplete, because other ranks list their own Blocks; `join` merges the lists.
+    `apart`: ranks may hold the same Boxes, but Boxes that overlap in part are a mistake.
     """
 
     full_shape: Shape
     by_rank: tuple[tuple[int, tuple[Block, ...]], ...]
     is_open: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
         ranks = [rank for rank, _ in self.by_rank]
@@ -62,7 +64,7 @@ class Boxes(Placement):
         return any(len(ranks) > 1 for _, ranks in self._shards)
 
     def join(self, other: Placement) -> Placement | None:
-        if not isinstance(other, Boxes) or other.full_shape != self.full_shape:
+        if not isinstance(other, Boxes) or (other.full_shape, other.apart) != (self.full_shape, self.apart):
             return None
         mine, theirs = dict(self.by_rank), dict(other.by_rank)
         if self.is_open and other.is_open:
@@ -86,6 +88,14 @@ class Boxes(Placement):
     @property
     def overlapping(self) -> bool:
         return self._overlapping
+
+    def partly_common(self) -> tuple[tuple[int, Box], tuple[int, Box]] | None:
+        """Two ranks with Boxes that overlap and are not the same Box; None where there are none."""
+        held = [(ranks[0], block.box) for blocks, ranks in self._shards for block in blocks]
+        if sum(box.numel for box in {box for _, box in held}) == self.numel and self.gap() is None:
+            return None
+        pairs = itertools.combinations(held, 2)
+        return next((pair for pair in pairs if pair[0][1] != pair[1][1] and pair[0][1].intersect(pair[1][1])), None)
 
     def closed(self) -> Boxes:
         """The same Placement, as the complete list of all ranks."""

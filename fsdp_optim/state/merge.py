@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Boxes, Placement, RankSet, Whole
+from fsdp_optim.layout import Block, Boxes, Placement, RankSet, Whole
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.picture import Param
 from fsdp_optim.state.replicas import ELEMENTS, NAME_OF, STATE, format_ranks, not_replicas
 from fsdp_optim.state.reports import LiveParam
 from fsdp_optim.state.values import OpaqueType, Summary
+
+_MOST_SLICES = 8  # in one error
 
 
 class Seen(NamedTuple):
@@ -54,16 +56,51 @@ def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
     """
     if len({item.placement.shape for item in seen}) > 1:
         return seen  # merge_param raises the error
+    _check_unequal_lists(fqn, seen)
     listed = _merge_placements(seen)
     if not isinstance(listed, Boxes):
         return seen
+    common = listed.partly_common() if listed.apart else None
+    if common is not None:
+        (first, first_box), (other, other_box) = common
+        raise StateError(
+            f"{fqn}: rank {first} has the slice {first_box.as_index} of the shape {list(listed.shape)}, and rank {other} the "
+            f"slice {other_box.as_index}, which overlap: declare slices that are equal, or apart"
+        )
     gap = listed.gap()
+    if gap is not None and listed.apart:
+        slices = [f"rank {rank} {_listed_boxes(blocks)}" for rank, blocks in listed.by_rank]
+        more = f" and {len(slices) - _MOST_SLICES} more ranks" if len(slices) > _MOST_SLICES else ""
+        raise StateError(
+            f"{fqn}: the elements {gap[0]} to {gap[1] - 1} of {listed.numel}, of the shape {list(listed.shape)}, are in the "
+            f"slice of no rank: {', '.join(slices[:_MOST_SLICES])}{more}; give process_group= with all ranks that have slices of "
+            "this parameter, or declare the missing slice"
+        )
     if gap is not None:
         raise StateError(
             f"{fqn}: the elements {gap[0]} to {gap[1] - 1} of {listed.numel} are in no shard that {format_ranks(listed.ranks)} "
             f"{'list' if len(listed.ranks) > 1 else 'lists'}; give process_group= with all ranks that hold shards of this tensor"
         )
     return [item._replace(placement=listed.closed()) for item in seen]
+
+
+def _check_unequal_lists(fqn: str, seen: list[Seen]) -> None:
+    """Raise StateError where two ranks list different slices for one rank."""
+    known: dict[int, tuple[int, tuple[Block, ...]]] = {}
+    for item in seen:
+        if isinstance(item.placement, Boxes) and item.placement.apart:
+            for rank, blocks in item.placement.by_rank:
+                first, listed = known.setdefault(rank, (item.ranks[0], blocks))
+                if listed != blocks:
+                    raise StateError(
+                        f"{fqn}: rank {rank} holds {_listed_boxes(listed)} as rank {first} declares it, and "
+                        f"{_listed_boxes(blocks)} as rank {item.ranks[0]} does: declare the same slice on all ranks over which a "
+                        "wrapper has sharded it"
+                    )
+
+
+def _listed_boxes(blocks: Sequence[Block]) -> str:
+    return " and ".join(block.box.as_index for block in blocks) or "nothing"
 
 
 def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
@@ -122,8 +159,13 @@ def _replicas(seen: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
     for item in seen:
         for rank in item.ranks:
             shard = item.placement.shard_of(rank)
-            if shard is not None:
+            if shard is not None and not _is_nothing(item.placement, shard):
                 yield first.setdefault(shard, item), item
+
+
+def _is_nothing(placement: Placement, shard: int) -> bool:
+    """Whether a listed shard has no elements, as several ranks may have of different slices: they are no replicas."""
+    return isinstance(placement, Boxes) and not placement.blocks(shard)
 
 
 def _alike(first: Seen, other: Seen) -> bool:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from kit import zero_runs
 from kit.groups import with_experts
+from kit.slices import TrainedSlices
 from kit.stages import TrainedStages
 from kit.wrapping import Oracle, Trained, check_same, local_of
 from torch import Tensor
@@ -93,6 +94,12 @@ def full_of_adamw() -> dict[str, Any]:
     return {"model": one.model, "adam": one.optim, "full_of_adamw": Oracle(torch.optim.AdamW).full()}
 
 
+def slices() -> dict[str, Any]:
+    rank = dist.get_rank()
+    one = TrainedSlices(4 * rank, 4 * rank + 4, 2)
+    return {"model": one.model, "optim": one.optim}
+
+
 def stages() -> dict[str, Any]:
     rank = dist.get_rank()
     one = TrainedStages([rank, rank + 2], 4, 2, each=True)
@@ -129,6 +136,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "fairscales-own": fairscales_own,
     "full": lambda: {**trained("FSDP2"), "full": Oracle().full()},
     "full-of-adamw": full_of_adamw,
+    "slices": slices,
     "stage": lambda: trained("plain"),
     "stages": stages,
     "trainer": trainer,
