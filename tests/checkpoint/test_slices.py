@@ -108,9 +108,9 @@ def mistakes(kind: str, offsets: list[int], change: bool) -> list[tuple[str, str
 
 
 MISTAKES = [
-    ("overlap", "plain", [0, 1, 4, 6], False, ("experts.up", "rank 0", "rank 1", "[0:2,", "[1:3,")),
+    ("overlap", "plain", [0, 1, 4, 6], False, ("experts.up", "rank 0", "rank 1", "[0:2,", "[1:3,", "overlap")),
     ("gap", "plain", [0, 2, 4, 4], False, ("experts.up", "elements 90 to 119 of 120", "rank 0", "[0:2,")),
-    ("of other size", "FSDP2", [0, 0, 3, 3], False, ("experts.up", "rank 1", "rank 2", "[2:4,", "[3:5,")),
+    ("of other size", "FSDP2", [0, 0, 3, 3], False, ("experts.up", "rank 1", "rank 2", "[2:4,", "[3:5,", "overlap")),
     ("unequal offsets of one group", "FSDP2", [0, 0, 4, 3], False, ("experts.", "rank 2", "rank 3")),
     ("unequal replicas", "replicas", [0, 0, 4, 4], True, ("experts.up", "rank 2", "rank 3")),
 ]

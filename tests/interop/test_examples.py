@@ -9,6 +9,8 @@ import sys
 import unittest
 from pathlib import Path
 
+import safetensors.torch
+import torch
 from kit.checkpoints import InFolder
 from kit.scripts import Started, run
 
@@ -68,6 +70,45 @@ class TrainerTest(InFolder):
         self.assertIn("trained from step 4 to step 6", done.stdout)
         self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["checkpoint-4", "checkpoint-6"])
         self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)], [1, 2])
+
+
+class PipelineTest(InFolder):
+    def test_train_and_go_on_in_another_pipeline(self) -> None:
+        arguments = ("--root", str(self.root), "--every", "2", "--last")
+        done = torchrun(2, "pipeline.py", *arguments, "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trained from step 0 to step 2 in 4 stages", done.stdout)
+        self.assertEqual(run_on_ranks(on_rank, 4, "pipeline.py", *arguments, "4"), [2] * 4)
+        self.assertEqual(run_on_ranks(on_rank, 1, "pipeline.py", *arguments, "5"), [4])
+        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)], [1, 4])
+        weights = safetensors.torch.load_file(self.root / "step-00000004" / "model.safetensors")
+        self.assertEqual(len(weights), 8 * 6 + 4)
+
+
+class ExpertsTest(InFolder):
+    def test_train_and_go_on_with_other_experts_on_each_rank(self) -> None:
+        arguments = ("--root", str(self.root), "--every", "2", "--last")
+        done = torchrun(4, "moe_experts.py", *arguments, "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trained from step 0 to step 2 with 4 experts a group", done.stdout)
+        self.assertEqual(run_on_ranks(on_rank, 2, "moe_experts.py", *arguments, "4"), [2, 2])
+        self.assertEqual(run_on_ranks(on_rank, 1, "moe_experts.py", *arguments, "5"), [4])
+        weights = safetensors.torch.load_file(self.root / "step-00000004" / "model.safetensors")
+        self.assertEqual(list(weights["experts.up"].shape), [8, 16, 32])
+
+    def test_groups_of_experts_train_as_one_rank_does(self) -> None:
+        found = []
+        for world_size in (1, 2):
+            run_on_ranks(
+                on_rank, world_size, "moe_experts.py", "--root", str(self.root / str(world_size)), "--last", "3"
+            )
+            found.append(
+                safetensors.torch.load_file(self.root / str(world_size) / "step-00000003" / "model.safetensors")
+            )
+        for name, weight in found[
+            0
+        ].items():  # sums over ranks add up in another order, and Adam divides by small numbers
+            torch.testing.assert_close(found[1][name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 if __name__ == "__main__":
