@@ -189,9 +189,9 @@ def async_save(
     values), until that part is written.
 
     Args:
-        path, model, optim, weights, step, extra, per_rank_extra, overwrite, strategy, max_file_size, checksums, durable,
-            keep_last, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes, on_replica_mismatch, upload_to,
-            format, storage_options: as for `save`.
+        path, model, optim, weights, weights_dtype, rename, step, extra, per_rank_extra, overwrite, strategy, max_file_size,
+            checksums, durable, keep_last, allow_pickle, progress, name_of, process_group, timeout, bucket_nbytes,
+            on_replica_mismatch, upload_to, format, storage_options: as for `save`.
 
     Returns:
         A `SaveHandle` for this save.
