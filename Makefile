@@ -19,10 +19,11 @@ help:  ## list the targets
 venv: $(INSTALLED)  ## make .venv with the pinned requirements and this package
 
 # --no-deps: pyproject.toml gives ranges, and the pins above are what counts here.
-$(INSTALLED): requirements-dev.txt pyproject.toml
+$(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-dev-nodeps.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

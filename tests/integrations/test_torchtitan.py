@@ -1,0 +1,343 @@
+"""The checkpoint manager for torchtitan, in torchtitan's own Trainer: stopped and resumed, other numbers of ranks, other options.
+
+The Trainer runs on CPU with the stand-ins of `kit.torchtitan_cpu`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from kit.checkpoint_damage import flip
+from kit.compare import check_refused, check_same, error_text
+from kit.torchtitan_cpu import everything, import_torchtitan, torchtitan_on_cpu, trainer_config
+from parameterized import parameterized
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+NEEDS = sys.version_info >= (3, 11)
+WHY = "torchtitan needs Python 3.11"
+
+
+@contextmanager
+def trainer_of(
+    folder: Path, steps: int, *, alike: bool = False, spec: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """torchtitan's Trainer with this library's manager, and closed at the end as torchtitan does it."""
+    with torchtitan_on_cpu():
+        from fsdp_optim.integrations.torchtitan import FsdpOptimCheckpointManager
+
+        options = {"enable": True, "interval": 2, "last_save_model_only": False, "durable": False, **options}
+        config = trainer_config(
+            folder, FsdpOptimCheckpointManager.Config(**options), steps=steps, alike=alike, **(spec or {})
+        )
+        trainer = config.build()
+        try:
+            yield trainer
+        except Exception:
+            trainer.close()
+            raise
+        trainer.close()
+
+
+def trained(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
+    with trainer_of(folder, steps, **options) as trainer:
+        trainer.train()
+        trainer.checkpointer.maybe_wait_for_saving()
+        return everything(trainer)
+
+
+def stop_and_resume(folder: Path, **options: Any) -> None:
+    whole = trained(folder / "whole", 6, enable=False, **options)
+    saved = trained(folder / "run", 4, **options)
+    with trainer_of(folder / "run", 6, **options) as trainer:
+        trainer.checkpointer.load()
+        check_same("a run that was loaded", without(everything(trainer), "num_drawn"), without(saved, "num_drawn"))
+    with trainer_of(folder / "run", 6, **options) as trainer:
+        trainer.train()  # its new iterators of loaders draw random numbers
+        check_same("a run that stopped and went on", without(everything(trainer), "random"), without(whole, "random"))
+        check_same("the steps", [one.step for one in fsdp_optim.checkpoints(folder / "run/checkpoint")], [6, 4, 2])
+
+
+def saved_alike(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run that never stopped has after 4 steps, which were saved, and after 6."""
+    at_4 = trained(folder / "run", 4, alike=True, async_mode="async")
+    return at_4, trained(folder / "whole", 6, alike=True, enable=False)
+
+
+def loaded_and_resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    with trainer_of(folder / "run", 6, alike=True, load_only=True) as trainer:
+        trainer.checkpointer.load()
+        before = everything(trainer)
+    with trainer_of(folder / "run", 6, alike=True, load_only=True) as trainer:
+        trainer.train()
+        return before, everything(trainer)
+
+
+def without(one: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key not in names}
+
+
+@unittest.skipUnless(NEEDS, WHY)
+class TestResume(unittest.TestCase):
+    folder: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        made = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(made.cleanup)
+        cls.folder = Path(made.name)
+
+    @parameterized.expand([("disabled", False), ("async", True)])
+    def test_a_run_that_stopped_goes_on_as_if_it_had_not(self, mode: str, fuse_qkv: bool) -> None:
+        """Two optimizers, the loader of each rank, the schedule, random states; with parameters that a hook joins."""
+        run_on_ranks(stop_and_resume, 2, self.folder / mode, async_mode=mode, spec={"fuse_qkv": fuse_qkv})
+
+    def test_other_numbers_of_ranks(self) -> None:
+        """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
+        [(saved, whole), _] = run_on_ranks(saved_alike, 2, self.folder / "alike")
+        for world_size in (1, 3, 4):
+            with self.subTest(world_size):
+                for loaded, resumed in run_on_ranks(loaded_and_resumed, world_size, self.folder / "alike"):
+                    loaded, whole = (without(one, "random", "num_drawn") for one in (loaded, whole))
+                    check_same(f"loaded on {world_size}", loaded, without(saved, "random", "num_drawn"))
+                    if world_size != 3:
+                        check_same(f"trained on {world_size}", without(resumed, "random", "num_drawn"), whole)
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def a_rank_fails(folder: Path, rank: int) -> tuple[str, str]:
+    def lost() -> None:
+        raise OSError("the loader is lost")
+
+    with trainer_of(folder, 4) as trainer:
+        trainer.checkpointer.load()
+        if torch.distributed.get_rank() == rank:
+            trainer.dataloader.state_dict = lost
+        return error_text(lambda: trainer.checkpointer.save(2))
+
+
+def damaged(folder: Path) -> dict[str, tuple[str, str]]:
+    trained(folder, 4, keep_latest_k=0)
+    if torch.distributed.get_rank() == 0:
+        flip(folder / "checkpoint/step-00000004/optim.safetensors", -5)
+    torch.distributed.barrier()
+    with trainer_of(folder, 6) as trainer:
+        refused = error_text(trainer.checkpointer.load)
+    with trainer_of(folder, 6, on_damage="previous") as trainer:
+        assert trainer.checkpointer.load()
+        check_same("the step", trainer.step, 2)
+    return {"load": refused}
+
+
+@unittest.skipUnless(NEEDS, WHY)
+class TestFailures(unittest.TestCase):
+    def test_a_rank_that_fails_fails_the_save_on_all_ranks(self) -> None:
+        for rank in (0, 1):
+            with self.subTest(rank), tempfile.TemporaryDirectory() as folder:
+                errors = run_on_ranks(a_rank_fails, 2, Path(folder), rank)
+                check_refused("the save", errors, "StateError", "per_rank_state['dataloader']", "the loader is lost")
+                self.assertEqual(fsdp_optim.checkpoints(f"{folder}/checkpoint"), [])
+
+    def test_a_damaged_newest_checkpoint_is_named(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            errors = [each["load"] for each in run_on_ranks(damaged, 2, Path(folder))]
+            check_refused("the load", errors, "CheckpointError", "step-00000004", "optim.safetensors", "previous")
+
+    def test_a_version_without_a_name_is_refused_in_one_line(self) -> None:
+        import_torchtitan()
+        base = importlib.import_module("torchtitan.components.checkpointer.base")
+        plug_in = "fsdp_optim.integrations.torchtitan"
+        with mock.patch.dict(vars(base)), mock.patch.dict(sys.modules):
+            sys.modules.pop(plug_in, None)
+            del base.ModelWrapper
+            with self.assertRaises(ImportError) as caught:
+                importlib.import_module(plug_in)
+        text = str(caught.exception)
+        self.assertIn("torchtitan 0.3.0 does not have torchtitan.components.checkpointer.base.ModelWrapper", text)
+        self.assertNotIn("\n", text)
+
+
+# ------------------------------------------------------------------------------------------ options
+
+
+def retention(folder: Path) -> None:
+    trained(folder, 6, keep_latest_k=2, enable_first_step_checkpoint=True)
+    check_same("kept", [one.step for one in fsdp_optim.checkpoints(folder / "checkpoint")], [6, 4])
+    check_same("kept of hf", [one.step for one in fsdp_optim.checkpoints(folder / "checkpoint/hf")], [6, 4])
+    with trainer_of(folder, 8, load_step=4) as trainer:
+        trainer.train()
+        check_same(
+            "the steps after going back", [one.step for one in fsdp_optim.checkpoints(folder / "checkpoint")], [8, 6, 4]
+        )
+    with trainer_of(folder, 8, load_only=True) as trainer:
+        assert trainer.checkpointer.load()
+        assert not trainer.checkpointer.save(8)
+        missing = error_text(lambda: trainer.checkpointer.load(5))
+        check_refused("a step that is not there", [missing], "CheckpointError", "no checkpoint of step 5", "4, 6, 8")
+
+
+def weights_alone(folder: Path) -> None:
+    with trainer_of(folder, 3, last_save_model_only=True, export_dtype="bfloat16") as trainer:
+        trainer.train()
+        final = everything(trainer)
+    tensors = fsdp_optim.inspect(folder / "checkpoint/weights/step-3").model
+    check_same("dtypes", {one.dtype for one in tensors.values()}, {"bfloat16"})
+    for place in ("weights/step-3", "step-00000002"):
+        with trainer_of(folder / place, 6, initial_load_path=str(folder / "checkpoint" / place)) as trainer:
+            assert trainer.checkpointer.load()
+            assert trainer.step == 0
+            if place != "weights/step-3":
+                continue
+            half = {name: value.bfloat16().float() for name, value in final["model"].items()}
+            check_same("weights", everything(trainer)["model"], half)
+
+
+def left_out(folder: Path) -> None:
+    trained(folder, 4)
+    with trainer_of(folder, 6) as trainer:
+        assert trainer.checkpointer.load()
+        assert trainer.dataloader.next_iter_state is not None
+    with trainer_of(folder, 6, exclude_from_loading=["dataloader", "lr_scheduler"]) as trainer:
+        assert trainer.checkpointer.load()
+        assert trainer.dataloader.next_iter_state is None
+        check_same("schedule", trainer.lr_schedulers.state_dict(), {"last_epoch": 0})
+        check_same("step", trainer.step, 4)
+
+
+def from_torchtitan_itself(folder: Path, fuse_qkv: bool) -> None:
+    """A run of torchtitan's own manager goes on in a folder of this one's."""
+    with torchtitan_on_cpu():
+        from torchtitan.components.checkpointer import CheckpointManager
+
+        own = CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False)
+        trainer = trainer_config(folder / "own", own, steps=4, fuse_qkv=fuse_qkv).build()
+        trainer.train()
+        saved = everything(trainer)
+        trainer.close()
+    options = {"initial_load_path": str(folder / "own/checkpoint/step-4"), "spec": {"fuse_qkv": fuse_qkv}}
+    with trainer_of(folder / "new", 6, **options) as trainer:
+        assert trainer.checkpointer.load()
+        check_same("weights", everything(trainer)["model"], saved["model"])
+    if not fuse_qkv:
+        with trainer_of(folder / "new", 6, initial_load_model_only=False, **options) as trainer:
+            assert trainer.checkpointer.load()
+            got, wanted = (without(one, "random", "num_drawn") for one in (everything(trainer), saved))
+            check_same("all", got, wanted, in_order=False)
+
+
+def seed(folder: Path) -> dict[str, Any]:
+    with trainer_of(folder, 4, create_seed_checkpoint=True, last_save_model_only=True) as trainer:
+        trainer.checkpointer.save(0, last_step=True)
+        return everything(trainer)["model"]
+
+
+def seeded(folder: Path) -> dict[str, Any]:
+    torch.manual_seed(1)
+    with trainer_of(folder, 4) as trainer:
+        assert trainer.checkpointer.load()
+        return everything(trainer)["model"]
+
+
+def hugging_face(folder: Path, fuse_qkv: bool) -> dict[str, Any]:
+    from transformers import LlamaConfig
+
+    assets = folder / "assets"
+    if torch.distributed.get_rank() == 0:
+        assets.mkdir(parents=True)
+        config = LlamaConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=44,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            tie_word_embeddings=False,
+            architectures=["LlamaForCausalLM"],
+        )
+        config.save_pretrained(assets)
+    torch.distributed.barrier()
+    spec = {"fuse_qkv": fuse_qkv}
+    with trainer_of(folder, 3, spec=spec, last_save_model_only=True, last_save_in_hf=True) as trainer:
+        trainer.train()
+        saved = everything(trainer)["model"]
+        tokens = torch.arange(8)[None]
+        logits = trainer.model_parts[0](tokens).detach()
+    place = str(folder / "checkpoint/hf/step-3")
+    options = {"initial_load_in_hf": True, "initial_load_path": place}
+    with trainer_of(folder / "again", 3, spec=spec, **options) as trainer:
+        assert trainer.checkpointer.load()
+        check_same("weights", everything(trainer)["model"], saved)
+    return {"logits": logits, "place": place}
+
+
+@unittest.skipUnless(NEEDS, WHY)
+class TestOptions(unittest.TestCase):
+    def run_2(self, fn: Callable[..., Any], *args: Any) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            return run_on_ranks(fn, 2, Path(folder), *args)
+
+    @pytest.mark.slow
+    def test_keep_latest_k_load_step_load_only_and_the_first_step(self) -> None:
+        self.run_2(retention)
+
+    @pytest.mark.slow
+    def test_the_weights_of_the_last_step_and_initial_load_path(self) -> None:
+        self.run_2(weights_alone)
+
+    @pytest.mark.slow
+    def test_exclude_from_loading(self) -> None:
+        self.run_2(left_out)
+
+    @parameterized.expand([(False,), (True,)])
+    @pytest.mark.slow
+    def test_a_checkpoint_of_torchtitans_own_manager(self, fuse_qkv: bool) -> None:
+        self.run_2(from_torchtitan_itself, fuse_qkv)
+
+    @pytest.mark.slow
+    def test_a_seed_of_one_rank(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            [wanted] = run_on_ranks(seed, 1, Path(folder))
+            for got in run_on_ranks(seeded, 2, Path(folder)):
+                check_same("the seed", got, wanted)
+
+    @parameterized.expand([(False,), (True,)])
+    def test_transformers_opens_the_weights(self, fuse_qkv: bool) -> None:
+        """Llama's queries and keys are in another order there, so that names alone are not enough."""
+        from transformers import AutoModelForCausalLM
+
+        with tempfile.TemporaryDirectory() as folder:
+            told = run_on_ranks(hugging_face, 2, Path(folder), fuse_qkv)[0]
+            for step in (2, 3):
+                place = str(Path(told["place"]).with_name(f"step-{step}"))
+                model, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+                self.assertFalse({key: found for key, found in info.items() if found}, json.dumps(str(info)))
+            torch.testing.assert_close(model(torch.arange(8)[None]).logits, told["logits"], rtol=1e-4, atol=1e-4)
+
+    def test_what_is_refused(self) -> None:
+        import_torchtitan()
+        manager = importlib.import_module("fsdp_optim.integrations.torchtitan").FsdpOptimCheckpointManager
+        for options, word in (
+            ({"initial_load_in_hf_quantized": True}, "initial_load_in_hf_quantized"),
+            ({"exclude_from_loading": ["optimizer"]}, "'optimizer'"),
+            ({"async_mode": "fast"}, "fast"),
+        ):
+            if "initial_load_in_hf_quantized" in options:
+                options |= {"initial_load_in_hf": True, "initial_load_path": "/somewhere"}
+            with self.subTest(word), self.assertRaisesRegex(ValueError, word):
+                manager.Config(enable=True, **options)
