@@ -75,6 +75,7 @@ def rooms_used(file: Path) -> set[str]:
 # Which rooms a room may use besides itself. Arrows run one way: nothing here may close a circle.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "speed": set(),
     "options": {"errors"},
     "layout": {"errors"},
     "plan": {"errors", "layout"},
@@ -86,9 +87,12 @@ ARROWS: dict[str, set[str]] = {
     "storage": {"errors"},
     "formats": {"errors", "layout", "memory", "storage"},
     "move": {"errors", "layout", "plan", "memory", "transport"},
-    "verbs": {"errors", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move"},
+    "verbs": {
+        *("errors", "speed", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move")
+    },
     "checkpoint": {
-        *("errors", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move", "verbs"),
+        *("errors", "speed", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move"),
+        "verbs",
         *("storage", "formats"),
     },
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},

@@ -71,7 +71,7 @@ def async_save(
                 completion.watch()
         held.pop_all()
     del live  # so that the background neither reads the live tensors nor keeps them alive
-    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion))
+    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion), logs_waits=job.leads)
     try:
         pending.begin(handle)
     except BaseException as error:  # no thread could be started: the other ranks learn this through the store

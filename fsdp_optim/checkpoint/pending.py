@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StateError
+
+_LOGGED_WAIT = 0.01  # seconds
+
+log = logging.getLogger("fsdp_optim")
 
 
 class SaveHandle:
@@ -18,8 +24,10 @@ class SaveHandle:
         path: the path of the checkpoint.
     """
 
-    def __init__(self, path: Path | str, write: Callable[[], Saved]) -> None:
+    def __init__(self, path: Path | str, write: Callable[[], Saved], *, logs_waits: bool = False) -> None:
+        """`logs_waits`: log how long this process waits for the save; True on one rank."""
         self.path = path
+        self._logs_waits = logs_waits
         self._write: Callable[[], Saved] | None = write
         self._saved: Saved | None = None
         self._error: BaseException | None = None
@@ -57,7 +65,7 @@ class SaveHandle:
         Raises:
             RankTimeoutError: the save did not end in time; it goes on.
         """
-        self._thread.join(_seconds(timeout))
+        self._join(_seconds(timeout))
         if self._thread.is_alive():
             raise RankTimeoutError(f"{self.path}: the save did not end within {timeout:g} s; it goes on: wait again")
 
@@ -68,13 +76,20 @@ class SaveHandle:
 
     def error(self) -> BaseException | None:
         """Wait for the end of the save; return its error if the caller has not seen the error yet."""
-        self._thread.join()
+        self._join(None)
         is_reported, self._is_reported = self._is_reported, True
         return None if is_reported else self._error
 
     def start(self) -> None:
         """Start the thread that writes."""
         self._thread.start()
+
+    def _join(self, timeout: float | None) -> None:
+        begun = time.monotonic()
+        self._thread.join(timeout)
+        seconds = time.monotonic() - begun
+        if self._logs_waits and seconds >= _LOGGED_WAIT:
+            log.info("waited %.2f s for the save of %s", seconds, self.path)
 
     def _run(self) -> None:
         try:

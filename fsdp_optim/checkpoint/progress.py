@@ -9,16 +9,12 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from fsdp_optim.speed import speed_of
+
 _BAR_FROM = 256 << 20  # bytes; smaller calls end before a bar can be read
 _LINE_EVERY = 30.0  # seconds
 
 log = logging.getLogger("fsdp_optim")
-
-
-def speed_of(nbytes: int, since: float) -> str:
-    """The seconds since a time of `time.monotonic`, and the MB/s, as text for a line of the log."""
-    seconds = time.monotonic() - since
-    return f"{seconds:.2f} s, {nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s"
 
 
 class Progress:

@@ -13,7 +13,7 @@ from fsdp_optim.checkpoint.checking import check_bitwise
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.places import common_store
-from fsdp_optim.checkpoint.progress import Progress, speed_of
+from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
@@ -23,6 +23,7 @@ from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, Wrappe
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions, Model
+from fsdp_optim.speed import speed_of
 from fsdp_optim.state.shard import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare

@@ -39,7 +39,7 @@ from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.formats import SAVED, format_named
 from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
-from fsdp_optim.checkpoint.progress import Progress, speed_of
+from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.renaming import SavedNames
 from fsdp_optim.checkpoint.results import Saved
@@ -62,6 +62,7 @@ from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.memory import Budget, dtype_name
 from fsdp_optim.move import End, Key, Slice, move
 from fsdp_optim.options import Model, SaveOptions
+from fsdp_optim.speed import speed_of
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.storage.base import Capabilities, Completion, Staging, Store
 from fsdp_optim.storage.posix.store import Folder
@@ -202,7 +203,7 @@ def _upload(job: Job, upload: Upload, saved: Saved, small: Sequence[str]) -> Sav
         upload.run(job.store, small, job.content)
         return saved
 
-    handle = SaveHandle(upload.store.where, run)
+    handle = SaveHandle(upload.store.where, run, logs_waits=job.leads)
     pending.begin(handle)
     return handle
 

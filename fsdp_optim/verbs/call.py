@@ -16,6 +16,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import RankSet, Shape
 from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
+from fsdp_optim.speed import speed_of
 from fsdp_optim.state.draw import draw
 from fsdp_optim.state.fitting import LiveOptimizer
 from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
@@ -103,16 +104,24 @@ def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: 
     return Local(view, read_optimizer(optim, view))
 
 
-def log_summary(done: str, summaries: Mapping[str, Summary | None], values: Mapping[Any, object]) -> None:
-    """Log one line about a call on this rank: parameters, tensors, bytes, and parameters without state."""
+def log_summary(
+    done: str, summaries: Mapping[str, Summary | None], values: Mapping[Any, object], begun: float, rank: int
+) -> None:
+    """Log one line about a call: parameters, tensors and bytes on this rank, the time and the speed, parameters without state.
+
+    `begun`: the time of `time.monotonic` at which the call began.
+    """
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
     absent = [fqn for fqn, summary in summaries.items() if summary is None]
+    nbytes = sum(tensor.nbytes for tensor in tensors)
     log.info(
-        "%s the optimizer state of %s: %s, %d bytes on this rank; without state: %s",
+        "%s the optimizer state of %s: %s, %d bytes on rank %d, in %s; without state: %s",
         done,
         counted_noun(len(summaries), "parameter"),
         counted_noun(len(tensors), "tensor"),
-        sum(tensor.nbytes for tensor in tensors),
+        nbytes,
+        rank,
+        speed_of(nbytes, begun),
         ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "") if absent else "none",
     )
 

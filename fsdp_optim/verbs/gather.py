@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,6 +86,7 @@ def _check_ids(picture: Picture, recipients: Sequence[int]) -> None:
 
 def gather(model: Model, optim: Optimizers, options: GatherOptions) -> FullDict | None:
     """The full dict on recipients, None elsewhere."""
+    begun = time.monotonic()
     with calling("gather_full_optim_state_dict", [model], options, options.call) as ((reader,), callers):
         gathering = begin(reader, callers, optim, options)
         failure = Failure()
@@ -92,8 +94,9 @@ def gather(model: Model, optim: Optimizers, options: GatherOptions) -> FullDict 
         full = None
         if gathering.receives and failure.error is None:
             full = assemble(gathering.picture, values, gathering.local.optim, callers.rank, options.key_by)
-        if failure.error is None:
-            log_summary("gathered", {f: p.summary for f, p in gathering.picture.params.items()}, values)
+        if failure.error is None and callers.rank == gathering.recipients[0]:
+            summaries = {fqn: param.summary for fqn, param in gathering.picture.params.items()}
+            log_summary("gathered", summaries, values, begun, callers.rank)
         agree(callers, "gathered", failure.error, fatal=failure.fatal)
     return full
 

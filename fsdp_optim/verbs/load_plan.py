@@ -53,11 +53,15 @@ class LoadPlan:
             if param.state is not None and self.missing.issuperset(param.named.fqns):
                 state[param.local_id] = dict(param.state)
         self._keep_values(state)
-        loaded = (param for param in self.local.optim.params if not param.handle.skipped)
-        by_fqn = {fqn: self.summaries.get(param.local_id) for param in loaded for fqn in param.named.fqns}
-        log_summary("cut", by_fqn, {(i, name): flat for i, flats in tensors.items() for name, flat in flats.items()})
         in_order = {p.local_id: state[p.local_id] for p in self.local.optim.params if p.local_id in state}
         return shard_dicts(self.local.optim, groups, other_keys, in_order, self.fit)
+
+    def log(self, done: str, tensors: Mapping[LocalId, Mapping[str, torch.Tensor]], begun: float) -> None:
+        """Log one line about a call, as `log_summary` does. `tensors`: as for `dict_of`."""
+        loaded = (param for param in self.local.optim.params if not param.handle.skipped)
+        by_fqn = {fqn: self.summaries.get(param.local_id) for param in loaded for fqn in param.named.fqns}
+        values = {(i, name): flat for i, flats in tensors.items() for name, flat in flats.items()}
+        log_summary(done, by_fqn, values, begun, self.local.view.rank)
 
     def _keep_values(self, state: dict[LocalId, Mapping[str, Any]]) -> None:
         """Keep the live values that a state of another class lacks; drop the loaded state of parameters without live values."""

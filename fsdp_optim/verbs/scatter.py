@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,7 +91,7 @@ def deliver(
 
     Called by all ranks, inside `all_hear`.
     """
-    opaque = contents.opaque
+    begun, opaque = time.monotonic(), contents.opaque
     load_plan = plan_load(
         local, contents.summaries, contents.fit, lambda fqn, name: opaque[fqn, name], is_own=contents.is_own
     )
@@ -103,6 +104,8 @@ def deliver(
     shard: Shard | list[Shard] = []
     with failure:
         shard = load_plan.dict_of(target.flats, contents.groups, contents.other_keys) if failure.error is None else []
+        if failure.error is None and callers.rank == callers.ranks[0]:
+            load_plan.log("delivered", target.flats, begun)
     warn_of_uncollected(local, contents.uncollected)
     agree(callers, "delivered", failure.error, fatal=failure.fatal)
     return shard

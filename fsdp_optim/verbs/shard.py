@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
         check_optimizers(optim)
     if optim is not None and is_sharded(full):
         return redistribute(model, optim, full, options)
+    begun = time.monotonic()
     options.validate()
     if optim is None:
         local, state = _without_optimizer(model, full, options)
@@ -62,6 +64,8 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
     target, failure = allocate_shard(load_plan, values, rank), Failure()
     move(values, source, target, here, here.budget, failure)
     agree(here, "cut", failure.error)
+    if rank == local.view.ranks[0]:
+        load_plan.log("cut", target.flats, begun)
     return load_plan.dict_of(target.flats, state.groups, state.other_keys)
 
 
