@@ -47,13 +47,29 @@ def nodes(tree: ast.AST, *, inside_functions: bool = True) -> Iterator[ast.AST]:
         yield from nodes(node, inside_functions=inside_functions)
 
 
+@functools.cache
+def nodes_of(file: Path, *, inside_functions: bool = True) -> list[ast.AST]:
+    return list(nodes(tree_of(file), inside_functions=inside_functions))
+
+
+def owner_of(node: ast.Attribute) -> str:
+    """`torch.distributed` of `torch.distributed.send`; "" of what is no chain of names."""
+    names: list[str] = []
+    value = node.value
+    while isinstance(value, ast.Attribute):
+        names.append(value.attr)
+        value = value.value
+    return ".".join([value.id, *reversed(names)]) if isinstance(value, ast.Name) else ""
+
+
 MODULES = {module_of(file): file for file in FILES}
 
 
-def imports(file: Path, *, inside_functions: bool = True) -> set[str]:
+@functools.cache
+def imports(file: Path, *, inside_functions: bool = True) -> frozenset[str]:
     """Modules that a file imports when it runs, with the package's own ones by their full names."""
-    found = set()
-    for node in nodes(tree_of(file), inside_functions=inside_functions):
+    found: set[str] = set()
+    for node in nodes_of(file, inside_functions=inside_functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -65,7 +81,7 @@ def imports(file: Path, *, inside_functions: bool = True) -> set[str]:
             for alias in node.names:
                 one = f"{base}.{alias.name}"
                 found.add(one if one in MODULES else base)
-    return found
+    return frozenset(found)
 
 
 def rooms_used(file: Path) -> set[str]:
@@ -195,8 +211,8 @@ class TestArrows(unittest.TestCase):
             if room_of(module) in ("storage", "testing"):
                 continue
             wrong += [f"{module} imports {used}" for used in imports(file) & (FILE_SYSTEM - {"os", "pathlib"})]
-            for node in nodes(tree_of(file)):
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr not in OF_OS:
+            for node in nodes_of(file):
+                if isinstance(node, ast.Attribute) and owner_of(node) == "os" and node.attr not in OF_OS:
                     wrong.append(f"{module}, line {node.lineno}: os.{node.attr}")
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ON_PATHS:
                     wrong.append(f"{module}, line {node.lineno}: {ast.unparse(node.func)}")
@@ -228,8 +244,8 @@ class TestArrows(unittest.TestCase):
             *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
         }
         for module, file in MODULES.items():
-            for node in nodes(tree_of(file)):
-                if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+            for node in nodes_of(file):
+                if isinstance(node, ast.Attribute) and owner_of(node) in ("dist", "torch.distributed"):
                     assert not node.attr.endswith(("_object", "_object_list")), f"{module}: dist.{node.attr}"
                     if room_of(module) != "transport":
                         assert node.attr not in collectives, f"{module}, line {node.lineno}: dist.{node.attr}"
@@ -240,8 +256,8 @@ class TestArrows(unittest.TestCase):
         for module, file in MODULES.items():
             if room_of(module) in ("transport", "adapters", "testing", "integrations"):  # trainers have such ranks only
                 continue
-            for node in nodes(tree_of(file)):
-                is_asked = isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed")
+            for node in nodes_of(file):
+                is_asked = isinstance(node, ast.Attribute) and owner_of(node) in ("dist", "torch.distributed")
                 if is_asked and node.attr != "ProcessGroup" and module != f"{PACKAGE}.options":  # which names a group
                     wrong.append(f"{module}, line {node.lineno}: dist.{node.attr}")
         assert not wrong, wrong
@@ -263,7 +279,7 @@ IN_FILES = {"fsdp_optim.formats.fairscale_shards": {"no_broadcast_optim_state"}}
 
 
 def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
-    for node in nodes(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
             yield node.attr, node.lineno
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
@@ -308,7 +324,7 @@ def names_given(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and owner_of(node) == "self":
             yield node.attr
 
 

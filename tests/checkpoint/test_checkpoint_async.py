@@ -365,9 +365,7 @@ def start(root: Path, rank: int = 0, world_size: int = 1, is_full: bool = False,
         f"from pathlib import Path; import test_checkpoint_async as t; t.leave({arguments})"
     )
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    return scripts.start(
-        script, preload=("torch._dynamo", "fsdp_optim", "kit.checkpoints"), path=HERE, environment=environment
-    )
+    return scripts.start(script, preload=scripts.TRAINING, path=HERE, environment=environment)
 
 
 class EndOfProcessTest(InFolder):

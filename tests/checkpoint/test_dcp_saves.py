@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from kit.servers import new_bucket, serving
+from kit.servers import new_bucket, shared
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu, error_text
 from torch import nn
 
@@ -92,20 +92,18 @@ def fetch(bucket: S3Bucket, folder: Path) -> None:
 class BucketTest(unittest.TestCase):
     def test_stock_torch_loads_the_objects(self) -> None:
         """Files of several parts and of one, beside the manifest and in a folder of their own."""
-        with serving("moto") as storage:
-            name = new_bucket(storage)
-            run_on_ranks(save_to_bucket, 2, f"s3://{name}/run", storage)
-            with tempfile.TemporaryDirectory() as folder:
-                fetch(S3Bucket(name, storage), Path(folder))
-                names = [path.name for path in Path(folder, "run/step-1").iterdir()]
-                self.assertEqual(
-                    (len(names), ".metadata" in names), (2, True), "a folder of the files, and the manifest"
-                )
-                check_loads(Path(folder, "run/step-1"), STEPS)
-                check_loads(Path(folder, "run/step-2"), 1)
-                values: dict[str, Any] = {"a": torch.zeros(3)}
-                dcp.load(values, checkpoint_id=Path(folder, "run/step-2"), no_dist=True)
-                check_same("extra", values["a"], torch.ones(3))
+        storage = shared("moto")
+        name = new_bucket(storage)
+        run_on_ranks(save_to_bucket, 2, f"s3://{name}/run", storage)
+        with tempfile.TemporaryDirectory() as folder:
+            fetch(S3Bucket(name, storage), Path(folder))
+            names = [path.name for path in Path(folder, "run/step-1").iterdir()]
+            self.assertEqual((len(names), ".metadata" in names), (2, True), "a folder of the files, and the manifest")
+            check_loads(Path(folder, "run/step-1"), STEPS)
+            check_loads(Path(folder, "run/step-2"), 1)
+            values: dict[str, Any] = {"a": torch.zeros(3)}
+            dcp.load(values, checkpoint_id=Path(folder, "run/step-2"), no_dist=True)
+            check_same("extra", values["a"], torch.ones(3))
 
 
 def check_loads(path: Path, steps: int) -> None:

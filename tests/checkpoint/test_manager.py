@@ -392,7 +392,7 @@ class FailureTest(CatalogTest):
         code = (
             "import sys\nfrom kit.managed import Run\nrun = Run(sys.argv[1], 'plain')\nrun.steps(range(1, 3))\n"
         ).replace("sys.argv[1]", repr(str(self.root)))
-        done = scripts.run(code, path=[Path(__file__).parents[1]])
+        done = scripts.run(code, preload=scripts.TRAINING, path=[Path(__file__).parents[1]])
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertEqual(steps_in(self.root), [2])
 

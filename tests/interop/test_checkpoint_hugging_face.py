@@ -1,6 +1,6 @@
 """What `save` writes opens in Hugging Face's `from_pretrained`, whatever the model was wrapped in: to the bit, and tied.
 
-transformers is imported by the ranks of a pool of this file's own, which are told to stay away from the network.
+transformers is imported by the ranks, which are told to stay away from the network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.testing import RankPool
+from fsdp_optim.testing import run_on_ranks
 
 MODELS = (
     "llama, tied",
@@ -167,13 +167,10 @@ def load_foreign(root: Path, how: str) -> list[tuple[str, str]]:
 
 
 class HuggingFaceTest(unittest.TestCase):
-    pool: RankPool
     root: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.root = Path(folder.name)
@@ -182,8 +179,8 @@ class HuggingFaceTest(unittest.TestCase):
     @functools.cache
     def problems(cls, later: bool) -> dict[tuple[str, ...], str]:
         cases = LATER if later else SOON
-        saved = cls.pool.run(save_all, 2, cases, cls.root)
-        [opened] = cls.pool.run(open_all, 1, cases, cls.root)
+        saved = run_on_ranks(save_all, 2, cases, cls.root)
+        [opened] = run_on_ranks(open_all, 1, cases, cls.root)
         return {case: next((one[case] for one in (*saved, opened) if one[case]), "") for case in cases}
 
     @expand(SOON, LATER)
@@ -195,12 +192,12 @@ class HuggingFaceTest(unittest.TestCase):
     @parameterized.expand(("FSDP2", "fairscale flat"))
     def test_a_config_beside_it_is_no_damage(self, wrapper: str) -> None:
         self.problems(False)
-        self.pool.run(resume_beside_config, 2, self.root, "gpt2, tied", wrapper)
+        run_on_ranks(resume_beside_config, 2, self.root, "gpt2, tied", wrapper)
 
     @parameterized.expand(("whole", "split"))
     def test_what_they_have_saved_is_no_place_for_a_save(self, how: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            by_rank = self.pool.run(load_foreign, 2, Path(folder), how)
+            by_rank = run_on_ranks(load_foreign, 2, Path(folder), how)
         for errors in zip(*by_rank, strict=True):
             check_refused(
                 how, errors, "CheckpointError" if errors[0][0] == "CheckpointError" else "StateError", "theirs"

@@ -18,12 +18,14 @@ from kit import dcp as dcp_layouts
 from kit.compare import check_same
 from kit.language_model import LanguageModel, adamw, check_close, train, unbroken
 from kit.rank_files import save_olmo_local, save_sharded
+from kit.tables import each
 from kit.wrapping import WRAPPERS
+from parameterized import parameterized
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_optim
-from fsdp_optim.testing import RankPool
+from fsdp_optim.testing import run_on_ranks
 
 BEFORE, AFTER, MEMORY = 3, 2, 16 << 20  # steps; bytes
 CHECKPOINTERS = ("full", "remote", "legacy", "local")
@@ -63,23 +65,18 @@ def resume(place: Path, wrapper: str) -> None:
 
 
 class OlmoWorkflowTest(unittest.TestCase):
-    pool: RankPool
     root: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.root = Path(folder.name)
-        cls.pool.run(save_all, 2, cls.root)
+        run_on_ranks(save_all, 2, cls.root)
 
-    def test_every_checkpointer_resumes_elsewhere(self) -> None:
-        for name in CHECKPOINTERS:
-            for size, wrapper in ((3, "FSDP2"), (2, "FSDP1 orig"), (1, "plain")):
-                with self.subTest(name=name, wrapper=wrapper):
-                    self.pool.run(resume, size, self.root / name, wrapper)
+    @parameterized.expand([(3, "FSDP2"), (2, "FSDP1 orig"), (1, "plain")])
+    def test_every_checkpointer_resumes_elsewhere(self, size: int, wrapper: str) -> None:
+        run_on_ranks(each, size, resume, [(self.root / name, wrapper) for name in CHECKPOINTERS])
 
     def test_unsharded_in_one_process(self) -> None:
         """Without a process group and in little memory: the same weights and state from each, in one file of each half."""

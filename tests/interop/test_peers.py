@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import unittest
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.cases import expand, those
+from kit.tables import Table, each
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_refused, check_same, cpu, error_text, in_fairscale, sgd
 from parameterized import parameterized
 from torch.distributed.checkpoint.state_dict import (
@@ -143,11 +145,13 @@ def _sorted(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: dict(sorted(values.items())) for name, values in state.items()}
 
 
-def at_another_size(given: Any, wrapper: str) -> None:
+def at_another_size(given: Mapping[str, Any], wrapper: str) -> None:
+    """The dicts of peers, by their names."""
     with cpu():
-        target = Trained(wrapper, steps=0)
-        fsdp_optim.load_optim_state_dict(target.optim, target.shard(given))
-        check_state(f"into {wrapper}", target.gather(None, "name"), Oracle().by_name())
+        for peer, full in given.items():
+            target = Trained(wrapper, steps=0)
+            fsdp_optim.load_optim_state_dict(target.optim, target.shard(full))
+            check_state(f"{peer} into {wrapper}", target.gather(None, "name"), Oracle().by_name())
 
 
 def scattering_what_is_sharded(source: str) -> list[tuple[str, str]]:
@@ -157,37 +161,39 @@ def scattering_what_is_sharded(source: str) -> list[tuple[str, str]]:
         return [error_text(lambda: target.scatter(given))]
 
 
-def made_by(peer: str, source: str) -> Any:
+def made_by(sources: Mapping[str, str]) -> Any:
     with cpu():
-        given = PEERS[peer][0](Trained(source))
+        given = {f"{peer} of {source}": PEERS[peer][0](Trained(source)) for peer, source in sources.items()}
         return given if dist.get_rank() == 0 else None
 
 
+ELSEWHERE = {
+    "FSDP.full_optim_state_dict": "FSDP1 flat",
+    "FSDP.optim_state_dict, full": "FSDP1 orig",
+    "get_optimizer_state_dict, full": "FSDP2",
+    "get_optimizer_state_dict, flattened": "FSDP2",
+}
+FROM = Table(
+    from_peer,
+    *those(
+        [(2, peer, source) for peer, (_, sources) in PEERS.items() for source in sources],
+        lambda _size, peer, source: source in (PEERS[peer][1][0], "FSDP2"),
+    ),
+)
+
+
 class FromPeersTest(unittest.TestCase):
-    @expand(
-        *those(
-            [(peer, source) for peer, (_, sources) in PEERS.items() for source in sources],
-            lambda peer, source: source in (PEERS[peer][1][0], "FSDP2"),
-        )
-    )
-    def test_is_accepted_by_every_wrapper(self, peer: str, source: str) -> None:
-        run_on_ranks(from_peer, 2, peer, source)
+    @expand(*FROM.soon_and_later)
+    def test_is_accepted_by_every_wrapper(self, *case: Any) -> None:
+        FROM(*case)
 
     @parameterized.expand(("FSDP1 flat", "FSDP1 orig"))
     def test_one_ranks_shards_are_not_scattered(self, source: str) -> None:
         by_rank = run_on_ranks(scattering_what_is_sharded, 2, source, timeout=30.0)
         check_refused("scatter", [mine[0] for mine in by_rank], "StateError", "scale", "ShardedTensor")
 
-    @parameterized.expand(
-        [
-            ("FSDP.full_optim_state_dict", "FSDP1 flat"),
-            ("FSDP.optim_state_dict, full", "FSDP1 orig"),
-            ("get_optimizer_state_dict, full", "FSDP2"),
-            ("get_optimizer_state_dict, flattened", "FSDP2"),
-        ]
-    )
-    def test_at_another_world_size(self, peer: str, source: str) -> None:
-        given = run_on_ranks(made_by, 2, peer, source)[0]
+    def test_at_another_world_size(self) -> None:
+        given = run_on_ranks(made_by, 2, ELSEWHERE)[0]
         for wrapper, world_size in (("FSDP2", 3), ("FSDP1 flat", 4), ("fairscale flat", 1)):
             run_on_ranks(at_another_size, world_size, given, wrapper)
 
@@ -201,8 +207,14 @@ def one_unit(model: Any) -> Any:
     return in_fairscale(model)
 
 
+@functools.cache
+def given_by_fairscale() -> Any:
+    """What fairscale's own method gathers on two ranks."""
+    return run_on_ranks(of_fairscale, 2)[0]
+
+
 def of_fairscale() -> Any:
-    """What fairscale's own method gathers."""
+    """The same, on one of these ranks."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs
 
     with cpu():
@@ -217,6 +229,7 @@ def of_fairscale() -> Any:
 
 def from_fairscale(given: Any, wrapper: str) -> None:
     with cpu():
+        kept = copy.deepcopy(given)
         target = Trained(one_unit if wrapper == "one unit" else wrapper, sgd, steps=0)
         fsdp_optim.load_optim_state_dict(target.optim, target.shard(given))
         group = dist.group.WORLD
@@ -225,13 +238,14 @@ def from_fairscale(given: Any, wrapper: str) -> None:
         scattered = target.gather(None, "name", process_group=group)
         check_state(f"fairscale -> {wrapper}", again, Oracle(sgd).by_name())
         check_state(f"fairscale -> {wrapper}, scattered", scattered, Oracle(sgd).by_name())
+        check_same("fairscale's dict is left as it was", given, kept)
 
 
 class FromFairscaleTest(unittest.TestCase):
-    @parameterized.expand([(w, n) for w in ("one unit", "FSDP1 flat", "FSDP2", "plain") for n in (2, 3)])
-    def test_its_own_full_dict(self, wrapper: str, world_size: int) -> None:
-        given = run_on_ranks(of_fairscale, 2)[0]
-        run_on_ranks(from_fairscale, world_size, given, wrapper)
+    @parameterized.expand((2, 3))
+    def test_its_own_full_dict(self, world_size: int) -> None:
+        wrappers = [(wrapper,) for wrapper in ("one unit", "FSDP1 flat", "FSDP2", "plain")]
+        run_on_ranks(each, world_size, functools.partial(from_fairscale, given_by_fairscale()), wrappers)
 
 
 # ------------------------------------------------------------------------------------------- ours to them
@@ -281,15 +295,19 @@ def to_peer(reader: str, wrapper: str) -> None:
             check_same("lr", float(target.optim.param_groups[0]["lr"]), 0.01)
 
 
+TO = Table(
+    to_peer,
+    *those(
+        [(2, reader, wrapper) for reader, (_, wrappers) in READERS.items() for wrapper in wrappers],
+        lambda _size, reader, wrapper: wrapper in (READERS[reader][1][0], "FSDP2"),
+    ),
+)
+
+
 class ToPeersTest(unittest.TestCase):
-    @expand(
-        *those(
-            [(reader, wrapper) for reader, (_, wrappers) in READERS.items() for wrapper in wrappers],
-            lambda reader, wrapper: wrapper in (READERS[reader][1][0], "FSDP2"),
-        )
-    )
-    def test_reads_ours(self, reader: str, wrapper: str) -> None:
-        run_on_ranks(to_peer, 2, reader, wrapper)
+    @expand(*TO.soon_and_later)
+    def test_reads_ours(self, *case: Any) -> None:
+        TO(*case)
 
     @parameterized.expand(list(itertools.product(("fairscale flat", "FSDP1 orig", "FSDP2"), (adam, sgd))))
     def test_a_plain_optimizer_reads_ours(self, wrapper: str, make: Any) -> None:

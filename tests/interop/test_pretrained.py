@@ -27,7 +27,7 @@ from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
-from fsdp_optim.testing import RankPool
+from fsdp_optim.testing import run_on_ranks
 
 SMALL = 3000  # bytes of one file, where a model is split
 CASES = (
@@ -226,13 +226,10 @@ def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
 
 
 class PretrainedTest(unittest.TestCase):
-    pool: RankPool
     root: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.root = Path(folder.name)
@@ -242,7 +239,7 @@ class PretrainedTest(unittest.TestCase):
 
     def test_every_wrapper_takes_its_slices(self) -> None:
         for size in (2, 3):
-            self.pool.run(load_all, size, self.root)
+            run_on_ranks(load_all, size, self.root)
 
     def test_other_places_names_and_dtypes(self) -> None:
         (self.root / "links").mkdir()
@@ -253,7 +250,7 @@ class PretrainedTest(unittest.TestCase):
         save_file(
             {f"base.{name}": tensor for name, tensor in tensors.items()}, self.root / "renamed" / "any.safetensors"
         )
-        self.pool.run(load_otherwise, 2, self.root)
+        run_on_ranks(load_otherwise, 2, self.root)
 
     def test_tied_weights_under_both_names(self) -> None:
         tensors = {name: tensor.clone() for name, tensor in wanted_of("gpt2, tied").items()}
@@ -265,11 +262,11 @@ class PretrainedTest(unittest.TestCase):
                 tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
             save_file(tensors, self.root / name / "model.safetensors")
         for wrapper in ("FSDP2", "FSDP1 flat"):
-            self.pool.run(load_tied, 2, self.root, wrapper)
+            run_on_ranks(load_tied, 2, self.root, wrapper)
 
     def test_what_is_not_whole_is_refused(self) -> None:
         make_refused(self.root)
-        self.pool.run(refuse_all, 2, self.root)
+        run_on_ranks(refuse_all, 2, self.root)
 
     def test_from_a_bucket(self) -> None:
         """The objects of a prefix, and one object, are read as the files of a folder are."""

@@ -50,7 +50,7 @@ from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.opened_any import OpenFiles
-from fsdp_optim.testing import RankPool
+from fsdp_optim.testing import run_on_ranks
 
 ADAM = OfModel(two_groups)
 SIZES = (1, 2, 3)
@@ -510,33 +510,30 @@ def load_several(root: Path) -> None:
 
 
 class TorchFilesTest(unittest.TestCase):
-    pool: RankPool
     root: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
         cls.root = Path(folder.name)
-        cls.pool.run(write_all, 2, cls.root)
+        run_on_ranks(write_all, 2, cls.root)
 
     def test_every_file_loads_at_every_size(self) -> None:
         for size in SIZES:
-            self.pool.run(load_all, size, self.root)
+            run_on_ranks(load_all, size, self.root)
 
     def test_weights_alone_and_an_optimizer_alone(self) -> None:
-        self.pool.run(load_parts, 2, self.root)
+        run_on_ranks(load_parts, 2, self.root)
 
     def test_fairscales_dicts_of_all_versions(self) -> None:
         for size in (2, 3):
-            self.pool.run(load_fairscales, size, self.root)
+            run_on_ranks(load_fairscales, size, self.root)
 
     def test_fairscales_dict_of_several_units(self) -> None:
-        self.pool.run(write_units, 2, self.root)
+        run_on_ranks(write_units, 2, self.root)
         for size in SIZES:
-            self.pool.run(load_units, size, self.root)
+            run_on_ranks(load_units, size, self.root)
 
     def test_converted_without_ranks(self) -> None:
         """Into a checkpoint of this library, which has the same values."""
@@ -549,7 +546,7 @@ class TorchFilesTest(unittest.TestCase):
         check_same("state", state, wanted.optim.state_dict()["state"], in_order=False)
 
     def test_objects_of_other_classes(self) -> None:
-        self.pool.run(load_what_only_its_class_can_make, 2, self.root)
+        run_on_ranks(load_what_only_its_class_can_make, 2, self.root)
 
     def test_each_rank_reads_its_part(self) -> None:
         model = Wide()
@@ -558,11 +555,11 @@ class TorchFilesTest(unittest.TestCase):
             param.grad = torch.ones_like(param)
         optim.step()
         torch.save({"model": model.state_dict(), "optimizer": optim.state_dict()}, self.root / "wide.pt")
-        self.pool.run(read_parts, 3, self.root)
+        run_on_ranks(read_parts, 3, self.root)
 
     def test_what_is_not_whole_or_not_clear_is_refused(self) -> None:
         make_refused(self.root)
-        self.pool.run(refuse_all, 2, self.root)
+        run_on_ranks(refuse_all, 2, self.root)
 
     def test_several_optimizers(self) -> None:
         one = Oracle(OfModel(two_optimizers), STEPS, Whole)
@@ -579,7 +576,7 @@ class TorchFilesTest(unittest.TestCase):
             for optim in one.optim
         ]
         torch.save({"model": model, "optimizer": dict(zip("ab", by_name, strict=True))}, self.root / "two-names.pt")
-        self.pool.run(load_several, 2, self.root)
+        run_on_ranks(load_several, 2, self.root)
 
     def test_a_split_model_with_an_index(self) -> None:
         """As save_pretrained wrote it before safetensors; tied weights are stored once, or share their bytes."""

@@ -18,13 +18,14 @@ from kit import dcp as dcp_layouts
 from kit.compare import check_same
 from kit.language_model import LanguageModel, adamw, check_close, train, two_groups, unbroken
 from kit.pretrained import build, tensors_of
-from kit.servers import new_bucket, serving
+from kit.servers import new_bucket, shared
+from kit.tables import each
 from kit.wrapping import WRAPPERS, cpu
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 import fsdp_optim
-from fsdp_optim.testing import RankPool
+from fsdp_optim.testing import run_on_ranks
 
 BEFORE, AFTER = 3, 3  # steps
 
@@ -137,13 +138,7 @@ def save_as_olmo_core(root: Path) -> None:
 
 
 class WorkflowsTest(unittest.TestCase):
-    pool: RankPool
     root: Path
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -155,51 +150,52 @@ class WorkflowsTest(unittest.TestCase):
         for orig in (False, True):
             with self.subTest(orig=orig), tempfile.TemporaryDirectory() as folder:
                 root = Path(folder)
-                self.pool.run(save_as_in_the_tutorial, 2, root, orig)
-                for size, wrapper in ((3, "FSDP2"), (1, "plain"), (2, "fairscale flat"), (3, "FSDP1 flat")):
-                    self.pool.run(resume, size, root / "both.pt", wrapper)
-                self.pool.run(resume, 3, root / "folder", "FSDP2")
+                run_on_ranks(save_as_in_the_tutorial, 2, root, orig)
+                one, two = root / "both.pt", root / "folder"
+                run_on_ranks(each, 3, resume, [(one, "FSDP2"), (one, "FSDP1 flat"), (two, "FSDP2")])
+                run_on_ranks(resume, 1, one, "plain")
+                run_on_ranks(resume, 2, one, "fairscale flat")
                 self.assertEqual(fsdp_optim.load(root / "both.pt")["step"], BEFORE)
 
     def test_asynchronous_to_a_bucket(self) -> None:
         """Sharded asynchronous saves resume at another shard degree; a whole checkpoint is opened by Hugging Face."""
-        with serving("moto") as options:
-            bucket = f"s3://{new_bucket(options)}"
-            asked = {"storage_options": options, "progress": False}
-            self.pool.run(save_asynchronously, 2, f"{bucket}/run", asked)
-            newest = fsdp_optim.latest(f"{bucket}/run", storage_options=options)
-            self.assertEqual(newest, f"{bucket}/run/step-{BEFORE}")
-            for size, wrapper in ((3, "FSDP2"), (1, "plain")):
-                self.pool.run(resume, size, newest, wrapper, storage_options=options)
-            self.pool.run(save_pretrained, 2, f"{bucket}/whole", asked)
-            folder = self.root / "whole"
-            download(f"{bucket}/whole", folder, options)
-            wanted = build("gpt2, tied")
-            wanted.config.save_pretrained(folder)
-            stepped(wanted)
-            found = type(wanted).from_pretrained(folder)
-            check_same("weights", tensors_of(found), tensors_of(wanted))
+        options = shared("moto")
+        bucket = f"s3://{new_bucket(options)}"
+        asked = {"storage_options": options, "progress": False}
+        run_on_ranks(save_asynchronously, 2, f"{bucket}/run", asked)
+        newest = fsdp_optim.latest(f"{bucket}/run", storage_options=options)
+        self.assertEqual(newest, f"{bucket}/run/step-{BEFORE}")
+        for size, wrapper in ((3, "FSDP2"), (1, "plain")):
+            run_on_ranks(resume, size, newest, wrapper, storage_options=options)
+        run_on_ranks(save_pretrained, 2, f"{bucket}/whole", asked)
+        folder = self.root / "whole"
+        download(f"{bucket}/whole", folder, options)
+        wanted = build("gpt2, tied")
+        wanted.config.save_pretrained(folder)
+        stepped(wanted)
+        found = type(wanted).from_pretrained(folder)
+        check_same("weights", tensors_of(found), tensors_of(wanted))
 
     def test_remote_reads_through_a_cache(self) -> None:
         """A checkpoint of torch.distributed.checkpoint in a bucket: the second load reads no elements from the bucket."""
-        self.pool.run(save_as_olmo_core, 2, self.root)
-        with serving("moto") as options:
-            bucket = new_bucket(options)
-            client = client_of(options)
-            for file in (path for path in (self.root / "step3").rglob("*") if path.is_file()):
-                client.upload_file(str(file), bucket, f"run/step3/{file.relative_to(self.root / 'step3')}")
-            asked = {"storage_options": options, "local_cache": self.root / "cache"}
-            for size, wrapper in ((3, "FSDP1 flat"), (2, "FSDP2")):
-                self.pool.run(resume, size, f"s3://{bucket}/run/step3", wrapper, **asked)
-            kept = sum(file.stat().st_size for file in (self.root / "cache").rglob("*") if file.is_file())
-            elements = sum(file.stat().st_size for file in (self.root / "step3").rglob("*.distcp"))
-            self.assertGreater(kept, elements // 2)
-            for file in (self.root / "step3").rglob("*.distcp"):  # the cache knows the objects by their versions
-                client.upload_file(str(file), bucket, f"run/step3/{file.relative_to(self.root / 'step3')}")
-            self.pool.run(resume, 1, f"s3://{bucket}/run/step3", "plain", **asked)
+        run_on_ranks(save_as_olmo_core, 2, self.root)
+        options = shared("moto")
+        bucket = new_bucket(options)
+        client = client_of(options)
+        for file in (path for path in (self.root / "step3").rglob("*") if path.is_file()):
+            client.upload_file(str(file), bucket, f"run/step3/{file.relative_to(self.root / 'step3')}")
+        asked = {"storage_options": options, "local_cache": self.root / "cache"}
+        for size, wrapper in ((3, "FSDP1 flat"), (2, "FSDP2")):
+            run_on_ranks(resume, size, f"s3://{bucket}/run/step3", wrapper, **asked)
+        kept = sum(file.stat().st_size for file in (self.root / "cache").rglob("*") if file.is_file())
+        elements = sum(file.stat().st_size for file in (self.root / "step3").rglob("*.distcp"))
+        self.assertGreater(kept, elements // 2)
+        for file in (self.root / "step3").rglob("*.distcp"):  # the cache knows the objects by their versions
+            client.upload_file(str(file), bucket, f"run/step3/{file.relative_to(self.root / 'step3')}")
+        run_on_ranks(resume, 1, f"s3://{bucket}/run/step3", "plain", **asked)
 
     def test_streaming_groups_and_no_flattening(self) -> None:
-        self.pool.run(stream_groups, 2, self.root)
+        run_on_ranks(stream_groups, 2, self.root)
 
 
 def client_of(options: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,7 @@ def train(model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> list[
     return losses
 
 
+@functools.cache
 def unbroken(steps: int, make: Callable[[Any], torch.optim.Optimizer] = adamw) -> list[float]:
     """The losses of the run that never stopped, in one process without a wrapper."""
     model = LanguageModel()

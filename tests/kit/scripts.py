@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 KIT = Path(__file__).parents[1]
+TRAINING = ("torch._dynamo", "fsdp_optim", "kit.checkpoints")
+"""What scripts that train want to find imported: one choice, so that they share a server."""
+
 LONGEST = 200_000  # bytes of an order: what one packet carries
 
 

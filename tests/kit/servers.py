@@ -2,10 +2,13 @@
 
 with serving("moto") as options:                 # plain values, which ranks in other processes can be given
     bucket = S3Bucket(new_bucket(options), options)
+
+`shared("moto")` gives the options of a server for all tests of this process, each of which makes a bucket of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import http.client
@@ -64,6 +67,15 @@ def serving(kind: Server) -> Iterator[Options]:
                     yield options_for(port)
                     return
         raise RuntimeError(f"{kind} does not answer: {Path(folder, 'log').read_text()[-2000:]}")
+
+
+@functools.cache
+def shared(kind: Server) -> Options:
+    """A server that serves until this process ends; the storage options for it."""
+    held = contextlib.ExitStack()
+    options = held.enter_context(serving(kind))
+    atexit.register(held.close)
+    return options
 
 
 def port_of(options: Options) -> int:

@@ -79,7 +79,8 @@ class Table:
         texts = [outcome.text for outcome in found]
         if any(texts):
             words = [f"rank {rank} of {case[0]}:\n{text}" for rank, text in enumerate(texts) if text]
-            raise CaseFailed(f"{self._fn.__qualname__}{case[1:]}:\n" + "\n".join(words))
+            name = getattr(self._fn, "__qualname__", repr(self._fn))  # a functools.partial has none
+            raise CaseFailed(f"{name}{case[1:]}:\n" + "\n".join(words))
         return [outcome.value for outcome in found]
 
     def _run(self, numbers: Sequence[int]) -> None:
@@ -108,6 +109,15 @@ class Table:
                 self._found[number] = own
         if not any(isinstance(self._found[number], BaseException) for number in numbers):
             self._found.update(dict.fromkeys(numbers, error))
+
+
+def each(fn: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> None:
+    """All cases in one world, on one rank: `run_on_ranks(each, 3, partial(resume, root), cases)`. An error names its case."""
+    for args in cases:
+        try:
+            fn(*args)
+        except Exception as error:
+            raise CaseFailed(f"{args}: {type(error).__name__}: {error}") from error
 
 
 def run_cases(fn: Callable[..., Any], cases: Sequence[tuple[Any, ...]], patience: float) -> list[_Outcome]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -36,11 +37,12 @@ class Numbers:
     least = _FIRST
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model)  # a copy of the unwrapped model, for the oracle
         self.start: dict[str, int] = {}
+        self.numel: dict[str, int] = {}
         self._total = _FIRST
         for name, param in model.named_parameters():
             self.start[name] = self._total
+            self.numel[name] = param.numel()
             self._total += param.numel()
 
     def give(self, model: nn.Module) -> None:
@@ -65,7 +67,7 @@ class Numbers:
 
     def names_of(self, numbers: Tensor) -> set[str]:
         """The names of the parameters that have these elements."""
-        stop = {name: self.start[name] + param.numel() for name, param in self.model.named_parameters()}
+        stop = {name: start + self.numel[name] for name, start in self.start.items()}
         return {name for name, start in self.start.items() if bool(((numbers >= start) & (numbers < stop[name])).any())}
 
 
@@ -206,7 +208,7 @@ class Trained:
         self.model: Any = model
         self.params: list[nn.Parameter] = list(model.parameters())
         self.index = [self.numbers.read(local_of(param)) for param in self.params]
-        empty = {name for name, param in self.numbers.model.named_parameters() if not param.numel()}
+        empty = {name for name, numel in self.numbers.numel.items() if not numel}
         # Torch FSDP1 gives a rank no gradient for an original parameter whose elements other ranks hold.
         self.gets_gradient = [
             _FSDP1_PART not in name or bool(param.numel()) or name.replace(_FSDP1_PART, "") in empty
@@ -277,6 +279,12 @@ class OfModel:
     def __init__(self, make: Callable[[nn.Module], Any]) -> None:
         self.of_model = make
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OfModel) and self.of_model == other.of_model
+
+    def __hash__(self) -> int:
+        return hash(self.of_model)
+
 
 def _make(make: Any, model: nn.Module) -> Any:
     return make.of_model(model) if hasattr(make, "of_model") else make(model.parameters())
@@ -330,3 +338,19 @@ class Oracle:
         """{name: state} of the parameters that have state."""
         states = {id(p): s for optim in each_of(self.optim) for p, s in optim.state.items()}
         return {name: dict(states[id(p)]) for name, p in self.model.named_parameters() if states.get(id(p))}
+
+
+def known_oracle(
+    make: Any,
+    steps: int,
+    model: Callable[[], nn.Module] = Net,
+    prepare: Callable[[nn.Module], Any] | None = None,
+    unused: Collection[str] = (),
+) -> Oracle:
+    """An oracle that is only looked at: training without a wrapper is the same in every world of this process."""
+    return _known_oracle(make, steps, model, prepare, tuple(unused), torch.get_default_dtype())
+
+
+@functools.lru_cache(maxsize=32)
+def _known_oracle(make: Any, steps: int, model: Any, prepare: Any, unused: Any, dtype: torch.dtype) -> Oracle:
+    return Oracle(make, steps, model, prepare, unused)

@@ -21,6 +21,7 @@ from kit.trained import (
     Oracle,
     Trained,
     each_of,
+    known_oracle,
     like,
     local_of,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "in_fsdp2",
     "in_fsdp2_over_tp",
     "in_hsdp",
+    "known_oracle",
     "like",
     "local_of",
     "mesh_2d",
@@ -161,7 +163,7 @@ def check_trip(
     ranks = range(dist.get_world_size()) if ranks is None else ranks
     rank, first, last = dist.get_rank(), ranks[0], ranks[-1]
     plain_make = oracle_make or make
-    oracle, further = (Oracle(plain_make, steps, model, prepare, unused) for steps in (STEPS, STEPS + 2))
+    oracle, further = (known_oracle(plain_make, steps, model, prepare, unused) for steps in (STEPS, STEPS + 2))
     trained, target = (Trained(wrap, make, steps, model, prepare, unused, by_torch) for steps in (STEPS, 0))
     if trained.process_group is not None:
         kwargs.setdefault("process_group", trained.process_group)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import unittest
 from multiprocessing.managers import BaseManager
 from typing import Any
 
-from kit.servers import PAGE_KEYS, Options, Server, new_bucket, serving
+from kit.servers import PAGE_KEYS, Options, Server, new_bucket, shared
 
 from fsdp_optim.storage.objects.base import Bucket
 from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
@@ -54,9 +53,7 @@ class OnServer(BucketConformance):
 
     @classmethod
     def setUpClass(cls) -> None:
-        stack = contextlib.ExitStack()
-        cls.addClassCleanup(stack.close)  # type: ignore[attr-defined]
-        cls.options = stack.enter_context(serving(cls.server))
+        cls.options = shared(cls.server)
         cls.clients, cls.others = Clients(cls.options), Clients(cls.options)
 
     def make_bucket(self) -> Bucket:

@@ -14,7 +14,7 @@ import boto3
 from botocore.loaders import JSONFileLoader
 from botocore.session import get_session
 from kit.proxy import Proxy
-from kit.servers import new_bucket, port_of, serving
+from kit.servers import new_bucket, port_of, shared
 
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.storage.objects.s3_client import Clients, shared_clients
@@ -81,20 +81,20 @@ class ClientsTest(unittest.TestCase):
             self.assertIs(shared_clients(OPTIONS).get(time.monotonic() + 10), made)
 
     def test_connections_that_were_idle_are_not_used_again(self) -> None:
-        with serving("rclone") as options:
-            name = new_bucket(options)
-            with Proxy(port_of(options), []) as proxy:
-                clients = shared_clients(proxy.options(options))
-                S3Bucket(name, proxy.options(options)).put("key", b"data")
-                client = clients.get(time.monotonic() + 10).client
-                with mock.patch.object(client, "close", wraps=client.close) as close:
-                    shared_clients(proxy.options(options))
-                    self.assertEqual(close.call_count, 0)
-                    later = time.monotonic() + 31
-                    with mock.patch("time.monotonic", return_value=later):
-                        bucket = S3Bucket(name, proxy.options(options))
-                    self.assertEqual(close.call_count, 1)
-                self.assertEqual(bucket.read("key")[0], b"data")
+        options = shared("rclone")
+        name = new_bucket(options)
+        with Proxy(port_of(options), []) as proxy:
+            clients = shared_clients(proxy.options(options))
+            S3Bucket(name, proxy.options(options)).put("key", b"data")
+            client = clients.get(time.monotonic() + 10).client
+            with mock.patch.object(client, "close", wraps=client.close) as close:
+                shared_clients(proxy.options(options))
+                self.assertEqual(close.call_count, 0)
+                later = time.monotonic() + 31
+                with mock.patch("time.monotonic", return_value=later):
+                    bucket = S3Bucket(name, proxy.options(options))
+                self.assertEqual(close.call_count, 1)
+            self.assertEqual(bucket.read("key")[0], b"data")
 
     def test_a_session_of_the_user_is_used_as_it_is(self) -> None:
         mine = get_session()

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from kit.proxy import Fault, Proxy
-from kit.servers import SECRET_KEY, Options, free_port, new_bucket, port_of, serving
+from kit.servers import SECRET_KEY, Options, free_port, new_bucket, port_of, shared
 from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
@@ -27,18 +27,13 @@ from fsdp_optim.storage.objects.base import MissingObjectError
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.storage.objects.s3_client import Clients
 
-SERVER = contextlib.ExitStack()
 TOKEN = "session-token-2718281828"
 OPTIONS: Options
 
 
 def setUpModule() -> None:
     global OPTIONS
-    OPTIONS = SERVER.enter_context(serving("moto"))
-
-
-def tearDownModule() -> None:
-    SERVER.close()
+    OPTIONS = shared("moto")
 
 
 def answer(code: str, status: int, more: str = "", **headers: str) -> Fault:

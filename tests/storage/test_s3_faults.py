@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from kit.proxy import Fault, Proxy
-from kit.servers import PART_NBYTES, Options, new_bucket, port_of, serving
+from kit.servers import PART_NBYTES, Options, new_bucket, port_of, shared
 from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
@@ -20,18 +20,13 @@ from fsdp_optim.storage.base import is_sure_that_not
 from fsdp_optim.storage.objects.base import ABSENT, OvertakenError
 from fsdp_optim.storage.objects.s3 import S3Bucket
 
-SERVER = contextlib.ExitStack()
 DATA = random.Random(1).randbytes(5 * PART_NBYTES // 2)
 SLACK = 25  # seconds, for a busy machine
 
 
 def setUpModule() -> None:
     global OPTIONS
-    OPTIONS = SERVER.enter_context(serving("moto"))
-
-
-def tearDownModule() -> None:
-    SERVER.close()
+    OPTIONS = shared("moto")
 
 
 OPTIONS: Options

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import unittest
-from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 from kit.checkpoints import mine, scramble
 from kit.proxy import Fault, Proxy
-from kit.servers import Options, new_bucket, port_of, serving
+from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Trained, adam, check_same, cpu, error_text
 from parameterized import parameterized
 
@@ -54,9 +53,7 @@ class FaultsTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        held = ExitStack()
-        cls.addClassCleanup(held.close)
-        cls.options = {**held.enter_context(serving("rclone")), "part_nbytes": 512}
+        cls.options = {**shared("rclone"), "part_nbytes": 512}
 
     def test_faults_that_pass(self) -> None:
         """Credentials that expire in the middle of a save are asked for again."""

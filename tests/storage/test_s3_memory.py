@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from kit.peaks import MIB, Peak
 from kit.proxy import Fault, Proxy
-from kit.servers import Options, new_bucket, port_of, serving
+from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Differs, Trained, adam, cpu, local_of
 from torch import nn
 
@@ -57,12 +57,12 @@ class MemoryTest(unittest.TestCase):
     def test_extra_memory(self) -> None:
         pool = RankPool()  # of its own: what malloc keeps of other tests would be used first
         self.addCleanup(pool.close)
-        with serving("rclone") as options:
-            url = f"s3://{new_bucket(options)}/run"
-            slow = Fault("Delay", method="PUT", times=-1, seconds=0.1)  # parts wait: the budget is what holds them back
-            with Proxy(port_of(options), [slow]) as proxy:
-                given = {**proxy.options(options), "part_nbytes": PART_MIB * MIB}
-                by_rank = pool.run(measured, 2, url, given)
+        options = shared("rclone")
+        url = f"s3://{new_bucket(options)}/run"
+        slow = Fault("Delay", method="PUT", times=-1, seconds=0.1)  # parts wait: the budget is what holds them back
+        with Proxy(port_of(options), [slow]) as proxy:
+            given = {**proxy.options(options), "part_nbytes": PART_MIB * MIB}
+            by_rank = pool.run(measured, 2, url, given)
         print(by_rank)
         for one in by_rank:
             # A load reads all of the shard into memory of its own before it changes anything.

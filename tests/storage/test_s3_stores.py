@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import unittest
-from contextlib import ExitStack
 from typing import Any
 
-from kit.servers import PART_NBYTES, Server, new_bucket, serving
+from kit.servers import PART_NBYTES, Server, new_bucket, shared
 
 from fsdp_optim.storage.base import Store
 from fsdp_optim.storage.objects.s3 import S3Bucket
@@ -20,9 +19,7 @@ class OnServer(StoreConformance):
 
     @classmethod
     def setUpClass(cls) -> None:
-        held = ExitStack()
-        cls.addClassCleanup(held.close)  # type: ignore[attr-defined]
-        cls.options = held.enter_context(serving(cls.kind))
+        cls.options = shared(cls.kind)
         cls.clients = Clients(cls.options)  # shared, because making a client takes a tenth of a second
 
     def make_store(self, judge: Any) -> Store:
