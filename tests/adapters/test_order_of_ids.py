@@ -94,7 +94,8 @@ def ids_of_every_wrapper(names: Iterable[str], every: bool) -> None:
             makers = [what for what in MAKERS if what != "backwards" or wrapper not in FLAT]
             for what in makers if every else makers[place % len(makers) :][:1]:
                 _ids_both_ways(f"{wrapper}, {what}", wrapper, MAKERS[what])
-            _as_one(wrapper)
+            if every or wrapper in (*FLAT, "FSDP2", "plain"):
+                _as_one(wrapper)
 
 
 def _ids_both_ways(what: str, wrapper: str, make: Callable[[Any], Any]) -> None:

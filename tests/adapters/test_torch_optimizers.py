@@ -26,6 +26,7 @@ from kit.wrapping import (
     check_trip,
     cpu,
     error_text,
+    freeze_stem,
     local_of,
     sgd,
 )
@@ -75,7 +76,7 @@ def step_both_ways(wrapper: str) -> None:
     with cpu():
         for make in (adam, adamw_tensor_lr, sgd):
             quick, slow = (
-                Trained(wrapper, make, prepare=_freeze_stem, unused=("head.bias",), by_torch=by_torch)
+                Trained(wrapper, make, prepare=freeze_stem, unused=("head.bias",), by_torch=by_torch)
                 for by_torch in (False, True)
             )
             for what, one, other in (
@@ -386,12 +387,7 @@ def frozen_left_out(wrapper: str) -> None:
     """The dict of an optimizer of a part of the model has that part only, and a load needs no more."""
     with cpu():
         some = OfModel(lambda model: adam([p for p in model.parameters() if p.requires_grad]))
-        check_trip(wrapper, some, prepare=_freeze_stem)
-
-
-def _freeze_stem(model: Any) -> None:
-    for param in model.stem.parameters():
-        param.requires_grad_(False)
+        check_trip(wrapper, some, prepare=freeze_stem)
 
 
 def other_number(wrapper: str) -> list[tuple[str, str]]:

@@ -23,8 +23,9 @@ from kit.catalogs import save as save_plain
 from kit.checkpoint_damage import flip, seal_as_it_is, sealed_brief
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import before_writes
+from kit.compare import refused
 from kit.managed import Loader, Run, closing_all, names_in, steps_in
-from kit.wrapping import Differs, check_refused, check_same, cpu, error_text
+from kit.wrapping import Differs, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn
 
@@ -34,10 +35,6 @@ from fsdp_optim.storage.posix.shelf import FolderShelf
 from fsdp_optim.testing import run_on_ranks
 
 LAST = 7
-
-
-def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    check_refused("the call", [error_text(call)], kind.__name__, *words)
 
 
 def folder_of(root: Path, name: str) -> Path:

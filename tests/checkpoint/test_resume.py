@@ -15,7 +15,8 @@ import torch.distributed as dist
 from kit.catalogs import CatalogTest, clock, save
 from kit.checkpoint_damage import flip
 from kit.checkpoints import before_writes
-from kit.wrapping import Trained, adam, check_refused, check_same, error_text
+from kit.compare import refused
+from kit.wrapping import Trained, adam, check_same
 from parameterized import parameterized
 from torch import nn
 
@@ -24,10 +25,6 @@ from fsdp_optim.errors import CheckpointError, RankTimeoutError
 from fsdp_optim.testing import run_on_ranks
 
 LOG = "fsdp_optim"
-
-
-def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
-    check_refused("the call", [error_text(call)], kind.__name__, *words)
 
 
 def filled(value: float) -> nn.Module:

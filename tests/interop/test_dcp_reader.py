@@ -30,8 +30,10 @@ from kit.wrapping import (
     check_same,
     cpu,
     error_text,
+    freeze_stem,
     local_of,
     sgd,
+    without_stem,
 )
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -133,17 +135,8 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [adam(stem), sgd(rest)]
 
 
-def without_stem(model: nn.Module) -> torch.optim.Optimizer:
-    return adam([param for name, param in model.named_parameters() if "stem" not in name.split(".")])
-
-
 def without_state(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
-
-
-def freeze_stem(model: nn.Module) -> None:
-    for param in model.stem.parameters():
-        param.requires_grad_(False)
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

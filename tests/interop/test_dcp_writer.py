@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import tempfile
 import unittest
@@ -13,6 +14,8 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from kit.cases import expand, those
+from kit.tables import Table
 from kit.wrapping import STEPS, Oracle, Trained, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -60,6 +63,14 @@ def save_all(root: Path) -> None:
             fsdp_optim.async_save(root / f"{name}-titan", one.model, one.optim, format="torchtitan", **options).wait()
     own = Trained("FSDP2", adamw_tensor_lr)
     fsdp_optim.save(root / "tensor-lr", own.model, own.optim, format="dcp", durable=False)
+
+
+@functools.cache
+def saved() -> tempfile.TemporaryDirectory[str]:
+    """A folder with what two ranks have saved."""
+    folder = tempfile.TemporaryDirectory()
+    run_on_ranks(save_all, 2, Path(folder.name))
+    return folder
 
 
 def resume(root: Path, name: str, wrapper: str, flattened: bool, is_titan: bool = False) -> None:
@@ -219,29 +230,59 @@ def load_ours(path: Path, wrapper: str, has_extras: bool) -> None:
             check_same("of ranks", restored.all_ranks, tuple({"rng": torch.full((3,), rank)} for rank in range(2)))
 
 
+WAYS = {"nested": ("", False, False), "flattened": ("", True, False), "torchtitan": ("-titan", True, True)}
+"""How torch reads: nested dicts, flattened ones, or as torchtitan keeps them."""
+
+# What a save writes does not depend on how it will be read: each wrapper's meets one way, and one wrapper's meets all.
+BY_FSDP2 = those(
+    [(3, name.replace(" ", "-"), "FSDP2", how) for name in SAVED for how in WAYS],
+    lambda _size, name, _wrapper, how: name == "FSDP2" or how == list(WAYS)[len(name) % len(WAYS)],
+)
+BY_OTHERS = [(3, "FSDP2", wrapper, "flattened") for wrapper in LOADED if wrapper != "FSDP2"]
+# torch gives some ranks of FSDP1 no param groups
+BY_OTHERS += [(3, "fairscale-flat", wrapper, "nested") for wrapper in LOADED if "FSDP" not in wrapper]
+TENSOR_LR = [(3, "tensor-lr", "FSDP2", how) for how in ("nested", "flattened")]
+
+
+def resume_in(root: Path, name: str, wrapper: str, how: str) -> None:
+    suffix, flattened, is_titan = WAYS[how]
+    resume(root, name + suffix, wrapper, flattened, is_titan)
+
+
+@functools.cache
+def resumes() -> Table:
+    soon, later = BY_FSDP2
+    return Table(functools.partial(resume_in, Path(saved().name)), [*soon, *BY_OTHERS, *TENSOR_LR], later)
+
+
+def load_again(root: Path) -> None:
+    """All that needs three ranks, of the saves and of what was converted."""
+    load_ours(root / "given", "fairscale flat", True)
+    load_ours(root / "fairscale-flat-titan", "FSDP2", False)
+    resume(root, "back-dcp", "FSDP2", False)
+    resume(root, "back-torchtitan", "FSDP2", True, True)
+
+
 class StockResumesTest(unittest.TestCase):
     root: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
-        run_on_ranks(save_all, 2, cls.root)
+        cls.root = Path(saved().name)
 
-    @parameterized.expand([name.replace(" ", "-") for name in SAVED])
-    def test_resumed_by_fsdp2(self, name: str) -> None:
-        """Nested dicts, flattened ones, and as torchtitan keeps them, on three ranks."""
-        run_on_ranks(resume, 3, self.root, name, "FSDP2", False)
-        run_on_ranks(resume, 3, self.root, name, "FSDP2", True)
-        run_on_ranks(resume, 3, self.root, f"{name}-titan", "FSDP2", True, True)
+    @expand(*BY_FSDP2)
+    def test_resumed_by_fsdp2(self, *case: Any) -> None:
+        resumes()(*case)
 
-    @parameterized.expand(LOADED)
-    def test_resumed_by_others(self, wrapper: str) -> None:
+    @parameterized.expand(BY_OTHERS)
+    def test_resumed_by_others(self, *case: Any) -> None:
         """By FSDP1, DDP and no wrapper."""
-        if "FSDP1" not in wrapper:  # torch gives some of its ranks no param groups
-            run_on_ranks(resume, 3, self.root, "fairscale-flat", wrapper, False)
-        run_on_ranks(resume, 3, self.root, "FSDP2", wrapper, True)
+        resumes()(*case)
+
+    @parameterized.expand(TENSOR_LR)
+    def test_a_hyperparameter_that_is_a_tensor(self, *case: Any) -> None:
+        """The learning rate of a capturable optimizer."""
+        resumes()(*case)
 
     def test_losses_are_those_of_the_run_that_never_stopped(self) -> None:
         """A torchtitan-like loop: two groups, tied weights, a schedule, the trainer's own state."""
@@ -264,14 +305,11 @@ class StockResumesTest(unittest.TestCase):
     def test_loaded_by_this_library(self) -> None:
         """Recognised, in either layout, and converted to this library's format and back."""
         run_on_ranks(save_extras, 2, self.root / "given", EXTRA)
-        run_on_ranks(load_ours, 3, self.root / "given", "fairscale flat", True)
-        run_on_ranks(load_ours, 3, self.root / "fairscale-flat-titan", "FSDP2", False)
         fsdp_optim.convert(self.root / "given", self.root / "ours", durable=False)
         for format in ("dcp", "torchtitan"):
             fsdp_optim.convert(self.root / "ours", self.root / f"back-{format}", format=format, durable=False)
         run_on_ranks(load_ours, 1, self.root / "back-torchtitan", "FSDP2", True)
-        run_on_ranks(resume, 3, self.root, "back-dcp", "FSDP2", False)
-        run_on_ranks(resume, 3, self.root, "back-torchtitan", "FSDP2", True, True)
+        run_on_ranks(load_again, 3, self.root)
 
     def test_each_item_is_a_file_of_torch_save(self) -> None:
         """The bytes of each item by themselves, mapped and plain; tensors begin at multiples of 64 bytes of the file."""
@@ -290,8 +328,3 @@ class StockResumesTest(unittest.TestCase):
                 self.assertTrue(path.name == "values.distcp" or place.offset % 64 == 0)
             if index.fqn in wanted:
                 check_same(index.fqn, value, wanted[index.fqn])
-
-    def test_a_hyperparameter_that_is_a_tensor(self) -> None:
-        """The learning rate of a capturable optimizer."""
-        run_on_ranks(resume, 3, self.root, "tensor-lr", "FSDP2", False)
-        run_on_ranks(resume, 3, self.root, "tensor-lr", "FSDP2", True)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kit.compare import Differs, check_same, error_text
+from kit.compare import Differs, check_same, error_text, sorted_state
 from kit.wrapping import WRAPPERS, cpu
 from kit.zero_files import write_zero
 from kit.zero_runs import FROZEN, STEPS, TIED, Model, exact, optimizer
@@ -40,7 +40,7 @@ from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import RankPool, ReaderConformance, Written
+from fsdp_optim.testing import ReaderConformance, Written, run_on_ranks
 from fsdp_optim.testing.foreign_readers import read_elements
 
 DATA = Path(__file__).parents[1] / "data" / "deepspeed" / "checkpoints.tar.xz"
@@ -80,10 +80,6 @@ def state_of(oracle: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def sorted_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {fqn: dict(sorted(state[fqn].items())) for fqn in sorted(state)}
-
-
 def check_loaded(model: nn.Module, optim: Any, oracle: Mapping[str, Tensor], folder: Path) -> None:
     """The live weights, buffers and state are those of the training without DeepSpeed, bit for bit."""
     everyone = {"process_group": dist.group.WORLD} if dist.is_initialized() else {}
@@ -97,10 +93,11 @@ def check_loaded(model: nn.Module, optim: Any, oracle: Mapping[str, Tensor], fol
         dist.barrier()  # before another case saves to the same place
 
 
-def load_runs(root: Path, wrappers: tuple[str, ...]) -> None:
-    """Every run of DeepSpeed, into a wrapper that the number of the run chooses."""
+def load_runs(root: Path, wrappers: tuple[str, ...], numbers: list[int]) -> None:
+    """These runs of DeepSpeed, each into a wrapper that the number of the run chooses."""
     oracle = load_file(root / "oracle.safetensors")
-    for number, name in enumerate(RUNS):
+    for number in numbers:
+        name = RUNS[number]
         wrapper = wrappers[number % len(wrappers)]
         with cpu():
             model = of_zeros() if wrapper == "plain" else WRAPPERS[wrapper](of_zeros())
@@ -151,8 +148,6 @@ class TestRuns(unittest.TestCase):
         cls.root = Path(tempfile.mkdtemp())
         cls.addClassCleanup(shutil.rmtree, cls.root)
         cls.oracle = unpacked(cls.root)
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
 
     def copied(self, name: str, of: str) -> Path:
         """A copy of a run, without the folder of the tag."""
@@ -165,7 +160,14 @@ class TestRuns(unittest.TestCase):
 
     @parameterized.expand(sorted(WRAPPERS_AT))
     def test_every_run_is_loaded_as_it_was_saved(self, world_size: int) -> None:
-        self.pool.run(load_runs, world_size, self.root, WRAPPERS_AT[world_size])
+        """Each run at one world size."""
+        numbers = [number for number in range(len(RUNS)) if number // 3 % 3 == world_size - 1]
+        run_on_ranks(load_runs, world_size, self.root, WRAPPERS_AT[world_size], numbers)
+
+    @parameterized.expand(sorted(WRAPPERS_AT))
+    @pytest.mark.slow
+    def test_every_run_is_loaded_at_every_world_size(self, world_size: int) -> None:
+        run_on_ranks(load_runs, world_size, self.root, WRAPPERS_AT[world_size], list(range(len(RUNS))))
 
     def test_without_ranks(self) -> None:
         """One process and no process group; the parent by `latest`, the folder of the tag, and a parent without `latest`."""
@@ -357,7 +359,7 @@ class TestRuns(unittest.TestCase):
             else:
                 shutil.copy(universal / "body.0.weight" / "exp_avg.pt", path)
             cases.append((name, wanted))
-        self.pool.run(refuse_all, 2, self.root, cases)
+        run_on_ranks(refuse_all, 2, self.root, cases)
 
     def test_tags(self) -> None:
         place = self.root / "tags"

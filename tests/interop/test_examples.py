@@ -9,6 +9,7 @@ import sys
 import unittest
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 from kit.checkpoints import InFolder
@@ -47,11 +48,17 @@ def on_rank(example: str, *arguments: str) -> int:
 
 
 class ManagerTest(InFolder):
-    def test_train_and_go_on_with_fewer_ranks(self) -> None:
-        arguments = ("--root", str(self.root), "--every", "2", "--last")
-        done = torchrun(2, "fsdp2_manager.py", *arguments, "6")
+    @pytest.mark.slow
+    def test_train_by_torchrun(self) -> None:
+        done = torchrun(2, "fsdp2_manager.py", "--root", str(self.root), "--every", "2", "--last", "6")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 0 to step 6", done.stdout)
+        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)][:1], [2])
+
+    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+        arguments = ("--root", str(self.root), "--every", "2", "--last")
+        self.assertEqual(run_on_ranks(on_rank, 2, "fsdp2_manager.py", *arguments, "6"), [6, 6])
+        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)][:1], [2])
         self.assertEqual(run_on_ranks(on_rank, 1, "fsdp2_manager.py", *arguments, "9"), [9])
         found = fsdp_optim.checkpoints(self.root)
         self.assertEqual([one.step for one in found][:2], [9, 8])

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit.compare import Differs, check_refused, check_same, error_text
+from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.pretrained import build, tensors_of
 from kit.wrapping import WRAPPERS, cpu
 from safetensors.torch import load_file, save_file
@@ -132,36 +132,31 @@ def load_tied(root: Path, wrapper: str) -> None:
     check_weights(model, "gpt2, tied", root / "live")
     for name, word in (("differs", "differ"), ("other shape", "shape")):
         place = root / name
-        refused(name, partial(fsdp_optim.load, place, model), "StateError", "lm_head", "wte", word)
+        refused_on_ranks(name, partial(fsdp_optim.load, place, model), "StateError", "lm_head", "wte", word)
     check_weights(model, "gpt2, tied", root / "live")
     restored = fsdp_optim.load(root / "differs", model, strict=False, process_group=dist.group.WORLD)
     check_same("the first name counts", restored.unexpected, ("lm_head.weight",))
     check_weights(model, "gpt2, tied", root / "live")
 
 
-def refused(what: str, call: Callable[[], Any], kind: str, *words: str) -> None:
-    """Raise unless all ranks refuse a call with the same words."""
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error_text(call))
-    check_refused(what, errors, kind, *words)
-
-
 def refuse_all(root: Path) -> None:
     """What is no whole checkpoint is refused on all ranks alike, and the model stays as it is."""
     for name, kind, words in REFUSED:
         model = WRAPPERS["FSDP2"](of_zeros("bert"))
-        refused(name, partial(fsdp_optim.load, root / name, model), kind, *words)
+        refused_on_ranks(name, partial(fsdp_optim.load, root / name, model), kind, *words)
         if any(bool(param.to_local().any()) for param in model.parameters()):  # type: ignore[operator]
             raise Differs(f"{name}: a part was loaded")
     model = WRAPPERS["FSDP2"](of_zeros("bert"))
     optim = torch.optim.Adam(model.parameters())
-    refused(
+    refused_on_ranks(
         "an optimizer", lambda: fsdp_optim.load(root / "bert whole", model, optim), "StateError", "without an optimizer"
     )
-    refused(
+    refused_on_ranks(
         "a rename that is none", lambda: fsdp_optim.load(root / "bert whole", model, rename=[1]), "StateError", "rename"
     )  # type: ignore[arg-type]
-    refused("another model", lambda: fsdp_optim.load(root / "llama, tied whole", model), "StateError", "differences")
+    refused_on_ranks(
+        "another model", lambda: fsdp_optim.load(root / "llama, tied whole", model), "StateError", "differences"
+    )
 
 
 REFUSED: tuple[tuple[str, str, tuple[str, ...]], ...] = (

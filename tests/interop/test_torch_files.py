@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.checkpoints import Whole, buffers_of, load, mine, scramble, two_groups
-from kit.compare import Differs, check_refused, check_same, error_text
+from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.pretrained import build, tensors_of
 from kit.scripts import run
 from kit.trained import OfModel, Oracle, Trained
@@ -182,7 +182,9 @@ def load_units(root: Path) -> None:
         load(root / "fairscale-units.pt", target, check="bitwise")
         check_same("units", mine(target), mine(alike))
         other = Trained("FSDP2", sgd, 0)
-        refused("other units", partial(load, root / "fairscale-units.pt", other), "StateError", "by FSDP unit", "rekey")
+        refused_on_ranks(
+            "other units", partial(load, root / "fairscale-units.pt", other), "StateError", "by FSDP unit", "rekey"
+        )
 
 
 def one_unit(model: Any) -> Any:
@@ -256,10 +258,12 @@ def load_parts(root: Path) -> None:
         check_same("the state", mine(target)["state"], mine(alike)["state"])
         check_same("the weights", mine(target)["values"], before)
         check_same("missing", "stem.weight" in restored.missing, True)
-        refused(
+        refused_on_ranks(
             "no optimizer", partial(fsdp_optim.load, root / "bare-optim.pt", target.model), "StateError", "no weights"
         )
-        refused("no state", partial(load, root / "bare-model.pt", target), "StateError", "without an optimizer")
+        refused_on_ranks(
+            "no state", partial(load, root / "bare-model.pt", target), "StateError", "without an optimizer"
+        )
 
 
 def buffers_without_scratch(trained: Trained) -> dict[str, Tensor]:
@@ -288,7 +292,7 @@ def load_fairscales(root: Path) -> None:
             )
     with cpu():
         target = Trained("FSDP2", sgd, 0)
-        refused(
+        refused_on_ranks(
             "lists", partial(load, root / "fairscale-lists-differ.pt", target), "StateError", "scale", "differs between"
         )
 
@@ -307,13 +311,6 @@ def load_what_only_its_class_can_make(root: Path) -> None:
         check_same("with allow_pickle", again["scheduler"], {"last_epoch": 2})
         of_folder = load(root / "hugging", target, allow_pickle=True)
         check_same("a file", of_folder["training_args"], argparse.Namespace(lr=0.5))
-
-
-def refused(what: str, call: Callable[[], Any], kind: str, *words: str) -> None:
-    """Raise unless all ranks refuse a call with the same words."""
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error_text(call))
-    check_refused(what, errors, kind, *words)
 
 
 # ------------------------------------------------------------------------------------------- what is read
@@ -477,7 +474,7 @@ def refuse_all(root: Path) -> None:
         target = whole("FSDP2", 1)
         before = mine(target)
         for name, kind, words in REFUSED:
-            refused(name, partial(load, root / "refused" / name, target), kind, *words)
+            refused_on_ranks(name, partial(load, root / "refused" / name, target), kind, *words)
             check_same(f"{name}: what was there", mine(target), before)
         if (root / "ran").exists():
             raise Differs("a command of a file was run")
@@ -506,7 +503,7 @@ def load_several(root: Path) -> None:
                 check_same(f"{name} -> {wrapper}", mine(target), mine(alike))
     with cpu():
         one = whole("FSDP2", 0)
-        refused("one for two", partial(load, root / "two-ids.pt", one), "StateError", "2 optimizers", "a list")
+        refused_on_ranks("one for two", partial(load, root / "two-ids.pt", one), "StateError", "2 optimizers", "a list")
 
 
 class TorchFilesTest(unittest.TestCase):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -70,6 +71,11 @@ def check_same(what: str, got: Any, wanted: Any, **options: bool) -> None:
         raise Differs(f"{what}: {len(found)} differences:\n  {shown}")
 
 
+def sorted_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """State by name, parameters and values in the order of their names: others' dicts have orders of their own."""
+    return {fqn: dict(sorted(state[fqn].items())) for fqn in sorted(state)}
+
+
 def error_text(call: Callable[[], Any]) -> tuple[str, str]:
     """(class, message) of what a call raises; ("", "") if it raises nothing."""
     try:
@@ -77,6 +83,18 @@ def error_text(call: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> None:
+    """Raise unless a call of one process is refused, with all these words."""
+    check_refused("the call", [error_text(call)], kind.__name__, *words)
+
+
+def refused_on_ranks(what: str, call: Callable[[], Any], kind: str, *words: str) -> None:
+    """Raise, on every rank, unless all ranks refuse a call with one and the same error, with all these words."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error_text(call))
+    check_refused(what, errors, kind, *words)
 
 
 def check_refused(what: str, errors: Sequence[tuple[str, str]], kind: str, *words: str) -> None:

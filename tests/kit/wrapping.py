@@ -33,6 +33,7 @@ from kit.wraps import (
     Optim,
     adam,
     adamw_tensor_lr,
+    freeze_stem,
     fsdp1_hybrid,
     fsdp1_hybrid_groups,
     in_ddp,
@@ -43,6 +44,7 @@ from kit.wraps import (
     in_hsdp,
     mesh_2d,
     sgd,
+    without_stem,
     wrap_units,
 )
 
@@ -68,6 +70,7 @@ __all__ = [
     "cpu",
     "differences",
     "error_text",
+    "freeze_stem",
     "fsdp1_hybrid",
     "fsdp1_hybrid_groups",
     "in_ddp",
@@ -82,6 +85,7 @@ __all__ = [
     "mesh_2d",
     "sgd",
     "snapshot",
+    "without_stem",
     "wrap_units",
 ]
 

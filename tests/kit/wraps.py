@@ -49,6 +49,16 @@ def adamw_tensor_lr(params: Any) -> Optim:
     return torch.optim.AdamW(params, lr=torch.tensor(0.01), weight_decay=0.1)
 
 
+def freeze_stem(model: Any) -> None:
+    for param in model.stem.parameters():
+        param.requires_grad_(False)
+
+
+def without_stem(model: nn.Module) -> Optim:
+    """An optimizer of the other parameters."""
+    return adam([param for name, param in model.named_parameters() if "stem" not in name.split(".")])
+
+
 # ------------------------------------------------------------------------------------------ wrapping
 
 

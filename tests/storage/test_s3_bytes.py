@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import unittest
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from kit.checkpoints import mine
 from kit.proxy import Proxy
-from kit.servers import Options, new_bucket, port_of, serving
+from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Trained, adam, check_same, cpu, local_of
 from torch import nn
 
@@ -65,14 +66,19 @@ class BytesTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        held = ExitStack()
-        cls.addClassCleanup(held.close)
-        cls.options = {**held.enter_context(serving("rclone")), "part_nbytes": PART_NBYTES}
+        cls.options = {**shared("rclone"), "part_nbytes": PART_NBYTES}
 
     def test_bytes_and_requests(self) -> None:
+        self.check({wrap: WRAPS[wrap] for wrap in ("FSDP2", "HSDP")})
+
+    @pytest.mark.slow
+    def test_bytes_and_requests_of_other_wrappers(self) -> None:
+        self.check({wrap: WRAPS[wrap] for wrap in ("fairscale flat", "DDP")})
+
+    def check(self, wraps: Mapping[str, str]) -> None:
         name = new_bucket(self.options)
         bucket = S3Bucket(name, self.options)
-        for wrap, target in WRAPS.items():
+        for wrap, target in wraps.items():
             prefix = f"{wrap.replace(' ', '-')}/step-1"
             with self.subTest(f"{wrap} into {target}"):
                 with Proxy(port_of(self.options)) as proxy:

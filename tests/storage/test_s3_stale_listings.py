@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.proxy import Fault, Proxy
-from kit.servers import Options, new_bucket, port_of, serving
+from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, local_of
-from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.checkpoint import catalog
@@ -121,11 +120,9 @@ class StaleListingsTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        held = ExitStack()
-        cls.addClassCleanup(held.close)
-        cls.options = {**held.enter_context(serving("rclone")), "part_nbytes": 512}
+        cls.options = {**shared("rclone"), "part_nbytes": 512}
 
-    @parameterized.expand([(0,), (1,)])
+    @expand(soon=[(0,)], later=[(1,), (2,)])
     def test_saves_where_listings_are_stale(self, seed: int) -> None:
         bucket = new_bucket(self.options)
         fault = Fault("Stale", method="GET", query="list-type=2", times=-1, share=0.5)

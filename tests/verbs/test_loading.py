@@ -25,6 +25,7 @@ from kit.wrapping import (
     check_same,
     cpu,
     error_text,
+    freeze_stem,
     snapshot,
 )
 from parameterized import parameterized
@@ -188,11 +189,6 @@ class Longer(Net):
     def __init__(self) -> None:
         super().__init__()
         self.added = nn.Linear(3, 2)
-
-
-def freeze_stem(model: nn.Module) -> None:
-    for param in model.stem.parameters():
-        param.requires_grad_(False)
 
 
 def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.compare import Differs, check_refused, check_same, error_text
+from kit.cases import expand, those
+from kit.compare import Differs, check_same, refused_on_ranks
+from kit.tables import Table
 from kit.wrapping import WRAPPERS, cpu
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.testing import RankPool
+from fsdp_optim.testing import run_on_ranks
 
 NOT_CUT = ("plain", "DDP")
 
@@ -97,13 +98,6 @@ def trip(wrapper: str) -> None:
             check_same("the given dict", full is None or full.keys() == wanted.keys(), True)
 
 
-def refused(what: str, call: Callable[[], Any], kind: str, *words: str) -> None:
-    """Raise unless all ranks refuse a call with the same words."""
-    errors: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error_text(call))
-    check_refused(what, errors, kind, *words)
-
-
 def refuse() -> None:
     """Wrong dicts and ranks are refused on all ranks, and the model stays as it is."""
     model, good = wrapped("FSDP2", -1), dict(made(10).state_dict())
@@ -125,9 +119,11 @@ def refuse() -> None:
         "sharded": ({**good, "scale": model.scale}, "StateError", ("scale", "DTensor", "whole")),
     }
     for name, (full, kind, words) in cases.items():
-        refused(name, partial(scatter, of_rank_0(full)), kind, *words)
-    refused("a rank", partial(scatter, good, source_rank=7), "RankError", "source_rank 7")
-    refused("a recipient", partial(fsdp_optim.gather_full_model_state_dict, model, 7), "RankError", "recipient_rank 7")
+        refused_on_ranks(name, partial(scatter, of_rank_0(full)), kind, *words)
+    refused_on_ranks("a rank", partial(scatter, good, source_rank=7), "RankError", "source_rank 7")
+    refused_on_ranks(
+        "a recipient", partial(fsdp_optim.gather_full_model_state_dict, model, 7), "RankError", "recipient_rank 7"
+    )
     found = fsdp_optim.gather_full_model_state_dict(model, None)
     check_same("unchanged", found, wanted_of(model, made(-1).state_dict(), found))
     less = {k: v for k, v in good.items() if k != "scale"}
@@ -147,24 +143,23 @@ def wanted_of(model: nn.Module, full: Any, found: Any) -> Any:
     return {name: full[name] for name in found}
 
 
+TRIPS = Table(
+    trip,
+    # ties across the layers of tensor parallelism are DTensors of two meshes
+    *those(
+        [(size, wrapper) for size in (1, 2, 3) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"],
+        lambda size, wrapper: size == 2 or wrapper in ("fairscale flat", "FSDP2", "plain"),
+    ),
+)
+
+
 class ModelDictTest(unittest.TestCase):
-    pool: RankPool
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        cls.pool = RankPool()
-        cls.addClassCleanup(cls.pool.close)
-
-    def test_every_wrapper(self) -> None:
-        for size in (1, 2, 3):
-            for wrapper in WRAPPERS:
-                if wrapper == "FSDP2 x TP":
-                    continue  # ties across its layers are DTensors of two meshes
-                with self.subTest(wrapper=wrapper, size=size):
-                    self.pool.run(trip, size, wrapper)
+    @expand(*TRIPS.soon_and_later)
+    def test_every_wrapper(self, size: int, wrapper: str) -> None:
+        TRIPS(size, wrapper)
 
     def test_what_does_not_fit_is_refused(self) -> None:
-        self.pool.run(refuse, 2)
+        run_on_ranks(refuse, 2)
 
 
 if __name__ == "__main__":
