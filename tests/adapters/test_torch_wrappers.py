@@ -299,7 +299,6 @@ LATER = {
     *(
         "HSDP 1 x 3",
         "HSDP of ranks in any order",
-        "mesh of ranks in any order",
         "x TP 2 x 1",
         "x TP 3 x 1",
         "x TP 1 x 4",
