@@ -298,6 +298,7 @@ class ConvertOptions(Arguments):
     allow_pickle: bool = False
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
+    units: Mapping[str, Sequence[str]] | None = None
 
     def validate(self) -> None:
         super().validate()
@@ -310,6 +311,14 @@ class ConvertOptions(Arguments):
         names = self.names if isinstance(self.names, (list, tuple, NoneType)) else [None]
         if not all(isinstance(name, str) for name in names or ()):
             raise StateError(f"names has to be a list of FQNs in the order of the optimizer's ids, not {self.names!r}")
+        units = self.units if isinstance(self.units, (Mapping, NoneType)) else {None: None}
+        for path, fqns in (units or {}).items():
+            if (
+                not isinstance(path, str)
+                or not isinstance(fqns, (list, tuple))
+                or not all(isinstance(f, str) for f in fqns)
+            ):
+                raise StateError(f"units has to be a dict from paths of modules to lists of FQNs, not {self.units!r}")
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,10 @@ PRIVATE: dict[str, set[str]] = {
 }
 
 
-IN_FILES = {"fsdp_optim.formats.fairscale_shards": {"no_broadcast_optim_state"}}
+IN_FILES = {
+    "fsdp_optim.formats.fairscale_shards": {"no_broadcast_optim_state"},
+    "fsdp_optim.formats.fairscale_writer": {"no_broadcast_optim_state"},
+}
 """Keys of fairscale's files that are called as its own names."""
 
 

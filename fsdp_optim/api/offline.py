@@ -34,6 +34,7 @@ def convert(
     memory: int = CONVERT_NBYTES,
     names: Sequence[str] | None = None,
     model: Model | None = None,
+    units: Mapping[str, Sequence[str]] | None = None,
     overwrite: bool = False,
     durable: bool = True,
     max_file_size: int = 4_000_000_000,
@@ -56,13 +57,18 @@ def convert(
         dst: the place of the new checkpoint: a path, or a URL as for `save`.
         format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
             `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "fairscale": the same with
-            the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is wrapped.
+            the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is wrapped;
+            "fairscale_shards": a file for each of `world_size` ranks, as fairseq and metaseq write it, for fairscale's own
+            `load_local_state_dict` and the rank's optimizer.
         world_size: the number of ranks, for formats that have a part for each rank.
         key_by: "id" or "name", for formats whose optimizer dict may have either.
         memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
             (names, shapes) comes on top.
         names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
         model: in the place of `names`: a model whose parameters have this order; it may be on the meta device.
+        units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the
+            path of the module that is wrapped, in the order of the wrapped model's parameters(), such as
+            `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`.
         overwrite, durable, max_file_size: as for `save`.
         allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
         progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
@@ -84,6 +90,7 @@ def convert(
             key_by=key_by,
             memory=memory,
             names=names,
+            units=units,
             overwrite=overwrite,
             durable=durable,
             max_file_size=max_file_size,

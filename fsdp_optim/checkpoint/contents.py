@@ -12,7 +12,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import TwinsHandle
 from fsdp_optim.checkpoint import module_values
 from fsdp_optim.errors import StateError, WrapperError
-from fsdp_optim.formats.base import PlannedTensor
+from fsdp_optim.formats.base import Half, PlannedTensor
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
 from fsdp_optim.memory import dtype_name, dtype_named
@@ -320,5 +320,6 @@ def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
 
 
 def planned(tensor: SavedValue) -> PlannedTensor:
-    """The key, dtype and shape of a tensor, by which a format plans its files."""
-    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape)
+    """The key, dtype, shape and half of a tensor, by which a format plans its files."""
+    half: Half = "optim" if tensor.is_state else "model"
+    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, half)

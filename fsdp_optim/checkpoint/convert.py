@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.checkpoint.alone import warn_if_alone
+from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
-from fsdp_optim.checkpoint.files import File, planned_files
+from fsdp_optim.checkpoint.files import File, files_of_both
 from fsdp_optim.checkpoint.formats import Wanted, format_named, open_checkpoint
 from fsdp_optim.checkpoint.lanes import JOURNAL, Share
 from fsdp_optim.checkpoint.progress import Progress
@@ -28,7 +29,7 @@ from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_
 from fsdp_optim.checkpoint.transcript import Naming, Transcript, transcribe
 from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Unit, plan_units
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.base import Format, FormatReader, FormatWriter
+from fsdp_optim.formats.base import Format, FormatReader, FormatWriter, Half
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
@@ -60,7 +61,9 @@ def convert(
     callers = _callers(options.call)
     with in_turn(callers), all_hear(callers):
         options.validate()
-        format = target_format or format_named(options.format, Wanted(options.world_size, options.key_by))
+        format = target_format or format_named(
+            options.format, Wanted(options.world_size, options.key_by, units=options.units)
+        )
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
         with closing(open_checkpoint(its, verify=True, format=source_format)) as checkpoint:
             naming, writer = Naming(options.names, model), format.writer()
@@ -123,11 +126,12 @@ class _Work:
         options: ConvertOptions,
     ) -> _Work:
         shared, most = transcript.prepared.shared, options.max_file_size
-        files: list[File] = []
+        halves: dict[Half, Sequence[SavedValue]] = {}
         if transcript.weights != "none":
-            files += planned_files(writer, "model", transcript.model, shared, most_nbytes=most, num_ranks=1)
+            halves["model"] = transcript.model
         if transcript.has_optim:
-            files += planned_files(writer, "optim", transcript.optim, shared, most_nbytes=most, num_ranks=1)
+            halves["optim"] = transcript.optim
+        files = files_of_both(writer, halves, shared, most_nbytes=most, num_ranks=1)
         return cls(callers, checkpoint, transcript, writer, format, options, tuple(files))
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,6 +30,10 @@ class File:
     def name(self) -> str:
         return self.plan.name
 
+    def elements(self, index: int) -> tuple[int, int]:
+        """The first element of a value that the file has, and one past the last. `index`: the place of the value in `values`."""
+        return self.plan.slices[index] if self.plan.slices else (0, self.values[index].placement.numel)
+
 
 def planned_files(
     writer: FormatWriter, half: Half, values: Sequence[SavedValue], shared: str, *, most_nbytes: int, num_ranks: int
@@ -40,6 +44,21 @@ def planned_files(
         half, [planned(value) for value in values], shared, most_nbytes=most_nbytes, num_ranks=num_ranks
     )
     return [File(plan, tuple(by_key[tensor.key] for tensor in plan.tensors)) for plan in plans]
+
+
+def files_of_both(
+    writer: FormatWriter,
+    values: Mapping[Half, Sequence[SavedValue]],
+    shared: str,
+    *,
+    most_nbytes: int,
+    num_ranks: int,
+) -> list[File]:
+    """The files that a format plans for a conversion, in which one file may have slices of values, of both halves."""
+    by_key = {(half, value.stored_name): value for half, its in values.items() for value in its}
+    tensors = {half: [planned(value) for value in its] for half, its in values.items()}
+    plans = writer.all_files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+    return [File(plan, tuple(by_key[one.half, one.key] for one in plan.tensors)) for plan in plans]
 
 
 def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:

@@ -13,6 +13,7 @@ from fsdp_optim.formats.dcp import DCP
 from fsdp_optim.formats.dcp_format import DCP_FOLDER, TORCHTITAN_FOLDER
 from fsdp_optim.formats.deepspeed import DEEPSPEED
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
+from fsdp_optim.formats.fairscale_writer import Units, WrittenFairscaleShards
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.olmo_local import OLMO_LOCAL
 from fsdp_optim.formats.ours import OURS, Ours
@@ -45,12 +46,24 @@ class Wanted:
         world_size: the number of ranks whose shards are written; None for a format with one copy of each tensor.
         key_by: whether parameters of the optimizer are called by "id" or by "name"; None: as the format does it by itself.
         weights_name, beside: as for `Ours`, for that format.
+        units: how parameters are flattened, for a format with flat parameters; None: as the source says.
     """
 
     world_size: int | None = None
     key_by: KeyBy | None = None
     weights_name: str = OURS.weights_name
     beside: tuple[tuple[str, bytes], ...] = ()
+    units: Units | None = None
+
+
+def _shards(wanted: Wanted) -> Format:
+    if wanted.world_size is None:
+        raise CheckpointError(
+            'the format "fairscale_shards" has a file for each rank: give world_size=, the number of ranks that will load it'
+        )
+    if wanted.key_by is not None:
+        raise CheckpointError("fairscale's shards call parameters by id: leave key_by out")
+    return WrittenFairscaleShards(wanted.world_size, wanted.units)
 
 
 def _ours(wanted: Wanted) -> Format:
@@ -92,6 +105,7 @@ WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
     "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
     "torch": _torch,
     "fairscale": partial(_torch, is_fairscales=True),
+    "fairscale_shards": _shards,
 }
 """The formats that can be written, by the names that callers give."""
 
@@ -100,6 +114,8 @@ def format_named(name: str, wanted: Wanted = Wanted()) -> Format:
     """The format that a caller has named. Raises CheckpointError for an unknown name, and for choices it does not have."""
     if not isinstance(name, str) or name not in WRITTEN:
         raise CheckpointError(f"format has to be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")
+    if wanted.units is not None and WRITTEN[name] is not _shards:
+        raise CheckpointError(f'units= is for formats with flat parameters ("fairscale_shards"), not for {name!r}')
     return WRITTEN[name](wanted)
 
 

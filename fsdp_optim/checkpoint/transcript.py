@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.registry import wrapper_parts
 from fsdp_optim.checkpoint.contents import RECORDS, SavedValue
+from fsdp_optim.checkpoint.reading import read_constants
 from fsdp_optim.checkpoint.stored_state import StoredState
 from fsdp_optim.checkpoint.targets import has_optim_only
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
@@ -99,6 +100,8 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
     elif isinstance(checkpoint, ForeignReader):
         weights = _renamed(checkpoint, wrapper_parts())
         stored = _stored(weights, {})
+    if writer.needs_scalars and description is not None:
+        description, state = _with_scalars(checkpoint, description, state, stored)
     contents = CheckpointContents(
         world_size=max(checkpoint.world_size, 1),
         params={key: one.shape for key, one in weights.items()},
@@ -106,12 +109,14 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         optim=description,
         weights=which,
         weights_dtype=weights_in(checkpoint).dtype,
+        units=checkpoint.units if isinstance(checkpoint, ForeignReader) else None,
     )
     prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
     files = dict(prepared.files)
     for name in sorted(checkpoint.extras):
         value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
-        files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
+        if not writer.keeps_extra(name, value, allow_pickle=allow_pickle):
+            files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
     has_optim = description is not None
     return Transcript(_values(weights, is_state=False), state, stored, prepared, files, has_optim, which)
 
@@ -230,6 +235,32 @@ def _described(
         optimizer_class=class_names_written(full.classes),
     )
     return description, tuple(sorted(values, key=lambda value: -value.dtype.itemsize)), stored
+
+
+def _with_scalars(
+    checkpoint: FormatReader,
+    description: OptimDescription,
+    state: Sequence[SavedValue],
+    stored: Mapping[Key, StoredTensor],
+) -> tuple[OptimDescription, tuple[SavedValue, ...]]:
+    """The description with the 0-dim tensors themselves in it, and the other values."""
+    scalars = [value for value in state if not value.placement.shape]
+    in_files = [value for value in scalars if value.constant is None]
+    read = read_constants(checkpoint, [stored[value.key] for value in in_files])
+    tensors = {value.stored_name: value.constant for value in scalars}
+    tensors.update((value.stored_name, tensor) for value, tensor in zip(in_files, read, strict=True))
+
+    def described(param: ParamDescription) -> ParamDescription:
+        values = (
+            (name, SCALAR, tensors[value])
+            if kind in (TENSOR, SCALAR_TENSOR) and value in tensors
+            else (name, kind, value)
+            for name, kind, value in param.values
+        )
+        return replace(param, values=tuple(values))
+
+    params = {fqn: described(param) for fqn, param in description.params.items()}
+    return replace(description, params=params), tuple(value for value in state if value.placement.shape)
 
 
 def _shape_in(full: FullState, found: StoredState, fqn: str) -> Shape:

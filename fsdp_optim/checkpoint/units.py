@@ -62,13 +62,21 @@ class Unit:
         return self.stop - self.start
 
     def values(self) -> Iterator[tuple[SavedValue, int, int, int]]:
-        """(value, its byte in the data section, first element, one past the last element) of each value with bytes here."""
-        for value, begin in zip(
-            self.file.values[self.first : self.last], self.file.plan.starts[self.first : self.last], strict=True
-        ):
-            size, end = value.dtype.itemsize, begin + value.nbytes
+        """Each value with bytes here, the byte of the data for its element 0, the first element here, and one past the last.
+
+        Where the file has a slice of the value, its element 0 may lie before the data section.
+        """
+        for index in range(self.first, self.last):
+            value, begin, (first, stop) = (
+                self.file.values[index],
+                self.file.plan.starts[index],
+                self.file.elements(index),
+            )
+            size = value.dtype.itemsize
+            end = begin + (stop - first) * size
             if begin < end:
-                yield value, begin, (max(self.start - begin, 0)) // size, -((begin - min(self.stop, end)) // size)
+                skipped, until = max(self.start - begin, 0) // size, -((begin - min(self.stop, end)) // size)
+                yield value, begin - first * size, first + skipped, first + until
 
 
 def plan_units(files: Sequence[File], most_nbytes: int, part_nbytes: Mapping[str, int]) -> list[Unit]:
@@ -96,12 +104,17 @@ def _ranges(
         ]
     starts, values, first = plan.starts, file.values, 0
     for index, (start, stop) in enumerate(itertools.pairwise(borders)):
-        while first < len(values) and starts[first] + values[first].nbytes <= start:
+        while first < len(values) and starts[first] + _nbytes_at(file, first) <= start:
             first += 1
         last = first
         while last < len(values) and starts[last] < stop:
             last += 1
         yield file, start, stop, first, last, _others(file, places[index], places[index + 1]) if places else None
+
+
+def _nbytes_at(file: File, index: int) -> int:
+    first, stop = file.elements(index)
+    return (stop - first) * file.values[index].dtype.itemsize
 
 
 def _others(file: File, start: int, stop: int) -> tuple[tuple[int, memoryview], ...]:

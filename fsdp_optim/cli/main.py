@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import re
 import sys
@@ -65,6 +66,10 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
     if options.names is not None:
         with _named_file(options.names) as lines:
             names = [line.strip() for line in lines if line.strip()]
+    units = None
+    if options.units is not None:
+        with _named_file(options.units) as file:
+            units = json.load(file)
     begin = time.monotonic()
     done = api.convert(
         options.src,
@@ -74,6 +79,7 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
         key_by=options.key_by,
         memory=options.memory,
         names=names,
+        units=units,
         overwrite=options.overwrite,
         durable=not options.not_durable,
         max_file_size=options.max_file_size,
@@ -120,8 +126,8 @@ def _named_file(name: str) -> Iterator[Any]:
     try:
         with open(name, encoding="utf-8") as file:
             yield file
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{name}: the file of names cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name}: the file cannot be read: {error}") from error
 
 
 def _storage_options(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -179,6 +185,11 @@ def _add_convert(commands: Any) -> None:
     _add_memory(convert)
     convert.add_argument(
         "--names", metavar="FILE", help="the names of the optimizer's parameters, one a line in order of ids"
+    )
+    convert.add_argument(
+        "--units",
+        metavar="FILE",
+        help="fairscale_shards: JSON with the names that each FSDP unit flattens, by its path",
     )
     convert.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
     convert.add_argument("--not-durable", action="store_true", help="do not wait until the bytes are on the disk")

@@ -16,7 +16,8 @@ writes its own bytes into them. At the end the leader puts the files that depend
 
     writer = format.writer()
     prepared = writer.prepare(contents, ...)      # the leader, before anything is written; refuses unreadable values
-    files = writer.files(half, tensors, shared)   # every rank: the model's files, then the optimizer's
+    files = writer.files(half, tensors, shared)   # every rank: the model's files, then the optimizer's; or
+    files = writer.all_files({half: tensors}, shared)   # those of both halves, for a conversion
     name, data = writer.extra(name, value, ...)   # every rank: small files of its own
     for name, data in writer.last(prepared, files, written, stamp): ...     # the leader; the last of them is the manifest
 
@@ -234,11 +235,12 @@ def weights_in(reader: FormatReader) -> SavedWeights:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that will be written: its key, torch's name of its dtype, and its global shape."""
+    """A tensor that will be written: its key, torch's name of its dtype, its global shape, and the half that it belongs to."""
 
     key: str
     dtype: str
     shape: Shape
+    half: Half = "model"
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,7 @@ class PlannedFile:
     """One file to write.
 
     Attributes:
+        half: the half that all tensors belong to; None: the file may have tensors of both.
         head: the first bytes of the file, which the process that creates the file writes.
         tensors, starts: the tensors in the order of their bytes, and the byte of the data at which each tensor begins. The data
             are all bytes of the file but the head and the frames.
@@ -253,10 +256,12 @@ class PlannedFile:
         segment_nbytes: the length of the segments that are hashed during the write, in bytes; 0: no hashes.
         tensors_in: a function that names the tensors in a range [start, stop) of the data, for errors.
         between: bytes between and after the data, each with the byte of the data before which they stand: increasing, above 0.
+        slices: for each tensor, the first of its elements that the file has, and one past the last; empty: the file has all
+            elements of all its tensors. One tensor may be in several files, and several times in one.
     """
 
     name: str
-    half: Half
+    half: Half | None
     head: bytes = field(repr=False)
     tensors: tuple[PlannedTensor, ...] = field(repr=False)
     starts: tuple[int, ...]
@@ -264,6 +269,7 @@ class PlannedFile:
     segment_nbytes: int
     tensors_in: Callable[[int, int], str] = field(repr=False, compare=False)
     between: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
+    slices: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
     @cached_property
     def frames(self) -> Frames:
@@ -291,9 +297,12 @@ class PlannedFile:
 class CheckpointContents:
     """The content of a new checkpoint without tensor elements.
 
-    `params`: the shapes of the model's tensors, by key. `optim`: None if no optimizer is saved. `weights`: which of the model's
-    tensors are saved: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which floating ones are cast;
-    None: they are saved as they are.
+    Attributes:
+        params: the shapes of the model's tensors, by key.
+        optim: None if no optimizer is saved.
+        weights: which of the model's tensors are saved: "all", "trainable" or "none".
+        weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
+        units: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module; None if unknown.
     """
 
     world_size: int
@@ -302,6 +311,7 @@ class CheckpointContents:
     optim: OptimDescription | None
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
+    units: Mapping[str, Sequence[str]] | None = None
 
     @property
     def content(self) -> str:
@@ -359,7 +369,13 @@ class WrittenFiles:
 
 
 class FormatWriter(Protocol):
-    """The plan of the files of one save. Every rank makes one, and plans the same files with it."""
+    """The plan of the files of one save. Every rank makes one, and plans the same files with it.
+
+    `needs_scalars`: whether `prepare` of a conversion gets the 0-dim tensors of the state themselves, as values of the kind
+    SCALAR, because what the files say of them depends on their elements.
+    """
+
+    needs_scalars: bool = False
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         """Encode the small values. Raises CheckpointError that names a value which cannot be written."""
@@ -371,6 +387,20 @@ class FormatWriter(Protocol):
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan files for the tensors of one half, in this order: at most `most_nbytes` in each file, or one larger tensor."""
+
+    def all_files(
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan the files of a conversion. Overridden by formats whose files have tensors of both halves, or slices of tensors."""
+        return [
+            file
+            for half, its in tensors.items()
+            for file in self.files(half, its, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+        ]
+
+    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
+        """Take an extra of a conversion into the planned files; False if `extra` makes a file of it."""
+        return False
 
     def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
         """Encode one extra as a file; return its name and bytes. Raises CheckpointError that names an unsavable part."""

@@ -70,6 +70,7 @@ class FairscaleShards(ForeignFormat):
                 world_size=files.num,
                 step=_step(values[0]),
                 metadata_digest=files.digest,
+                units=shards.flattened(),
                 files=files.names,
             )
 
@@ -116,6 +117,7 @@ def _step(value: Mapping[str, Any]) -> int | None:
 class _Unit:
     """One parameter of one FSDP unit, as the metadata describe it: the original parameters in it, end to end."""
 
+    path: str
     key: str
     fqns: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -180,6 +182,12 @@ class _Shards:
             elif key != tied.key and len(tied.fqns) == 1:
                 aliases[key] = tied.fqns[0]
         return model, aliases
+
+    def flattened(self) -> dict[str, tuple[str, ...]] | None:
+        """The FQNs of each unit by its path; None if a unit is not one flat parameter."""
+        found = {unit.path: unit.fqns for unit in self.units}
+        is_flat = all(unit.key.rpartition(".")[2].startswith("flat_param_") for unit in self.units)
+        return found if is_flat and len(found) == len(self.units) and not any(u.is_own for u in self.units) else None
 
     def _place(self, stored: StoredTensor) -> tuple[object, ...]:
         return stored.file, stored.start, stored.shape, stored.key
@@ -299,6 +307,7 @@ def _units(metadata: Sequence[Mapping[str, Any]]) -> Iterator[_Unit]:
             if [prod(shape) for shape in shapes] != list(numels) or min((0, *numels)) < 0:
                 raise ValueError(f"the shapes of {_joined_name(path, backing)} do not have its numbers of elements")
             yield _Unit(
+                path,
                 _joined_name(path, backing),
                 tuple(_joined_name(path, name) for name in param["names"]),
                 shapes,

@@ -110,9 +110,7 @@ class WrittenTorchFiles(Format):
         return TorchWriter(self.by_id, self.is_fairscales)
 
     def sequence_in(self, opened: Opened) -> int:
-        with contextlib.suppress(OSError):
-            return _brief_of(opened).sequence
-        return 0
+        return sequence_of(opened)
 
 
 @dataclass
@@ -146,7 +144,7 @@ class TorchWriter(FormatWriter):
         if self._contents is None:
             raise CheckpointError("files of torch are written by convert, whose ranks all prepare what they write")
         stubs = {one.key: TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
-        small = _Small(len(stubs))
+        small = SmallTensors(len(stubs))
         if half == "optim" and self._contents.optim is not None:
             full = _full_dict(self._contents.optim, stubs, by_id=self.by_id)
             tree: Any = small.without(_fairscales(full) if self.is_fairscales else full)
@@ -167,15 +165,14 @@ class TorchWriter(FormatWriter):
         return [PlannedFile(name, half, head, tuple(tensors), tuple(starts), at, 0, lambda *_: name, between)]
 
     def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
-        buffer = io.BytesIO()
-        torch.save({fqn: kept for fqn, (_, kept) in value.items()} if name == MODULES else value, buffer)
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(buffer.getvalue()))
-        if named and not allow_pickle:
+        kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
+        unsafe = None if allow_pickle else unsafe_name_in(kept)
+        if unsafe:
             raise CheckpointError(
-                f"{_FILES.get(name, name)}: has a {named[0]}, which torch.load(weights_only=True) does not read: give "
+                f"{_FILES.get(name, name)}: has a {unsafe}, which torch.load(weights_only=True) does not read: give "
                 "allow_pickle=True, or save plain values"
             )
-        return _FILES.get(name, f"{name}.pt"), buffer.getvalue()
+        return _FILES.get(name, f"{name}.pt"), _saved(kept)
 
     def info_of(self, data: bytes) -> Any:
         return len(data)
@@ -183,22 +180,53 @@ class TorchWriter(FormatWriter):
     def last(
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
-        for file in files:
-            join_tables(file.name, written.rows[file.name], file.nbytes_of_data)  # raises where a byte was not written
-        brief = Brief(
-            version=_VERSION,
-            sequence=stamp.sequence,
-            step=stamp.step,
-            keep_last=stamp.keep_last,
-            created_ns=time.time_ns(),
-            token=stamp.token,
-            content=prepared.content,
-            world_size=prepared.document.world_size,
-            files={**{file.name: file.nbytes for file in files}, **written.extras},
-            weights=prepared.document.weights,
-            weights_dtype=prepared.document.weights_dtype,
-        )
-        yield NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
+        yield manifest_of(prepared.content, prepared.document, prepared.document.world_size, files, written, stamp)
+
+
+def manifest_of(
+    content: str,
+    contents: CheckpointContents,
+    world_size: int,
+    files: Sequence[PlannedFile],
+    written: WrittenFiles,
+    stamp: Stamp,
+) -> tuple[str, bytes]:
+    """The manifest of a folder of torch files. Raises CheckpointError where a byte was not written."""
+    for file in files:
+        join_tables(file.name, written.rows[file.name], file.nbytes_of_data)
+    brief = Brief(
+        version=_VERSION,
+        sequence=stamp.sequence,
+        step=stamp.step,
+        keep_last=stamp.keep_last,
+        created_ns=time.time_ns(),
+        token=stamp.token,
+        content=content,
+        world_size=world_size,
+        files={**{file.name: file.nbytes for file in files}, **written.extras},
+        weights=contents.weights,
+        weights_dtype=contents.weights_dtype,
+    )
+    return NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unsafe_name_in(value: Any) -> str | None:
+    """The name of a class in a value that `torch.load(weights_only=True)` does not read; None if there is none."""
+    found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
+    return found[0] if found else None
+
+
+def sequence_of(opened: Opened) -> int:
+    """The number of a folder of torch files among the checkpoints beside it; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        return _brief_of(opened).sequence
+    return 0
 
 
 def _check_fits_fairscale(optim: OptimDescription) -> None:
@@ -231,7 +259,7 @@ def _fairscales(full: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class _Small:
+class SmallTensors:
     """Tensors that are not in files of the source: hyperparameters, for example. `contents`: their bytes by number."""
 
     number: int

@@ -130,7 +130,7 @@ class FormatConformance(MixIn):
             for half, tensors in halves.items()
             if half == "model" or description is not None
             for file in writer.files(
-                half, _planned(tensors), prepared.shared, most_nbytes=most_nbytes, num_ranks=_RANKS
+                half, _planned(half, tensors), prepared.shared, most_nbytes=most_nbytes, num_ranks=_RANKS
             )
         ]
         staging = store.begin(overwrite=False, durable=False)
@@ -140,7 +140,7 @@ class FormatConformance(MixIn):
             store_writer.create(file.name, file.nbytes, file.head)
             section = file.section(partial(store_writer.write, file.name))
             extents = [
-                Extent(start, _bytes_of(halves[file.half][one.key]))
+                Extent(start, _bytes_of(halves[one.half][one.key]))
                 for one, start in zip(file.tensors, file.starts, strict=True)
             ]
             rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
@@ -323,10 +323,10 @@ class FormatConformance(MixIn):
             self._case.assertLess(peak, _BIG_NBYTES // 2, "bytes at the peak")
 
 
-def _planned(tensors: Tensors) -> list[PlannedTensor]:
+def _planned(half: Half, tensors: Tensors) -> list[PlannedTensor]:
     """The tensors with the widest elements first, as the library orders them."""
     ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
-    return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape)) for key in ordered]
+    return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape), half) for key in ordered]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -1,0 +1,238 @@
+"""convert(format="fairscale_shards"): files of each rank, from which a stock fairscale job of that world size resumes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import FullyShardedDataParallel
+from kit.rank_files import Buffered, save_fairscale
+from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu
+from parameterized import parameterized
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.testing import run_on_ranks
+
+UNITS = {
+    "": ["scale", "mix", "head.weight", "head.bias"],
+    "stem": ["stem.weight", "stem.bias"],
+    "block": ["block.1.weight", "block.1.bias", "block.2.weight"],
+    "block.0": ["block.0.weight", "block.0.bias"],
+}
+"""The units of the kit's net, in the order of the wrapped model's parameters."""
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    stem = [param for name, param in named if "stem" in name.split(".")]
+    rest = [param for name, param in named if "stem" not in name.split(".")]
+    return torch.optim.AdamW([{"params": stem, "lr": 0.5}, {"params": rest}], lr=0.125, weight_decay=0.25)
+
+
+class TwoGroups:
+    """An optimizer of the whole model, as `kit.trained.OfModel`, which pickles."""
+
+    of_model = staticmethod(two_groups)
+
+
+MAKES: dict[str, Any] = {"one group": adam, "two groups": TwoGroups}
+
+
+def save_all(root: Path) -> None:
+    """By this library and in fairseq's way, for each optimizer."""
+    for name, make in MAKES.items():
+        with cpu():
+            one = Trained("fairscale flat", make, model=Buffered)
+            own = {"rng": torch.arange(3) + dist.get_rank()}
+            extra = {"cfg": {"lr": [0.01]}, "steps": STEPS}
+            fsdp_optim.save(root / f"ours {name}", one.model, one.optim, extra=extra, per_rank_extra=own, durable=False)
+            folder = root / f"fairseq {name}"
+            if dist.get_rank() == 0:
+                folder.mkdir()
+            dist.barrier()
+            save_fairscale(str(folder), "checkpoint_last", one.model, one.optim)
+
+
+def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
+    """fairscale alone loads this rank's file, and trains on as the run that never stopped. Returns what else is in the file."""
+    make, rank = MAKES[name], dist.get_rank()
+    with cpu():
+        one = Trained("fairscale flat", make, 0, model=Buffered)
+        file = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True)
+        mapped = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True, mmap=True)
+        check_same("mapped", mapped, file)
+        said, wanted_metadata = file.pop("shard_metadata"), one.model.local_metadata_dict()
+        for its in (said, wanted_metadata):
+            its["buffer_names"].sort()
+        check_same("metadata", said, wanted_metadata)
+        there = one.model.local_state_dict()
+        shapes = {key: tuple(value.shape) for key, value in there.items() if isinstance(value, torch.Tensor)}
+        if {key: tuple(file["model"][key].shape) for key in shapes} != shapes:
+            raise AssertionError(f"{shapes}")
+        one.model.load_local_state_dict(file.pop("model"), strict=True)
+        one.optim.load_state_dict(file.pop("last_optimizer_state"))
+        one.step(range(STEPS, STEPS + 2))
+        wanted = Oracle(make, STEPS + 2, model=Buffered)
+        full = one.gather(None, "name")
+        state = {fqn: {key: full["state"][fqn][key] for key in its} for fqn, its in wanted.by_name().items()}
+        check_same("state", state, wanted.by_name())
+        weights = one.model.state_dict()
+        check_same(
+            "weights",
+            {fqn: weights[fqn] for fqn in wanted.names},
+            {f: dict(wanted.model.named_parameters())[f].data for f in wanted.names},
+        )
+        buffers = dict(Buffered().named_buffers())
+        check_same("buffers", {fqn: weights[fqn] for fqn in buffers}, buffers)
+    return dict(file)
+
+
+class FairscaleWriterTest(unittest.TestCase):
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        run_on_ranks(save_all, 2, cls.root)
+
+    def convert(self, name: str, target: str, **options: Any) -> Path:
+        options = {"format": "fairscale_shards", "world_size": 3, "units": UNITS, "overwrite": True, **options}
+        fsdp_optim.convert(self.root / name, self.root / target, **options)
+        return self.root / target
+
+    @parameterized.expand([("one group", 3), ("two groups", 4), ("one group", 1)])
+    def test_a_stock_job_resumes(self, name: str, world_size: int) -> None:
+        folder = self.convert(f"ours {name}", f"for {world_size}", world_size=world_size)
+        others = run_on_ranks(resumed_by_fairscale, world_size, folder, name)
+        for rank, other in enumerate(others):
+            rng = {"rng": torch.arange(3) + rank} if rank < 2 else {}
+            check_same("extras", other, {"cfg": {"lr": [0.01]}, "steps": STEPS, **rng})
+
+    def test_units_of_fairscales_own_files_are_known(self) -> None:
+        folder = self.convert("fairseq two groups", "of fairseq", world_size=4, units=None)
+        run_on_ranks(resumed_by_fairscale, 4, folder, "two groups")
+
+    @parameterized.expand([(2,), (3,), (64,)])
+    def test_fairscales_own_consolidation(self, world_size: int) -> None:
+        """More ranks than some units have elements: their files are padding."""
+        folder = self.convert("ours one group", f"of {world_size}", world_size=world_size)
+        files = [torch.load(folder / f"checkpoint_last-shard{rank}.pt") for rank in range(world_size)]
+        whole = FullyShardedDataParallel.consolidate_shard_weights(
+            [file["model"] for file in files], [file["shard_metadata"] for file in files]
+        )
+        weights = {name: one.data for name, one in Oracle(adam, STEPS, model=Buffered).model.named_parameters()}
+        check_same("weights", {name: whole[name] for name in weights}, weights)
+
+    def test_the_way_back(self) -> None:
+        """What this library's reader says of the files is what was converted."""
+        folder = self.convert("ours two groups", "there")
+        self.assertEqual(fsdp_optim.verify(folder).format, "fairscale shards")
+        back = self.root / "back"
+        fsdp_optim.convert(folder, back, overwrite=True)
+        for name in ("model.safetensors", "optim.safetensors"):
+            from safetensors.torch import load_file
+
+            check_same(name, load_file(back / name), load_file(self.root / "ours two groups" / name), in_order=False)
+        restored = fsdp_optim.load(back)
+        self.assertEqual((restored["cfg"], restored["steps"]), ({"lr": [0.01]}, STEPS))
+        self.assertEqual(fsdp_optim.load(folder, Buffered(), strict=False).missing, ())
+
+    def test_small_units_of_bytes(self) -> None:
+        """The same files whatever the memory, and by several ranks."""
+        folder = self.convert("ours two groups", "at once")
+        run_on_ranks(convert_on_ranks, 2, self.root)
+        for rank in range(3):
+            name = f"checkpoint_last-shard{rank}.pt"
+            self.assertEqual((folder / name).read_bytes(), (self.root / "by ranks" / name).read_bytes())
+
+    def test_the_command_line(self) -> None:
+        import json
+
+        units = self.root / "units.json"
+        units.write_text(json.dumps(UNITS))
+        args = ["--format", "fairscale_shards", "--world-size", "3", "--units", str(units)]
+        code = [sys.executable, "-m", "fsdp_optim", "convert", self.root / "ours one group", self.root / "cli", *args]
+        done = subprocess.run(code, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(len(list((self.root / "cli").glob("*-shard*.pt"))), 3)
+
+
+def convert_on_ranks(root: Path) -> None:
+    fsdp_optim.convert(
+        root / "ours two groups",
+        root / "by ranks",
+        format="fairscale_shards",
+        world_size=3,
+        units=UNITS,
+        memory=16 << 20,
+    )
+
+
+def units_with(**changed: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    return {**UNITS, **{"" if path == "root" else path: its for path, its in changed.items()}}
+
+
+class Mixed(nn.Module):
+    """A unit with two dtypes, one with a parameter that has no state, and steps that differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 3)
+        self.b = nn.Linear(3, 2)
+        self.b.bias = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.c = nn.Linear(2, 2)
+
+
+class RefusedTest(unittest.TestCase):
+    """Errors that name the parameter, before anything is written."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.model = Mixed()
+        self.optim = torch.optim.Adam(self.model.parameters())
+        for name, param in self.model.named_parameters():
+            param.grad = None if name == "c.bias" else torch.ones_like(param)
+        self.optim.step()
+        self.model.a.weight.grad = None
+        self.optim.step()
+        fsdp_optim.save(self.root / "src", self.model, self.optim, durable=False)
+
+    def refused(self, error: type[Exception], *words: str, **options: Any) -> None:
+        with self.assertRaises(error) as caught:
+            fsdp_optim.convert(self.root / "src", self.root / "dst", format="fairscale_shards", **options)
+        for word in words:
+            self.assertIn(word, str(caught.exception))
+        self.assertEqual([path.name for path in self.root.iterdir()], ["src"])
+
+    def test_refused(self) -> None:
+        a, b, c = (["weight", "bias"],) * 3
+        full = {path: [f"{path}.{name}" for name in names] for path, names in (("a", a), ("b", b), ("c", c))}
+        self.refused(CheckpointError, "world_size=", units=full)
+        self.refused(StateError, "units=", world_size=2)
+        self.refused(StateError, "'step'", "a.weight and a.bias", world_size=2, units=full)
+        apart = {"a": ["a.weight"], "a.bias": ["a.bias"]}
+        self.refused(StateError, "a.bias", "in the module", world_size=2, units=apart)
+        rest = {"a": ["a.weight"], "": ["a.bias", "c.weight"], "c": ["c.bias"]}
+        self.refused(StateError, "float32", "float64", world_size=2, units={**rest, "b": full["b"]})
+        self.refused(StateError, "c.weight has state and c.bias has none", world_size=2, units={"c": full["c"]})
+        self.refused(StateError, "b.weight", "does not have", world_size=2, units={**rest, "b": ["b.bias"]})
+        self.refused(StateError, "e.weight", world_size=2, units={"e": ["e.weight"]})
+        self.refused(StateError, "twice", world_size=2, units={"": ["a.weight", "a.weight"]})
+        self.refused(StateError, "units has to be", world_size=2, units={"": "a.weight"})
+
+    def test_units_are_for_this_format(self) -> None:
+        with self.assertRaisesRegex(CheckpointError, "units="):
+            fsdp_optim.convert(self.root / "src", self.root / "dst", units=UNITS)
