@@ -8,10 +8,14 @@ INSTALLED := $(VENV)/.installed
 # The site is made of text: what builds it is kept apart, and needs no torch.
 DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
+OLDEST_VENV ?= .venv-oldest
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
+# Without those that need newer packages, or what newer torch has.
+TESTS_OF_OLDEST := tests/unit tests/verbs tests/checkpoint tests/adapters
 # Processes that run tests, each a file at a time, on ranks of its own.
 JOBS ?= 2
 
-.PHONY: help venv test test-gpu test-long check format demo bench docs soak clean
+.PHONY: help venv test test-gpu test-long test-oldest check format demo bench docs soak package clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +39,16 @@ test: venv  ## run the test suite, but for what takes minutes, in JOBS= processe
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
 	$(BIN)/python -m pytest -m nccl
+
+test-oldest: $(OLDEST_INSTALLED)  ## run what the oldest supported torch has to do, in a venv of its own (PYTHON= should be 3.10)
+	$(OLDEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS_OF_OLDEST)
+
+$(OLDEST_INSTALLED): requirements-oldest.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.10 is needed: make PYTHON=/path/to/python3.10"; exit 1; }
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet -r requirements-oldest.txt
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
 
 test-long: venv  ## run what takes minutes: all pairs of wrappers, every optimizer, many deaths, many random layouts
 	EXAMPLES=20 $(BIN)/python -m pytest tests/unit/test_plan.py tests/unit/test_layout.py
@@ -68,6 +82,10 @@ $(DOCS_INSTALLED): requirements-docs.txt
 soak: venv  ## torture checkpoints for SOAK_SECONDS= seconds (600); SEED= runs the same cases again
 	$(BIN)/python -m tests.soak
 
+package: venv  ## build the wheel and the sdist into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m release.build --out dist $(if $(REPOSITORY),--repository $(REPOSITORY)) $(if $(REF),--ref $(REF)) $(if $(TAG),--tag $(TAG))
+
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(OLDEST_VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Build, check and try the distributions: `python -m release.build`, `python release/smoke.py`."""
