@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from kit.checkpoints import InFolder
 from kit.scripts import Started, run
+from torch import nn
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
@@ -116,6 +117,32 @@ class ExpertsTest(InFolder):
             0
         ].items():  # sums over ranks add up in another order, and Adam divides by small numbers
             torch.testing.assert_close(found[1][name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+class FairscaleTest(InFolder):
+    def test_one_file_goes_on_at_another_world_size_and_without_fairscale(self) -> None:
+        file = self.root / "full.pt"
+        done = torchrun(2, "fairscale_fsdp.py", "--file", str(file), "--last", "3")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trained from step 0 to step 3", done.stdout)
+        run_on_ranks(on_rank, 3, "fairscale_fsdp.py", "--file", str(file), "--last", "5")
+        saved = torch.load(file)
+        self.assertEqual(saved["step"], 5)
+        plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+        plain.load_state_dict(saved["model"])
+        optim = torch.optim.AdamW(plain.parameters())
+        optim.load_state_dict(saved["optim"])
+        self.assertEqual([float(optim.state[param]["step"]) for param in plain.parameters()], [5.0] * 6)
+        self.assertEqual(
+            [optim.state[param]["exp_avg"].shape for param in plain.parameters()],
+            [param.shape for param in plain.parameters()],
+        )
+
+    def test_checkpoints_go_on_at_another_world_size(self) -> None:
+        for num_ranks, last in ((2, "10"), (1, "20")):
+            run_on_ranks(on_rank, num_ranks, "fairscale_fsdp.py", "--root", str(self.root), "--last", last)
+        found = fsdp_optim.checkpoints(self.root)
+        self.assertEqual([(one.step, one.world_size) for one in found], [(20, 1), (10, 2)])
 
 
 if __name__ == "__main__":
