@@ -103,7 +103,7 @@ def save(
         format: the form of the files. "safetensors": this library's own. "dcp": a folder of torch.distributed.checkpoint, which
             a job without this library resumes by `dcp.load({"model": ..., "optimizer": ...})` and `set_state_dict`;
             "torchtitan": the same with the weights at the top level. These two have no checksums, take no `upload_to`, and
-            their extras are flattened as torch flattens dicts: keys become str.
+            their extras are flattened as torch flattens dicts: keys become str for other readers, and come back in `load`.
         weights: "all": all parameters and buffers, and the values of modules. "trainable": the parameters that require
             gradients (adapters, say), and all buffers and values of modules, because training changes these too. "none": the
             optimizer alone, beside model files that the trainer has elsewhere. It is recorded; load has `weights` too.

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import Chunks, SavedWeights, StoredTensor
+from fsdp_optim.formats.base import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.codec import Withheld
@@ -24,7 +24,7 @@ from fsdp_optim.formats.dcp_judge import brief_of
 from fsdp_optim.formats.dcp_keys import GROUPS, meaning_of
 from fsdp_optim.formats.dcp_metadata import Metadata, Path, Tensor, read_metadata
 from fsdp_optim.formats.dcp_pickle import Item
-from fsdp_optim.formats.dcp_values import OF_RANKS
+from fsdp_optim.formats.dcp_values import KEYS, OF_RANKS, with_keys
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader
 from fsdp_optim.formats.torch_archive import read_archive
@@ -179,7 +179,11 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
                 "checkpoint as it was saved, and save the optimizer without it"
             )
     brief = _own_brief(opened)
-    given, rank_extras = _of_ranks(extra.values if brief is not None else {})
+
+    def pickled() -> Mapping[str, Any]:
+        return extra.pickled() if brief is None else _of_ranks(opened.where, extra.pickled())[0]
+
+    given, rank_extras = _of_ranks(opened.where, extra.values if brief is not None else {})
     return ForeignReader(
         opened,
         DCP.name,
@@ -193,7 +197,7 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
         module_values={
             name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
         },
-        pickled=extra.pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
+        pickled=pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
         world_size=brief.world_size if brief is not None else _world_size(opened),
         step=brief.step if brief is not None else None,
         weights=SavedWeights(brief.weights, brief.weights_dtype) if brief is not None else SavedWeights(),
@@ -211,13 +215,23 @@ def _own_brief(opened: Opened) -> Brief | None:
     return None
 
 
-def _of_ranks(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """The trainer's values that this library has saved, without those of each rank, and those of each rank."""
-    of_ranks = extra.get(OF_RANKS)
+    keys, of_ranks = extra.get(KEYS, {}), extra.get(OF_RANKS)
+    if not isinstance(keys, Mapping):
+        raise CheckpointError(f"{where}: {KEYS}: is not a dict")
+    rest = {name: value for name, value in extra.items() if name not in (OF_RANKS, KEYS)}
+    common = with_keys(where, rest, keys[COMMON]) if COMMON in keys else rest
+    if of_ranks is None:
+        return common, []
     if not isinstance(of_ranks, Mapping) or set(of_ranks) != {str(rank) for rank in range(len(of_ranks))}:
-        return dict(extra), []
-    rest = {name: value for name, value in extra.items() if name != OF_RANKS}
-    return rest, [of_ranks[str(rank)] for rank in range(len(of_ranks))]
+        return {**common, OF_RANKS: of_ranks}, []
+    by_rank = []
+    for rank in range(len(of_ranks)):
+        listed = keys.get(rank_extra_name(rank))
+        value = of_ranks[str(rank)]
+        by_rank.append(value if listed is None else with_keys(where, value, listed))
+    return common, by_rank
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ Path: TypeAlias = "tuple[str | int, ...]"
 OF_RANKS = "per_rank_extra"
 """The key of the trainer's values of each rank, which are under the numbers of the ranks."""
 
+KEYS = "fsdp_optim_keys"
+"""The key of the original keys of dicts that have other keys than str, which torch.distributed.checkpoint turns into str."""
+
 _LENGTH = 8  # bytes
 _PLAIN = ("builtins.", "collections.", "numpy.")  # besides what torch.load(weights_only=True) reads
 _UNSAFE = ("builtins.eval", "builtins.exec", "builtins.getattr")
@@ -49,6 +52,56 @@ def flattened(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from flattened(item, (*path, index))
     else:
         yield path, value
+
+
+def other_keys_in(where: str, value: Any, path: Path = ()) -> Iterator[tuple[Path, list[Any]]]:
+    """The path and the keys of each dict inside a value that has other keys than str.
+
+    Raises CheckpointError if two keys of a dict become the same str.
+    """
+    if isinstance(value, Mapping) and value:
+        if len({str(key) for key in value}) < len(value):
+            twice = next(key for key in value if [str(other) for other in value].count(str(key)) > 1)
+            raise CheckpointError(
+                f"{where}{''.join(f'[{part!r}]' for part in path)}: two keys become {str(twice)!r} in a DCP checkpoint, whose "
+                "keys are str: give one of them another name"
+            )
+        if not all(isinstance(key, str) for key in value):
+            yield path, list(value)
+        for key, item in value.items():
+            yield from other_keys_in(where, item, (*path, str(key)))
+    elif isinstance(value, list) and not _is_leaf(value):
+        for index, item in enumerate(value):
+            yield from other_keys_in(where, item, (*path, index))
+
+
+def with_keys(where: str, value: Any, listed: Any) -> Any:
+    """A value with the original keys of its dicts. `listed`: pairs as `other_keys_in` gives them.
+
+    Raises CheckpointError if they do not fit the value.
+    """
+    by_path: dict[Path, list[Any]] = {}
+    for pair in listed if isinstance(listed, list) else [None]:
+        if not (
+            isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], tuple) and isinstance(pair[1], list)
+        ):
+            raise CheckpointError(f"{where}: {KEYS}: is not a list of keys by path")
+        by_path[pair[0]] = pair[1]
+    return _with_keys(where, value, by_path, ())
+
+
+def _with_keys(where: str, value: Any, by_path: Mapping[Path, list[Any]], path: Path) -> Any:
+    if isinstance(value, dict):
+        made = {key: _with_keys(where, item, by_path, (*path, key)) for key, item in value.items()}
+        if path not in by_path:
+            return made
+        keys = by_path[path]
+        if sorted(map(str, keys)) != sorted(made):
+            raise CheckpointError(f"{where}: {KEYS}: has other keys than {'.'.join(map(str, path))}")
+        return {key: made[str(key)] for key in keys}
+    if isinstance(value, list):
+        return [_with_keys(where, item, by_path, (*path, index)) for index, item in enumerate(value)]
+    return value
 
 
 def _is_leaf(value: Any) -> bool:

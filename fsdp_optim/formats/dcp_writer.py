@@ -34,7 +34,17 @@ from fsdp_optim.formats.base import (
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import join_tables
 from fsdp_optim.formats.dcp_judge import NAME, VERSION, with_brief
-from fsdp_optim.formats.dcp_values import OF_RANKS, Path, ValueFile, ValueItem, flattened, items_in, key_of
+from fsdp_optim.formats.dcp_values import (
+    KEYS,
+    OF_RANKS,
+    Path,
+    ValueFile,
+    ValueItem,
+    flattened,
+    items_in,
+    key_of,
+    other_keys_in,
+)
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.frames import joined
 from fsdp_optim.formats.torch_zip import ALIGNMENT, TensorStub, frames_around
@@ -76,7 +86,7 @@ class DcpWriter(FormatWriter):
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else {MODEL}
-        for name in sorted(self._top_names & {*taken, OPTIM, OF_RANKS}):
+        for name in sorted(self._top_names & {*taken, OPTIM, OF_RANKS, KEYS}):
             raise CheckpointError(
                 f"extra[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
             )
@@ -130,8 +140,10 @@ class DcpWriter(FormatWriter):
             self._top_names |= {str(key) for key in given}
             for key, item in given.items():
                 _add(values, f"extra[{key!r}]", item, (str(key),))
+            _add_keys(values, "extra", given, name)
             return "extra.distcp", values.encoded()
         _add(values, "per_rank_extra", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
+        _add_keys(values, "per_rank_extra", value, name)
         return f"{name}.distcp", values.encoded()
 
     def info_of(self, data: bytes) -> Any:
@@ -250,6 +262,13 @@ def _add(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
     for inner, item in flattened(value, ()):
         name = where + "".join(f"[{part!r}]" for part in inner)
         values.add(name, item, *((*path, *inner) for path in paths))
+
+
+def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
+    """Add the keys of the dicts inside a value that are not str. `name`: the name of the extra."""
+    listed = list(other_keys_in(where, value))
+    if listed:
+        values.add(where, listed, (KEYS, name))
 
 
 def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[type, ...]) -> None:

@@ -213,6 +213,39 @@ class FolderTest(unittest.TestCase):
         dcp.load(values, checkpoint_id=self.root / "a", no_dist=True)
         self.assertIs(values["x"]["y"], io.StringIO)
 
+    def test_keys_that_are_no_str(self) -> None:
+        """They come back in a load of this library; stock torch turns them into str, in its own saves too."""
+        model, optim = model_of()
+        sched = torch.optim.lr_scheduler.MultiStepLR(optim, [2, 4])
+        extra = {
+            "scheduler": sched.state_dict(),
+            "deep": {"list": [{1: torch.ones(2), None: {True: "a", (1, 2): []}}, "x"], "plain": {"1": 1}},
+            7: {},
+        }
+        rank_extra = {3: {0.5: 1}}
+        path = self.root / "keys"
+        fsdp_optim.save(path, model, optim, extra=extra, per_rank_extra=rank_extra, format="dcp", **QUICK)
+        restored = fsdp_optim.load(path, *model_of(1), progress=False)
+        check_same("extra", dict(restored), {**extra, "scheduler": {**sched.state_dict(), "milestones": {2: 1, 4: 1}}})
+        check_same("per rank", restored.per_rank, rank_extra)
+        _, other = model_of()
+        resumed = torch.optim.lr_scheduler.MultiStepLR(other, [2, 4])
+        resumed.load_state_dict(restored["scheduler"])
+        for _ in range(4):
+            sched.step()
+            resumed.step()
+        self.assertEqual(other.param_groups[0]["lr"], optim.param_groups[0]["lr"])
+        stock = {"scheduler": {"milestones": {2: 0, 4: 0}}}
+        dcp.load(stock, checkpoint_id=path, no_dist=True)
+        self.assertEqual(stock["scheduler"]["milestones"]["2"], 1)
+
+    def test_keys_that_become_one(self) -> None:
+        with self.assertRaisesRegex(CheckpointError, r"extra\['a'\]: two keys become '1' in a DCP checkpoint"):
+            self.save("a", extra={"a": {1: 2, "1": 3}})
+        with self.assertRaisesRegex(CheckpointError, r"per_rank_extra: two keys become 'None'"):
+            self.save("a", per_rank_extra={None: 2, "None": 3})
+        self.assertEqual(list(self.root.iterdir()), [])
+
     def test_tied_weights_and_values_of_modules(self) -> None:
         """Tied weights are there under both of their names, and values of modules beside the weights."""
 
