@@ -29,6 +29,7 @@ $(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-dev-nodeps.txt
+	rm -rf $(VENV)/lib/python*/site-packages/tests $(VENV)/lib/python*/site-packages/scripts  # of verl, in the way of ours
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 

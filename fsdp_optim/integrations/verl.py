@@ -1,0 +1,276 @@
+"""verl with this library's checkpoints, by a line of its config:
+
+    actor_rollout_ref.model.external_lib=fsdp_optim.integrations.verl
+
+Each worker imports this module, and the import puts `FsdpOptimCheckpointManager` in the place of the FSDPCheckpointManager that
+verl's FSDP and VeOmni engines make. `disable()` puts verl's own back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+from torch import nn
+
+from fsdp_optim import api
+from fsdp_optim.checkpoint.background import async_save
+from fsdp_optim.checkpoint.pending import SaveHandle
+from fsdp_optim.checkpoint.restore import restore
+from fsdp_optim.checkpoint.save import save
+from fsdp_optim.checkpoint.saving_objects import with_objects
+from fsdp_optim.checkpoint.trainer_state import LoadedState, TrainerState
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.integrations.needed import needed
+from fsdp_optim.options import LoadOptions, Options, SaveOptions, WhichWeights
+from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text
+from fsdp_optim.storage.schemes import scheme_of
+
+TESTED = "0.9.1"
+"""The version of verl that the tests run with."""
+
+_MANAGERS, _MANAGER = "verl.utils.checkpoint.fsdp_checkpoint_manager", "FSDPCheckpointManager"
+_ENGINES = ("verl.workers.engine.fsdp.transformer_impl", "verl.workers.engine.veomni.transformer_impl")
+
+_FOUND = needed(
+    "verl",
+    TESTED,
+    {
+        _MANAGERS: (_MANAGER, "fsdp_version"),
+        "verl.utils.checkpoint.checkpoint_manager": ("BaseCheckpointManager", "get_checkpoint_tracker_filename"),
+    },
+)
+_Own: Any = _FOUND[_MANAGER]
+if not all(hasattr(_Own, name) for name in ("load_checkpoint", "save_checkpoint", "register_checkpoint")):
+    raise ImportError(
+        f"verl's {_MANAGER} is another class than that of verl {TESTED}, which was tested: install that version"
+    )
+
+_FOLDER = "huggingface"
+"""The folder of the checkpoint: verl has the config and the tokenizer in it, and with the weights it is a pretrained model."""
+
+_MANIFEST = "fsdp_optim.json"
+_LOADER = "data.pt"
+"""The state of the data loader, which verl's PPO trainers write when all roles have begun to save."""
+
+_PATIENCE = 60.0  # seconds for that file
+
+log = logging.getLogger("fsdp_optim")
+
+
+class FsdpOptimCheckpointManager(_Own):
+    """verl's checkpoint manager on this library: the same calls, options and folders; other files.
+
+    `global_step_8/actor/huggingface` is a checkpoint that loads on any number of ranks, and that `from_pretrained` opens.
+    With `checkpoint.async_save` it is written while training goes on.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._finisher: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------------ save
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Save what `save_contents` says into `local_path`, and upload it to `hdfs_path`, if that is a URL."""
+        if local_path is None:
+            return
+        self.wait()
+        self.previous_global_step = global_step
+        options = SaveOptions(
+            Options(),
+            step=global_step,
+            weights=self._weights_to_save(),
+            overwrite=True,  # of the same step, which a run that went back reaches again
+            upload_to=f"{hdfs_path}/{_FOLDER}" if hdfs_path else None,
+        )
+        if self.should_save_extra:
+            options = with_objects(self.model, options, self._objects())
+        optim = self.optimizer if self.should_save_optimizer else None
+        place = f"{local_path}/{_FOLDER}"
+        if not self._writes_in_background(local_path):
+            saved = save(place, self.model, optim, options)
+            if saved.upload is not None:
+                saved.upload.wait()
+            if self.rank == 0:
+                self._finish(local_path, max_ckpt_to_keep)
+            return
+        handle = async_save(place, self.model, optim, options)
+        if self.rank == 0:
+            # No daemon, so that the process does not end before the config is written beside the weights.
+            self._finisher = threading.Thread(
+                target=self._finish_later, args=(handle, local_path, global_step, max_ckpt_to_keep)
+            )
+            self._finisher.start()
+
+    def wait(self) -> None:
+        """Wait until this rank has done all of the save in the background. All ranks call it, and get its error."""
+        finisher, self._finisher = self._finisher, None
+        if finisher is not None:
+            finisher.join()
+        api.wait()
+
+    def _weights_to_save(self) -> WhichWeights:
+        if not (self.should_save_model or self.should_save_hf_model):
+            if not self.should_save_optimizer:
+                raise CheckpointError(
+                    f"save_contents is {list(self.checkpoint_save_contents)}: it needs 'model', 'hf_model' or 'optimizer'"
+                )
+            return "none"
+        return "trainable" if self.should_save_lora_only and hasattr(self._unwrapped, "peft_config") else "all"
+
+    def _writes_in_background(self, local_path: str) -> bool:
+        config = self.checkpoint_config
+        if config is None or not config.get("async_save", False):
+            return False
+        if _step_of(local_path) is None:
+            return True
+        if self.rank == 0:
+            log.warning(
+                "async_save: verl's SFT trainer names a checkpoint in its tracker file as soon as the save returns, so "
+                "%s is written before that",
+                local_path,
+            )
+        return False
+
+    def _finish_later(self, handle: SaveHandle, local_path: str, step: int, max_ckpt_to_keep: int | None) -> None:
+        """In a thread of rank 0: what comes after the manifest."""
+        try:
+            handle.wait()
+            self._finish(local_path, max_ckpt_to_keep)
+            write_tracker(local_path, step)
+        except Exception:
+            log.exception("%s was not finished, so the tracker file does not name it", local_path)
+
+    def _finish(self, local_path: str, max_ckpt_to_keep: int | None) -> None:
+        """Write the small files beside the weights, and remove older checkpoints."""
+        place = f"{local_path}/{_FOLDER}"
+        model = self._unwrapped
+        if scheme_of(local_path) is None:
+            _save_config(model, place)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(place)
+            about = {"FSDP_version": _FOUND["fsdp_version"](self.model), "world_size": self.world_size}
+            replace_text(f"{local_path}/fsdp_config.json", json.dumps(about, indent=4))
+            self._save_lora_train_meta(local_path, model)  # of verl's own manager
+            self.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    @property
+    def _unwrapped(self) -> Any:
+        """The model without FSDP1's wrapper."""
+        return self.model.module if _FOUND["fsdp_version"](self.model) == 1 else self.model
+
+    def _objects(self) -> TrainerState:
+        return TrainerState({"lr_scheduler": self.lr_scheduler} if self.lr_scheduler is not None else {}, {}, rng=True)
+
+    # ------------------------------------------------------------------------------------------ load
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load what `load_contents` says, on any number of ranks. Checkpoints of verl's own manager are loaded by that.
+
+        `del_local_after_load` removes verl's local copies of remote files; here each rank reads remote files in place.
+        """
+        path = local_path if local_path is not None else hdfs_path
+        if path is None:
+            return
+        self.wait()
+        place = f"{path}/{_FOLDER}"
+        is_folder = scheme_of(path) is None
+        if is_folder and not has_file(place, _MANIFEST) and has_file(path, "fsdp_config.json"):
+            super().load_checkpoint(path, hdfs_path, del_local_after_load)
+            return
+        weights: WhichWeights = "none"
+        if self.should_load_model or self.should_load_hf_model:
+            is_partial = hasattr(self._unwrapped, "peft_config") and api.inspect(place).weights == "trainable"
+            weights = "trainable" if is_partial else "all"
+        optim = self.optimizer if self.should_load_optimizer else None
+        objects = LoadedState(self._objects(), self.rank, strict=False) if self.should_load_extra else None
+        model = self.model if weights != "none" or optim is not None else None
+        restored = restore(place, model, optim, LoadOptions(Options(), weights=weights), objects=objects)
+        if objects is not None:
+            if model is None:
+                objects.install(restored)
+            objects.install_random(restored)
+
+
+def write_tracker(local_path: str, step: int) -> None:
+    """Name this step in verl's tracker file, when every role and the data loader are saved.
+
+    verl's trainers leave it to the managers if `async_save` is set. The last role that is ready writes the file.
+    """
+    step_folder, _, _ = local_path.rstrip("/").rpartition("/")
+    if _step_of(step_folder) is None or scheme_of(local_path) is not None:
+        return
+    end = time.monotonic() + _PATIENCE
+    while not has_file(step_folder, _LOADER):
+        if time.monotonic() > end:
+            log.warning(
+                "%s has no %s after %.0f s: a run that resumes from it has no loader state",
+                step_folder,
+                _LOADER,
+                _PATIENCE,
+            )
+            break
+        time.sleep(0.05)
+    roles = folders_in(step_folder)
+    if any(".saving-" in name for role in roles for name in folders_in(f"{step_folder}/{role}")):
+        return  # that role writes it
+    replace_text(_FOUND["get_checkpoint_tracker_filename"](step_folder.rpartition("/")[0]), str(step))
+
+
+def _step_of(path: str) -> int | None:
+    """The step of a folder `global_step_8`; None for a folder of another name."""
+    found = re.fullmatch(r"global_step_(\d+)", path.rstrip("/").rpartition("/")[2])
+    return int(found.group(1)) if found else None
+
+
+def _save_config(model: nn.Module, place: str) -> None:
+    """Write the config, the config of generation, and the code of a model that is not part of transformers."""
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(place)
+    auto_map = getattr(config, "auto_map", None)
+    if auto_map is not None and None in auto_map:
+        config.auto_map = {name: value for name, value in auto_map.items() if name is not None}
+    config.save_pretrained(place)
+    if auto_map is not None:
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        needed("transformers", "5.23.0", {"transformers.dynamic_module_utils": ("custom_object_save",)})[
+            "custom_object_save"
+        ](base, place, config=config)
+
+
+def enable() -> None:
+    """Put this manager in the place of verl's, also in engines that are imported already. The import of this module does it."""
+    _bind(_Own, FsdpOptimCheckpointManager)
+
+
+def disable() -> None:
+    """Put verl's own manager back."""
+    _bind(FsdpOptimCheckpointManager, _Own)
+
+
+def _bind(old: type, new: type) -> None:
+    for name in (_MANAGERS, *_ENGINES):
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, _MANAGER, None) is old:
+            setattr(module, _MANAGER, new)
+
+
+enable()
