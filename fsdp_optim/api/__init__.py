@@ -19,17 +19,19 @@ from fsdp_optim.api.optim_dicts import (
 from fsdp_optim.api.save_load import async_save, load, save
 from fsdp_optim.api.slices import declare_slice
 from fsdp_optim.checkpoint.alone import launched_ranks
-from fsdp_optim.checkpoint.inspecting import Inspected, TensorInfo
+from fsdp_optim.checkpoint.inspecting import GroupInfo, Inspected, TensorInfo
 from fsdp_optim.checkpoint.manager import CheckpointManager
 from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import CheckpointInfo, LoadSummary, Saved
+from fsdp_optim.checkpoint.verifying import Verified
 from fsdp_optim.verbs.load_state import Incompatible
 
 __all__ = [
     "FORMATS_WRITTEN",
     "CheckpointInfo",
     "CheckpointManager",
+    "GroupInfo",
     "Incompatible",
     "Inspected",
     "LoadSummary",
@@ -37,6 +39,7 @@ __all__ = [
     "SaveHandle",
     "Saved",
     "TensorInfo",
+    "Verified",
     "async_save",
     "checkpoints",
     "convert",

@@ -12,6 +12,7 @@ import torch
 from fsdp_optim.checkpoint.contents import RECORDS
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at
+from fsdp_optim.errors import counted_noun
 from fsdp_optim.formats.base import COMMON, MODULES, FormatReader, StoredTensor, weights_in
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
@@ -20,7 +21,13 @@ from fsdp_optim.memory import dtype_name
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: torch's name of its dtype, its shape and its bytes."""
+    """One tensor of a checkpoint.
+
+    Attributes:
+        dtype: torch's name of the dtype.
+        shape: the shape.
+        nbytes: the number of bytes.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,18 +36,23 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One param group: the values of its hyperparameters, and its parameters by FQN, or by id where there are no names."""
+    """One param group of a checkpoint.
+
+    Attributes:
+        hyperparameters: their values by name.
+        params: the parameters by FQN, or by id where there are no names.
+    """
 
     hyperparameters: Mapping[str, Any]
     params: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspected:
-    """What a checkpoint has.
+    """The contents of a checkpoint, without the elements of its tensors.
 
     Attributes:
-        path: where it is.
+        path: the path or URL of the checkpoint.
         format: the name of its format.
         about: facts about the save, for users.
         world_size: the number of ranks that saved; 0 if unknown.
@@ -70,6 +82,22 @@ class Inspected:
     groups: tuple[GroupInfo, ...]
     optimizer_class: tuple[str, ...]
     extras: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The figures; a tree of all tensors would fill the screen."""
+        values = [value for its in self.state.values() for value in its.values()]
+        parts = {
+            "path": repr(self.path),
+            "format": repr(self.format),
+            "world_size": self.world_size,
+            "step": self.step,
+            "weights": repr(self.weights),
+            "model": f"<{counted_noun(len(self.model), 'tensor')}>",
+            "state": f"<{counted_noun(len(values), 'value')} of {counted_noun(len(self.state), 'parameter')}>",
+            "nbytes": self.nbytes,
+            "extras": self.extras,
+        }
+        return f"Inspected({', '.join(f'{name}={value}' for name, value in parts.items())})"
 
     @property
     def nbytes(self) -> int:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import tempfile
 import unittest
 from pathlib import Path
+from typing import get_args, get_type_hints
+
+import torch
+from torch import nn
 
 import fsdp_optim
 from fsdp_optim import LoadSummary, Restored
@@ -24,6 +29,29 @@ class PublicNamesTest(unittest.TestCase):
         self.assertEqual(seen, ["__dir__"])
         with self.assertRaisesRegex(AttributeError, "laod"):
             fsdp_optim.laod  # noqa: B018
+
+    def test_the_types_of_results_are_public(self) -> None:
+        """The classes that public functions are annotated to return, and those of their attributes."""
+        for name in fsdp_optim.__all__:
+            public = getattr(fsdp_optim, name)
+            if not isinstance(public, type) and callable(public):
+                returned = get_type_hints(public)["return"]
+                for one in get_args(returned) or (returned,):
+                    if getattr(one, "__module__", "").startswith("fsdp_optim"):
+                        self.assertIs(getattr(fsdp_optim, one.__name__, None), one, name)
+        for name in ("GroupInfo", "TensorInfo"):
+            self.assertIn(name, fsdp_optim.__all__)
+
+    def test_an_inspected_checkpoint_describes_itself(self) -> None:
+        model = nn.Linear(3, 2)
+        with tempfile.TemporaryDirectory() as folder:
+            fsdp_optim.save(f"{folder}/a", model, torch.optim.SGD(model.parameters()), step=3, durable=False)
+            found = fsdp_optim.inspect(f"{folder}/a")
+            self.assertEqual(
+                repr(found),
+                f"Inspected(path='{folder}/a', format='fsdp_optim', world_size=1, step=3, weights='all', model=<2 tensors>, "
+                "state=<0 values of 0 parameters>, nbytes=32, extras=())",
+            )
 
     def test_results_describe_themselves(self) -> None:
         restored = Restored({"epoch": 3})
