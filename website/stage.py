@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(
     r"`[^`\n]+`|(?P<before>\]\()(?P<to>[^)\s]+)(?=\))|(?P<attr>\b(?:src|href|srcset)=\")(?P<at>[^\"]+)(?=\")"
 )
-AT_THE_TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+AT_THE_TOP = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>```+)(?P<info>.*)$")
 
 
