@@ -64,11 +64,11 @@ def _logging(*, quiet: bool) -> Iterator[None]:
 def _convert(options: argparse.Namespace, rank: int) -> None:
     names = None
     if options.names is not None:
-        with _named_file(options.names) as lines:
+        with _named_file("names", options.names) as lines:
             names = [line.strip() for line in lines if line.strip()]
     units = None
     if options.units is not None:
-        with _named_file(options.units) as file:
+        with _named_file("units", options.units) as file:
             units = json.load(file)
     begin = time.monotonic()
     done = api.convert(
@@ -122,12 +122,12 @@ def _inspect(options: argparse.Namespace, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def _named_file(name: str) -> Iterator[Any]:
+def _named_file(content: str, name: str) -> Iterator[Any]:
     try:
         with open(name, encoding="utf-8") as file:
             yield file
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name}: the file cannot be read: {error}") from error
+        raise CheckpointError(f"{name}: the file of {content} cannot be read: {error}") from error
 
 
 def _storage_options(options: argparse.Namespace) -> dict[str, Any] | None:

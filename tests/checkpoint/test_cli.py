@@ -104,9 +104,20 @@ class CommandLineTest(unittest.TestCase):
     def test_its_options_are_those_of_the_function(self) -> None:
         names = self.folder / "names"
         names.write_text("a.weight\n\nb.weight\n")
+        units = self.folder / "units"
+        units.write_text('{"": ["a.weight", "b.weight"]}')
         given = ["--format", "dcp", "--world-size", "4", "--key-by", "id", "--memory", "1GiB"]
         given += ["--overwrite", "--allow-pickle", "--quiet"]
-        more = ["--names", str(names), "--storage-option", "endpoint_url=http://x", "--storage-option", "part_nbytes=5"]
+        more = [
+            "--units",
+            str(units),
+            "--names",
+            str(names),
+            "--storage-option",
+            "endpoint_url=http://x",
+            "--storage-option",
+            "part_nbytes=5",
+        ]
         with mock.patch("fsdp_optim.api.convert") as convert:
             convert.return_value.num_tensors = convert.return_value.nbytes = 1
             self.assertEqual(called("convert", "s3://from", "s3://to", *given, *more)[0], 0)
@@ -118,6 +129,7 @@ class CommandLineTest(unittest.TestCase):
             key_by="id",
             memory=1 << 30,
             names=["a.weight", "b.weight"],
+            units={"": ["a.weight", "b.weight"]},
             overwrite=True,
             durable=True,
             max_file_size=4_000_000_000,
@@ -163,6 +175,7 @@ class CommandLineTest(unittest.TestCase):
             (["convert", self.root / "source", self.folder / "to", "--format", "zip"], "format has to be one of"),
             (["convert", self.root / "source", self.folder / "to", "--memory", "1MB"], "memory has to be at least"),
             (["convert", self.root / "source", self.folder / "to", "--names", self.folder / "none"], "file of names"),
+            (["convert", self.root / "source", self.folder / "to", "--units", self.folder / "text"], "file of units"),
             (["verify", "nobody://knows/this"], "nobody"),
         ]
         for arguments, message in cases:

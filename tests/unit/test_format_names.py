@@ -11,8 +11,8 @@ from fsdp_optim.formats.ours import OURS
 
 class FormatNamedTest(unittest.TestCase):
     def test_safetensors_is_our_own_format(self) -> None:
-        self.assertIs(format_named("safetensors"), OURS)
-        self.assertIs(format_named("safetensors", Wanted(key_by="name")), OURS)
+        self.assertEqual(format_named("safetensors"), OURS)
+        self.assertEqual(format_named("safetensors", Wanted(key_by="name")), OURS)
 
     def test_an_unknown_name_is_refused_with_all_names(self) -> None:
         for name in ("pickle", "", None, 3, ["dcp"]):
