@@ -60,7 +60,7 @@ check: venv  ## formatting, linting, types, and the examples in the docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q --doctest-modules fsdp_optim tests/interop/test_docs.py
+	$(BIN)/python -m pytest -q --doctest-modules fsdp_optim tests/interop/test_docs.py --ignore=fsdp_optim/integrations  # which import their trainers
 
 format: venv  ## format the code and sort its imports
 	$(BIN)/ruff check --fix .
