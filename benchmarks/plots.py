@@ -17,7 +17,7 @@ OURS, OTHERS, PLAIN = "#3f6fb5", "#c77d3a", "#8a8a8a"
 
 
 class Plot(NamedTuple):
-    """A picture: which rows of which table, and which column of figures."""
+    """One picture: the table, its rows, and the column with the figures."""
 
     file: str
     title: str

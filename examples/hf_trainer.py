@@ -22,7 +22,7 @@ import fsdp_optim.integrations.accelerate
 
 
 class Sums(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Texts of digits, each of which is the sum of the two before it."""
+    """Texts of digits, where each digit is the sum of the two digits before it."""
 
     def __len__(self) -> int:
         return 4096

@@ -69,7 +69,7 @@ def summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Summed(torch.autograd.Function):
-    """The sum over a group of ranks, all of which go on with the whole of it."""
+    """The sum over a group of ranks. Every rank of the group gets the whole sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -81,7 +81,7 @@ class Summed(torch.autograd.Function):
 
 
 class Shared(torch.autograd.Function):
-    """A value that all ranks of a group have, and of which each makes a part of the result: the gradients add up."""
+    """A value that all ranks of a group have. Each rank computes a part of the result from it, so the gradients add up."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

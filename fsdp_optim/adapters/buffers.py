@@ -53,7 +53,7 @@ def read_buffers(tree: ModuleTree, adapters: Sequence[Adapter], view: ModelView,
 
 @dataclass(frozen=True, kw_only=True)
 class TwinsHandle(Handle):
-    """The Handle of a buffer of which several pipeline stages of this rank have a copy, which are saved as one."""
+    """The Handle of a buffer that several pipeline stages of this rank have a copy of. The copies are saved as one."""
 
     twins: tuple[torch.Tensor, ...]
 

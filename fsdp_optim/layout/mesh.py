@@ -90,7 +90,7 @@ class OnMesh(Placement):
 
     @property
     def cuts(self) -> tuple[tuple[int, ...], ...]:
-        """The splits, each with a third number, if it interleaves: the number of groups of which every rank gets a part."""
+        """The splits. One that interleaves has a third number: the number of groups that every rank has a part of."""
         return self.splits
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A parameter on a mesh of ranks, of which some dimensions give every rank a part of each of several groups of rows (DTensor)."""
+"""A parameter on a mesh of ranks, where a rank may hold a part of each of several groups of rows (DTensor)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import tempfile
 import time
 import unittest
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -106,7 +105,7 @@ class LogTest(unittest.TestCase):
     def test_others_are_logged_by_the_lowest_rank(self) -> None:
         self.check("shard", 0, rf"^cut the optimizer state of .* bytes on rank 0{SPEED}without state: none")
         self.check("scatter", 0, rf"^delivered the optimizer state of .* bytes on rank 0{SPEED}without state: none")
-        self.check("save", 0, rf"^saved .*{Path('1')}: \d+ tensors, \d+ bytes, from 2 ranks{SPEED}")
+        self.check("save", 0, rf"^saved .*1: \d+ tensors, \d+ bytes, from 2 ranks{SPEED}")
 
     def test_a_wait_and_a_deletion(self) -> None:
         self.check(
