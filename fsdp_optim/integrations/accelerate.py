@@ -12,23 +12,16 @@ which has `model.safetensors` beside `config.json`.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
 from fsdp_optim.checkpoint.trainer_files import Settings, check_settings
 from fsdp_optim.integrations import accelerator_state, trainer_folder
-from fsdp_optim.integrations.patches import (
-    check_names,
-    is_replaced,
-    put_back,
-    replace_function,
-    replace_method,
-    version_of,
-)
+from fsdp_optim.integrations.needed import needed, version_of
+from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
 from fsdp_optim.options import BUCKET_NBYTES, OnReplicaMismatch, Strategy
 
 TESTED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
@@ -92,7 +85,8 @@ def enable(
         cast: as for `fsdp_optim.load`.
 
     Raises:
-        WrapperError: a name that this plug-in needs is missing in the installed version of accelerate or transformers.
+        WrapperError, ImportError: a name that this plug-in needs is missing in the installed version of accelerate or
+            transformers. The error is both.
         StateError, CheckpointError: an argument is wrong.
     """
     settings = Settings(
@@ -109,10 +103,10 @@ def enable(
         bucket_nbytes=bucket_nbytes,
     )
     check_settings(settings)
-    module = importlib.import_module("accelerate.accelerator")
-    _check("accelerate", [(module, "Accelerator"), *((module, name) for name in _OF_ACCELERATOR)])
-    owner = module.Accelerator
-    _check("accelerate", [(owner, name) for name in (*_ACCELERATOR, "__init__")])
+    methods = [f"Accelerator.{name}" for name in (*_ACCELERATOR, "__init__")]
+    owner = _checked("accelerate", {"accelerate.accelerator": ("Accelerator", *_OF_ACCELERATOR, *methods)})[
+        "Accelerator"
+    ]
     _check_trainer()
     disable()
     for name, new in _ACCELERATOR.items():
@@ -191,11 +185,13 @@ def _enable_trainer(settings: Settings) -> None:
 def _check_trainer() -> None:
     module = sys.modules.get("transformers.trainer")
     if module is not None and hasattr(module, "Trainer"):
-        _check("transformers", [(module, name) for name in _OF_TRAINER])
-        _check("transformers", [(module.Trainer, name) for name in (*_TRAINER, *_USED_OF_TRAINER)])
+        methods = [f"Trainer.{name}" for name in (*_TRAINER, *_USED_OF_TRAINER)]
+        _checked("transformers", {"transformers.trainer": (*_OF_TRAINER, *methods)})
 
 
-def _check(package: str, names: list[tuple[Any, str]]) -> None:
-    check_names(package, TESTED[package], names)
+def _checked(package: str, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The objects of these names in the installed version, which is tried."""
+    found = needed(package, TESTED[package], names)
     if version_of(package) != TESTED[package]:
         log.info("%s %s is tried; %s was tested", package, version_of(package), TESTED[package])
+    return found

@@ -22,6 +22,7 @@ from torch.distributed import group
 import fsdp_optim
 from fsdp_optim.checkpoint.stores import is_url, store_at
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
+from fsdp_optim.integrations.needed import refusal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,9 +39,7 @@ try:
     from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
-    raise ImportError(
-        f"fsdp_optim.integrations.lightning was tested with lightning {TESTED}, and this version lacks a name: {error}"
-    ) from error
+    raise refusal("lightning", TESTED, f"a name ({error})") from error
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _OF_LIGHTNING = ("path", "model", "optim", "step", "extra", "overwrite", "process_group", "strict")
@@ -100,10 +99,7 @@ class Checkpoints:
         bases = [base for base in cls.__mro__ if not issubclass(base, Checkpoints)]
         missing = [name for name in cls._OVERRIDDEN if not any(name in vars(base) for base in bases)]
         if missing and bases != [object]:
-            raise ImportError(
-                f"fsdp_optim.integrations.lightning was tested with lightning {TESTED}, and {bases[0].__name__} of this version "
-                f"lacks a name: {', '.join(missing)}"
-            )
+            raise refusal("lightning", TESTED, ", ".join(f"{bases[0].__name__}.{name}" for name in missing))
 
     # ------------------------------------------------------------------------------------------- what the Trainer collects
 

@@ -7,33 +7,62 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from fsdp_optim.errors import WrapperError
+
+
+class MissingNameError(WrapperError, ImportError):
+    """A package is not installed, or its version does not have a name that a plug-in needs. Users catch either parent."""
+
 
 def needed(package: str, tested: str, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The objects of these names, by module. Raises ImportError, in one line, if the package or a name is missing.
+    """The objects of these names, by module. A name may have dots: `Trainer.save_model`.
 
-    `tested`: the version of the package that the tests run with. Others are tried.
+    Raises MissingNameError, in one line with all names, if the package, a module or a name is missing. `tested`: the version of
+    the package that the tests run with. Others are tried.
     """
     found: dict[str, Any] = {}
+    missing: list[str] = []
     for module, wanted in names.items():
         try:
             loaded = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise  # a package that the trainer's own package needs
-            raise ImportError(_refusal(package, tested, f"the module {module}")) from None
+            raise refusal(package, tested, f"the module {module}") from None
         for name in wanted:
-            if not hasattr(loaded, name):
-                raise ImportError(_refusal(package, tested, f"{module}.{name}"))
-            found[name] = getattr(loaded, name)
+            try:
+                found[name] = _attribute(loaded, name)
+            except AttributeError:
+                missing.append(f"{module}.{name}")
+    if missing:
+        raise refusal(package, tested, ", ".join(missing))
     return found
 
 
-def _refusal(package: str, tested: str, missing: str) -> str:
+def refusal(package: str, tested: str, missing: str) -> MissingNameError:
+    """The error of a plug-in whose package does not have what is named in `missing`."""
     try:
         installed = version(package)
     except PackageNotFoundError:
-        return f"fsdp_optim.integrations.{package} needs {package}, which is not installed: pip install fsdp-optim[{package}]"
-    return (
-        f"{package} {installed} does not have {missing}, which fsdp_optim.integrations.{package} needs: install {package} "
-        f"{tested}, with which it was tested"
+        extra = "accelerate" if package == "transformers" else package
+        return MissingNameError(
+            f"this plug-in needs {package}, which is not installed: pip install 'fsdp-optim[{extra}]'"
+        )
+    return MissingNameError(
+        f"{package} {installed} does not have {missing}, which this plug-in needs: install {package} {tested}, which was tested, "
+        "or save with fsdp_optim.save"
     )
+
+
+def version_of(package: str) -> str:
+    """The version of a package that is installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    return owner

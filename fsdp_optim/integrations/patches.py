@@ -1,34 +1,13 @@
-"""Names of other packages that are replaced, put back, and looked for."""
+"""Names of other packages that are replaced and put back."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from fsdp_optim.errors import WrapperError
-
 _MARK = "_is_of_fsdp_optim"
-
-
-def check_names(package: str, tested: str, names: Sequence[tuple[Any, str]]) -> None:
-    """Raise WrapperError, in one line, unless every owner has its name. `tested`: the version of the package that is known to."""
-    missing = [f"{getattr(owner, '__name__', owner)}.{name}" for owner, name in names if not hasattr(owner, name)]
-    if missing:
-        raise WrapperError(
-            f"{package} {version_of(package)} does not have {', '.join(missing)}, which this plug-in needs: install {package} "
-            f"{tested}, which was tested, or save with fsdp_optim.save"
-        )
-
-
-def version_of(package: str) -> str:
-    """The version of a package that is installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of an unknown version"
 
 
 def replace_method(owner: type, name: str, new: Callable[..., Any]) -> None:

@@ -27,17 +27,18 @@ from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.integrations.needed import refusal
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import Options, SaveOptions
 from fsdp_optim.state.local import Optimizers
 
+TESTED = "0.21.2"
+"""The version of PEFT that the tests run with. Others are tried."""
+
 try:
     from peft import PeftModel, get_peft_model_state_dict
 except ImportError as error:
-    raise ImportError(
-        "fsdp_optim.integrations.peft needs PeftModel and get_peft_model_state_dict of the package peft, and was tested with "
-        f"peft 0.21.2: pip install peft==0.21.2 ({error})"
-    ) from error
+    raise refusal("peft", TESTED, f"a name ({error})") from error
 
 _NOT_HERE = frozenset({"weights", "rename", "format", "max_file_size"})
 """Options of save that PEFT's files leave no choice about."""

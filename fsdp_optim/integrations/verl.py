@@ -41,15 +41,14 @@ _FOUND = needed(
     "verl",
     TESTED,
     {
-        _MANAGERS: (_MANAGER, "fsdp_version"),
+        _MANAGERS: (
+            *(_MANAGER, "fsdp_version"),
+            *(f"{_MANAGER}.{name}" for name in ("load_checkpoint", "save_checkpoint", "register_checkpoint")),
+        ),
         "verl.utils.checkpoint.checkpoint_manager": ("BaseCheckpointManager", "get_checkpoint_tracker_filename"),
     },
 )
 _Own: Any = _FOUND[_MANAGER]
-if not all(hasattr(_Own, name) for name in ("load_checkpoint", "save_checkpoint", "register_checkpoint")):
-    raise ImportError(
-        f"verl's {_MANAGER} is another class than that of verl {TESTED}, which was tested: install that version"
-    )
 
 _FOLDER = "huggingface"
 """The folder of the checkpoint: verl has the config and the tokenizer in it, and with the weights it is a pretrained model."""

@@ -22,6 +22,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.integrations import accelerate as plugin
+from fsdp_optim.integrations.needed import version_of
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -314,8 +315,8 @@ class EnableTest(unittest.TestCase):
             error, message = error_text(plugin.enable)
         finally:
             setattr(owner, name, kept)
-        self.assertEqual(error, "WrapperError")
-        self.assertIn(f"{package} {plugin.version_of(package)} does not have", message)
+        self.assertEqual(error, "MissingNameError")
+        self.assertIn(f"{package} {version_of(package)} does not have", message)
         self.assertIn(name, message)
         self.assertIn(plugin.TESTED[package], message)
         self.assertNotIn("\n", message)
@@ -330,7 +331,7 @@ class EnableTest(unittest.TestCase):
     def test_the_versions_that_are_installed_are_those_that_were_tested(self) -> None:
         pinned = Path(__file__).parents[2].joinpath("requirements-dev.txt").read_text()
         for package, version in plugin.TESTED.items():
-            self.assertEqual(plugin.version_of(package), version)
+            self.assertEqual(version_of(package), version)
             self.assertIn(f"{package}=={version}\n", pinned)
 
     def test_what_is_not_used_is_not_imported(self) -> None:

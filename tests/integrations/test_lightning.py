@@ -303,7 +303,7 @@ class TestRefused(unittest.TestCase):
     def test_a_version_without_a_name_is_refused(self, _: str, hide: str, name: str) -> None:
         done = run(HIDDEN.format(hide=hide))
         self.assertEqual(done.stdout.count("\n"), 1, done.stdout + done.stderr)
-        self.assertIn("was tested with lightning 2.6.0", done.stdout)
+        self.assertIn("install lightning 2.6.0, which was tested", done.stdout)
         self.assertIn(name, done.stdout)
 
     def test_arguments_that_the_strategy_gives_are_refused(self) -> None:
