@@ -11,19 +11,14 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
+from fsdp_optim.checkpoint.begin import begin
+from fsdp_optim.checkpoint.finish import finish
+from fsdp_optim.checkpoint.job import Job, abandoned_on_failure, encode_written, log_saved
 from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.local_extents import ExtentsByFile, snapshot_of
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.save import (
-    Job,
-    abandoned_on_failure,
-    begin,
-    encode_written,
-    finish,
-    log_saved,
-)
 from fsdp_optim.checkpoint.stores import Place
 from fsdp_optim.checkpoint.writing import RankWriter
 from fsdp_optim.errors import CheckpointError, RankTimeoutError

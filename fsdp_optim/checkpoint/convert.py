@@ -20,11 +20,12 @@ from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
 from fsdp_optim.checkpoint.files import File, files_of_both
+from fsdp_optim.checkpoint.finish import finish
 from fsdp_optim.checkpoint.formats import Wanted, format_named, open_checkpoint
+from fsdp_optim.checkpoint.job import Job, encode_written
 from fsdp_optim.checkpoint.lanes import JOURNAL, Share
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.save import Job, encode_written, finish
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_of_leader
 from fsdp_optim.checkpoint.transcript import Naming, Transcript, transcribe
 from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Unit, plan_units

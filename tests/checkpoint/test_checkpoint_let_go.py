@@ -19,8 +19,8 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.checkpoint import background
+from fsdp_optim.checkpoint.job import Job
 from fsdp_optim.checkpoint.pending import Pending
-from fsdp_optim.checkpoint.save import Job
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.posix import leftovers

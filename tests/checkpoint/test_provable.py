@@ -162,11 +162,11 @@ class TestRefused(Folder):
         """A value whose recorded kind is wrong is refused by the save, not by the load, whatever made it so."""
         from unittest import mock
 
-        from fsdp_optim.checkpoint import save as save_verb
+        from fsdp_optim.checkpoint import begin as begin_of_save
 
         model = nn.Linear(2, 2)
         optim = trained(model, sgd)
-        describe = save_verb.describe
+        describe = begin_of_save.describe
 
         def wrong(state: Any) -> Any:
             made = describe(state)
@@ -174,7 +174,7 @@ class TestRefused(Folder):
             values = tuple((name, how, "state.bias.momentum_buffer") for name, how, _ in param.values)
             return replace(made, params={**made.params, "weight": replace(param, values=values)})
 
-        with mock.patch.object(save_verb, "describe", wrong):
+        with mock.patch.object(begin_of_save, "describe", wrong):
             self.check_refused("could not be loaded.*state.bias.momentum_buffer has shape", model, optim)
 
 

@@ -20,7 +20,7 @@ from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
 from fsdp_optim.checkpoint import background
-from fsdp_optim.checkpoint.save import Job
+from fsdp_optim.checkpoint.job import Job
 from fsdp_optim.storage.posix import notes
 from fsdp_optim.storage.posix.completion import FolderCompletion
 from fsdp_optim.testing import run_on_ranks
