@@ -46,12 +46,20 @@ _OUTDATED = re.compile(
 )
 """What the trainers write for the weights, the optimizer and the state of a run. In a folder that is saved again it is old."""
 
+_SHARDED_MODEL, SHARDED_OPTIM = "pytorch_model_fsdp_{}", "optimizer_0"
+"""Folders of torch.distributed.checkpoint that Accelerate writes with SHARDED_STATE_DICT."""
+
 log = logging.getLogger("fsdp_optim")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the plug-in saves and loads. `enable` explains the fields."""
+    """How the plug-in for Accelerate and the Trainer saves and loads.
+
+    Args:
+        background, durable, checksums, max_file_size, strategy, on_replica_mismatch, allow_pickle, cast, progress, timeout,
+            bucket_nbytes: as for `fsdp_optim.integrations.accelerate.enable`.
+    """
 
     background: bool = False
     durable: bool = True
@@ -125,6 +133,17 @@ def _settle(group: RankGroup) -> None:
 def is_ours(path: str) -> bool:
     """Whether a folder has a checkpoint of this library."""
     return has_file(path, NAME)
+
+
+def is_sharded_by_accelerate(path: str, *, with_optim: bool) -> bool:
+    """Whether a folder has the parts that Accelerate writes with SHARDED_STATE_DICT: those of one model, and of its optimizer.
+
+    Accelerate itself loads such an optimizer into FSDP1 only where the new run's optimizer has a state already.
+    """
+    wanted = [_SHARDED_MODEL.format(0), *([SHARDED_OPTIM] if with_optim else [])]
+    return all(has_file(f"{path}/{name}", ".metadata") for name in wanted) and not has_file(
+        f"{path}/{_SHARDED_MODEL.format(1)}", ".metadata"
+    )
 
 
 @dataclass
@@ -234,7 +253,7 @@ def load_folder(
     weights: WhichWeights = "all",
     strict: bool = True,
 ) -> None:
-    """Load a checkpoint of this library. Called by all ranks."""
+    """Load a checkpoint of this library, or one that its readers know. Called by all ranks."""
     with checkpoint_errors(path):
         restore.restore(absolute(path), model, optim, settings.loading(weights, strict=strict))
 

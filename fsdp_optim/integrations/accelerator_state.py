@@ -17,6 +17,7 @@ from fsdp_optim.checkpoint.trainer_files import (
     FolderSave,
     Settings,
     is_ours,
+    is_sharded_by_accelerate,
     load_folder,
     optimizers_inside,
     wait_on_all,
@@ -63,17 +64,23 @@ def save_state(
 def load_state(
     original: Callable[..., Any], accelerator: Any, settings: Settings, input_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load what `save_state` has saved, and what Accelerate's own function has saved by Accelerate's own."""
+    """Load what `save_state` has saved, and sharded folders of Accelerate; others of its own function by Accelerate's own."""
     is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
     wait_on_all(settings)
     path = _newest_folder(accelerator) if input_dir is None and is_automatic else input_dir
-    if path is None or not is_ours(str(absolute(path))):
+    if path is None or not _is_read_here(accelerator, str(absolute(path))):
         return original(path, *args, **kwargs)
     path = str(absolute(path))
     model, optims = _prepared(accelerator)
     load_folder(path, model, optims, settings, strict=kwargs.get("strict", True))
     with _without_models():
         return original(path, *args, **kwargs)
+
+
+def _is_read_here(accelerator: Any, path: str) -> bool:
+    is_one = len(accelerator._models) == 1 and len(accelerator._optimizers) <= 1
+    with_optim = bool(accelerator._optimizers)
+    return is_ours(path) or (is_one and is_sharded_by_accelerate(path, with_optim=with_optim))
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, settings: Settings) -> Any:

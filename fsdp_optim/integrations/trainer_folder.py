@@ -17,9 +17,11 @@ from torch import nn
 from fsdp_optim.api import inspect
 from fsdp_optim.checkpoint.model_dict import gather_model
 from fsdp_optim.checkpoint.trainer_files import (
+    SHARDED_OPTIM,
     FolderSave,
     Settings,
     is_ours,
+    is_sharded_by_accelerate,
     load_folder,
     optimizer_inside,
     wait_on_all,
@@ -199,24 +201,27 @@ def save_optimizer_and_scheduler(
 def load_from_checkpoint(
     original: Callable[..., Any], trainer: Any, settings: Settings, path: str, model: Any = None
 ) -> None:
-    """Load the weights of a checkpoint."""
-    if not is_ours(path):
+    """Load the weights of a checkpoint. Adapters that Accelerate has saved have PEFT's names, which its own function knows."""
+    which = _which_weights(trainer)
+    if not is_ours(path) and not (which == "all" and is_sharded_by_accelerate(path, with_optim=False)):
         original(path, model)
         return
-    load_folder(path, model if model is not None else trainer.model, None, settings, weights=_which_weights(trainer))
+    load_folder(path, model if model is not None else trainer.model, None, settings, weights=which)
 
 
 def load_optimizer_and_scheduler(
     original: Callable[..., Any], trainer: Any, settings: Settings, path: str | None
 ) -> None:
     """Load the optimizer and the scheduler of a checkpoint. A checkpoint without an optimizer has neither."""
-    if path is None or not is_ours(path):
+    is_sharded = path is not None and not is_ours(path) and is_sharded_by_accelerate(path, with_optim=True)
+    if path is None or not (is_sharded or is_ours(path)):
         original(path)
         return
-    if not inspect(path).has_optim:
+    if not is_sharded and not inspect(path).has_optim:
         log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler begin anew", path)
         return
-    load_folder(path, model_of(trainer), optimizer_inside(trainer.optimizer), settings, weights="none")
+    place = f"{path}/{SHARDED_OPTIM}" if is_sharded else path
+    load_folder(place, model_of(trainer), optimizer_inside(trainer.optimizer), settings, weights="none")
     if has_file(path, _SCHEDULER):
         trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
 
