@@ -96,6 +96,12 @@ def with_value(function: griffe.Function) -> None:
             parameter.default = constant.value  # type: ignore[union-attr]
 
 
+def defined_in(module: griffe.Module) -> dict[str, str]:
+    """The public names that a module defines itself: there they are meant, and not others of the same name."""
+    exports = [name for name in module.exports or () if isinstance(name, str)]
+    return {name: f"{module.path}.{name}" for name in exports if name in module.members and not module[name].is_alias}
+
+
 class Docstrings(griffe.Extension):
     """Rewrites the docstrings of all objects of a package when it is read."""
 
@@ -110,7 +116,8 @@ class Docstrings(griffe.Extension):
             if one.docstring is not None:
                 own = {one.name} | (set(one.parent.members) if isinstance(one.parent, griffe.Class) else set())
                 own |= set(one.members) if isinstance(one, griffe.Class) else set()
-                one.docstring.value = linked(rewritten(one.docstring.value), public, own)
+                known = {**public, **defined_in(one.module)}
+                one.docstring.value = linked(rewritten(one.docstring.value), known, own)
             if isinstance(one, griffe.Function):
                 with_value(one)
             for member in one.members.values():

@@ -12,13 +12,27 @@ from website.docstrings import Docstrings
 
 ROOT = Path(__file__).parents[1]
 DIRECTIVE = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
-DOCUMENTED = ("fsdp_optim", "fsdp_optim.testing")
+PLUG_INS = tuple(
+    f"fsdp_optim.integrations.{name}" for name in ("accelerate", "lightning", "peft", "torchtitan", "verl")
+)
+DOCUMENTED = ("fsdp_optim", "fsdp_optim.testing", *PLUG_INS)
 """The modules whose `__all__` is the public interface."""
+CALLED_BY_TRAINERS = {
+    "fsdp_optim.integrations.accelerate.FsdpOptimTrainerMixin",
+    "fsdp_optim.integrations.accelerate.Settings",
+    "fsdp_optim.integrations.torchtitan.FsdpOptimCheckpointManager",
+    "fsdp_optim.integrations.verl.FsdpOptimCheckpointManager",
+    *(f"fsdp_optim.integrations.lightning.{name}Strategy" for name in ("DDP", "FSDP", "ModelParallel")),
+    "fsdp_optim.integrations.lightning.Checkpoints",
+}
+"""Classes whose methods a trainer or the plug-in calls: the pages do not show these."""
 MADE_HERE = {
     "fsdp_optim.SaveHandle",
+    "fsdp_optim.integrations.torchtitan.FsdpOptimCheckpointManager",
+    "fsdp_optim.integrations.verl.FsdpOptimCheckpointManager",
     *(f"fsdp_optim.testing.{name}" for name in ("RanksFailed", "RemoteError", "WorkerDied")),
 }
-"""Classes that only the library makes: nobody calls their constructors."""
+"""Classes that only the library or a trainer makes: nobody calls their constructors."""
 
 
 def described(pages: Path) -> Counter[str]:
@@ -51,11 +65,19 @@ def of_class(name: str, cls: griffe.Class) -> list[str]:
     found = []
     init = cls.members.get("__init__")
     if isinstance(init, griffe.Function) and name not in MADE_HERE:
-        found += undescribed(name, cls.docstring, [parameter.name for parameter in init.parameters])
+        beside = {
+            field for field, member in cls.members.items() if member.is_attribute and member.docstring is not None
+        }
+        wanted = [parameter.name for parameter in init.parameters if parameter.name not in beside]
+        found += undescribed(name, cls.docstring, wanted)
     for method, member in cls.members.items():
         if method.startswith("_") or member.is_alias:
             continue
-        if isinstance(member, griffe.Function):
+        if isinstance(member, griffe.Class):
+            found += of_class(f"{name}.{method}", member)
+        elif name in CALLED_BY_TRAINERS:
+            continue
+        elif isinstance(member, griffe.Function):
             found += of_function(f"{name}.{method}", member)
         elif member.docstring is None and "property" in member.labels:
             found.append(f"{name}.{method} has no docstring")

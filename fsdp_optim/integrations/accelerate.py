@@ -24,6 +24,8 @@ from fsdp_optim.integrations.needed import needed, version_of
 from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method
 from fsdp_optim.options import BUCKET_NBYTES, OnReplicaMismatch, Strategy
 
+__all__ = ["FsdpOptimTrainerMixin", "Settings", "disable", "enable"]
+
 TESTED = {"accelerate": "1.15.0", "transformers": "5.23.0"}
 """The versions that the tests run with. Others are tried."""
 

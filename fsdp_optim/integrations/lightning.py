@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+__all__ = ["Checkpoints", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"]
+
 TESTED = "2.6.0"
 """The version of Lightning that the tests use."""
 
@@ -52,9 +54,11 @@ log = logging.getLogger("fsdp_optim")
 class Checkpoints:
     """A mixin for strategies of Lightning's Trainer: checkpoints are folders of this library.
 
-    class MyStrategy(Checkpoints, FSDPStrategy): ...
+        class MyStrategy(Checkpoints, FSDPStrategy): ...
 
     Args:
+        args, kwargs: those of Lightning's own strategy.
+        args, kwargs: those of Lightning's own strategy.
         async_save: write in the background while the training goes on. The next save and the end of the training wait for it, and
             raise its error on all ranks.
         save_options: further arguments of `fsdp_optim.save`, such as `{"max_file_size": 10**9}`.

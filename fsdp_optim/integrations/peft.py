@@ -32,6 +32,8 @@ from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import Options, SaveOptions
 from fsdp_optim.state.local import Optimizers
 
+__all__ = ["async_save", "load", "resume", "save"]
+
 TESTED = "0.21.2"
 """The version of PEFT that the tests run with. Others are tried."""
 
@@ -86,7 +88,15 @@ def async_save(
     base: bool = False,
     **options: Any,
 ) -> SaveHandle:
-    """As `save`, but returns when the state is copied to host memory, as `fsdp_optim.async_save` does."""
+    """As `save`, but returns when the state is copied to host memory, as `fsdp_optim.async_save` does.
+
+    Args:
+        path, model, optim, adapter, base: as for `save`.
+        options: those of `fsdp_optim.async_save`, but for weights, rename, format and max_file_size, which PEFT's files set.
+
+    Returns:
+        A handle, whose `wait()` ends when the folder is complete, and raises the error of the save.
+    """
     return async_save_as(path, model, optim, *_job_of(model, adapter, base, options))
 
 
@@ -127,7 +137,10 @@ def resume(
 ) -> Restored | None:
     """Load the newest of such folders in a folder, as `fsdp_optim.resume` does; None where there is none.
 
-    `options`: those of `fsdp_optim.resume`, but for weights and rename. The other arguments are those of `load`.
+    Args:
+        root: the folder in which `save` has written its folders.
+        model, optim, adapter, base: as for `load`.
+        options: those of `fsdp_optim.resume`, but for weights and rename.
     """
     return api.resume(root, model, optim, **_load_options(model, adapter, base, options))
 

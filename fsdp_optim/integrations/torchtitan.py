@@ -30,6 +30,8 @@ from fsdp_optim.integrations.needed import needed
 from fsdp_optim.storage.posix.beside import copy_beside
 from fsdp_optim.storage.schemes import scheme_of
 
+__all__ = ["FsdpOptimCheckpointManager"]
+
 TESTED = "0.3.0"
 """The version of torchtitan that the tests run with."""
 

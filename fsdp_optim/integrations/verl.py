@@ -31,6 +31,8 @@ from fsdp_optim.options import LoadOptions, Options, SaveOptions, WhichWeights
 from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text
 from fsdp_optim.storage.schemes import scheme_of
 
+__all__ = ["FsdpOptimCheckpointManager", "disable", "enable"]
+
 TESTED = "0.9.1"
 """The version of verl that the tests run with."""
 
