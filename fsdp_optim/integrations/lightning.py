@@ -58,7 +58,6 @@ class Checkpoints:
 
     Args:
         args, kwargs: those of Lightning's own strategy.
-        args, kwargs: those of Lightning's own strategy.
         async_save: write in the background while the training goes on. The next save and the end of the training wait for it, and
             raise its error on all ranks.
         save_options: further arguments of `fsdp_optim.save`, such as `{"max_file_size": 10**9}`.

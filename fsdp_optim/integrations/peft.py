@@ -71,7 +71,7 @@ def save(
         base: write the weights of the base too, into the same file. `from_pretrained` then loads these into its base model.
         options: those of `fsdp_optim.save`, but for weights, rename, format and max_file_size, which PEFT's files set.
 
-    Raises (the same on all ranks): as `fsdp_optim.save`, and
+    Raises (the same on all ranks, beside the errors of `fsdp_optim.save`):
         WrapperError: the model is not a PeftModel, or its wrapper hides the names of its parameters.
         StateError: the model has no such adapter, or the adapter is frozen, or has values that PEFT makes at the save.
     """
@@ -121,7 +121,8 @@ def load(
     Returns:
         As `fsdp_optim.load`.
 
-    Raises (the same on all ranks, before anything is changed): as `fsdp_optim.load` and `save`.
+    Raises (the same on all ranks, before anything is changed):
+        FsdpOptimError: the errors of `fsdp_optim.load`, and of the model as `save` has them.
     """
     return api.load(path, model, optim, **_load_options(model, adapter, base, options))
 
