@@ -10,8 +10,7 @@ import json
 import sys
 import tempfile
 import unittest
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,15 @@ import pytest
 import torch
 from kit.checkpoint_damage import flip
 from kit.compare import check_refused, check_same, error_text
-from kit.torchtitan_cpu import everything, import_torchtitan, torchtitan_on_cpu, trainer_config
+from kit.torchtitan_cpu import (
+    everything,
+    import_torchtitan,
+    torchtitan_on_cpu,
+    trained,
+    trainer_config,
+    trainer_of,
+    without,
+)
 from parameterized import parameterized
 
 import fsdp_optim
@@ -28,34 +35,6 @@ from fsdp_optim.testing import run_on_ranks
 
 NEEDS = sys.version_info >= (3, 11)
 WHY = "torchtitan needs Python 3.11"
-
-
-@contextmanager
-def trainer_of(
-    folder: Path, steps: int, *, alike: bool = False, spec: dict[str, Any] | None = None, **options: Any
-) -> Iterator[Any]:
-    """torchtitan's Trainer with this library's manager, and closed at the end as torchtitan does it."""
-    with torchtitan_on_cpu():
-        from fsdp_optim.integrations.torchtitan import FsdpOptimCheckpointManager
-
-        options = {"enable": True, "interval": 2, "last_save_model_only": False, "durable": False, **options}
-        config = trainer_config(
-            folder, FsdpOptimCheckpointManager.Config(**options), steps=steps, alike=alike, **(spec or {})
-        )
-        trainer = config.build()
-        try:
-            yield trainer
-        except Exception:
-            trainer.close()
-            raise
-        trainer.close()
-
-
-def trained(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
-    with trainer_of(folder, steps, **options) as trainer:
-        trainer.train()
-        trainer.checkpointer.maybe_wait_for_saving()
-        return everything(trainer)
 
 
 def stop_and_resume(folder: Path, **options: Any) -> None:
@@ -85,10 +64,6 @@ def loaded_and_resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         return before, everything(trainer)
 
 
-def without(one: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in one.items() if key not in names}
-
-
 @unittest.skipUnless(NEEDS, WHY)
 class TestResume(unittest.TestCase):
     folder: Path
@@ -99,10 +74,16 @@ class TestResume(unittest.TestCase):
         cls.addClassCleanup(made.cleanup)
         cls.folder = Path(made.name)
 
-    @parameterized.expand([("disabled", False), ("async", True)])
-    def test_a_run_that_stopped_goes_on_as_if_it_had_not(self, mode: str, fuse_qkv: bool) -> None:
-        """Two optimizers, the loader of each rank, the schedule, random states; with parameters that a hook joins."""
-        run_on_ranks(stop_and_resume, 2, self.folder / mode, async_mode=mode, spec={"fuse_qkv": fuse_qkv})
+    @parameterized.expand(
+        [
+            ("disabled", {}),
+            ("async", {"fuse_qkv": True}),
+            ("async_with_pinned_mem", {"parallelism": {"pipeline_parallel_degree": 2}}),
+        ]
+    )
+    def test_a_run_that_stopped_goes_on_as_if_it_had_not(self, mode: str, spec: dict[str, Any]) -> None:
+        """Two optimizers, the loader of each rank, the schedule, random states; parameters that a hook joins; a pipeline."""
+        run_on_ranks(stop_and_resume, 2, self.folder / mode, async_mode=mode, spec=spec)
 
     def test_other_numbers_of_ranks(self) -> None:
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""

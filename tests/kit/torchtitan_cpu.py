@@ -48,6 +48,23 @@ class _NoMemoryMonitor:
         pass
 
 
+def _step_of_batches(
+    self: Any,
+    *,
+    arg_mbs: Any = None,
+    kwarg_mbs: Any = None,
+    target_mbs: Any = None,
+    losses: Any = None,
+    return_outputs: bool = True,
+    loss_kwargs: Any = None,
+) -> None:
+    """A step of a pipeline's schedule with split batches, as torchtitan calls it; the step of torch 2.13 splits them itself."""
+    for stage in getattr(self, "_stages", None) or [self._stage]:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+
 @contextmanager
 def torchtitan_on_cpu() -> Iterator[None]:
     """A context in which torchtitan's Trainer trains on CPU, on the ranks that there are."""
@@ -55,6 +72,8 @@ def torchtitan_on_cpu() -> Iterator[None]:
     with (
         mock.patch("torchtitan.components.metrics.build_device_memory_monitor", _NoMemoryMonitor),
         mock.patch("torchtitan.distributed.utils.set_pg_timeouts"),  # by a barrier of GPUs
+        mock.patch("torch.distributed.pipelining.schedules.PipelineScheduleSingle.step", _step_of_batches),
+        mock.patch("torch.distributed.pipelining.schedules.PipelineScheduleMulti.step", _step_of_batches),
         mock.patch("torchtitan.trainer.time.sleep"),  # seconds for other ranks at the end
         mock.patch.dict("os.environ", {"LOCAL_RANK": str(dist.get_rank() if dist.is_initialized() else 0)}),
         mock.patch("gc.disable"),
@@ -62,14 +81,14 @@ def torchtitan_on_cpu() -> Iterator[None]:
         yield
 
 
-def small_llama(vocabulary: int = 40, *, fuse_qkv: bool = False) -> Any:
-    """torchtitan's Llama with two layers, and with an attention that CPUs have."""
+def small_llama(vocabulary: int = 40, *, fuse_qkv: bool = False, num_layers: int = 2) -> Any:
+    """torchtitan's Llama with two layers, or some more, and with an attention that CPUs have."""
     from torchtitan.models import llama3
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     dim, heads = 32, 4
     layers = llama3._build_llama3_layers(
-        n_layers=2,
+        n_layers=num_layers,
         dim=dim,
         n_heads=heads,
         n_kv_heads=2,
@@ -105,7 +124,15 @@ def small_llama(vocabulary: int = 40, *, fuse_qkv: bool = False) -> Any:
     return spec
 
 
-def trainer_config(folder: Path, checkpoint: Any, *, steps: int, alike: bool = False, **spec: Any) -> Any:
+def trainer_config(
+    folder: Path,
+    checkpoint: Any,
+    *,
+    steps: int,
+    alike: bool = False,
+    parallelism: Mapping[str, Any] | None = None,
+    **spec: Any,
+) -> Any:
     """A training of `small_llama`. `alike`: all ranks have the same batches, so that their number does not matter."""
     from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
     from torchtitan.components.loss import CrossEntropyLoss
@@ -192,7 +219,7 @@ def trainer_config(folder: Path, checkpoint: Any, *, steps: int, alike: bool = F
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **(parallelism or {})),
         metrics=MetricsProcessor.Config(log_freq=1000),
         activation_checkpoint=None,
         checkpoint=checkpoint,
@@ -201,11 +228,11 @@ def trainer_config(folder: Path, checkpoint: Any, *, steps: int, alike: bool = F
 
 def everything(trainer: Any) -> dict[str, Any]:
     """All that two trainings have to have in common, of all ranks together."""
-    part, optims = trainer.model_parts[0], [*trainer.optimizers.optimizers]
-    full = fsdp_optim.gather_full_optim_state_dict(part, optims, recipient_rank=None, key_by="name")
+    parts, optims = trainer.model_parts, [*trainer.optimizers.optimizers]
+    full = fsdp_optim.gather_full_optim_state_dict(parts, optims, recipient_rank=None, key_by="name")
     assert full is not None
     return {
-        "model": fsdp_optim.gather_full_model_state_dict(part, recipient_rank=None),
+        "model": fsdp_optim.gather_full_model_state_dict(parts, recipient_rank=None),
         "state": full["state"],
         "lr": [group["lr"] for optim in optims for group in optim.param_groups],
         "scheduler": trainer.lr_schedulers.state_dict(),
@@ -214,3 +241,35 @@ def everything(trainer: Any) -> dict[str, Any]:
         "num_drawn": trainer.dataloader.dataset.num_drawn,  # which a load changes when the loader is next used
         "random": [random.random(), torch.rand(3)],
     }
+
+
+@contextmanager
+def trainer_of(
+    folder: Path, steps: int, *, alike: bool = False, spec: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Any]:
+    """torchtitan's Trainer with this library's manager, and closed at the end as torchtitan does it."""
+    with torchtitan_on_cpu():
+        from fsdp_optim.integrations.torchtitan import FsdpOptimCheckpointManager
+
+        options = {"enable": True, "interval": 2, "last_save_model_only": False, "durable": False, **options}
+        config = trainer_config(
+            folder, FsdpOptimCheckpointManager.Config(**options), steps=steps, alike=alike, **(spec or {})
+        )
+        trainer = config.build()
+        try:
+            yield trainer
+        except Exception:
+            trainer.close()
+            raise
+        trainer.close()
+
+
+def trained(folder: Path, steps: int, **options: Any) -> dict[str, Any]:
+    with trainer_of(folder, steps, **options) as trainer:
+        trainer.train()
+        trainer.checkpointer.maybe_wait_for_saving()
+        return everything(trainer)
+
+
+def without(one: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in one.items() if key not in names}
