@@ -241,6 +241,7 @@ class _Leading:
         if agreed.strategy in (IN_PLACE, IN_PARTS):
             plan = saved.planned(callers, agreed)
             make_files(staging, plan.files)
+        agreed = replace(agreed, address=staging.address)  # which names the uploads that the new files have begun
         return cls(prepared, small_files, claim, staging, plan, agreed.encode())
 
 
