@@ -40,7 +40,7 @@ class DTensorAdapter(Adapter):
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """The ranks of the mesh of every DTensor parameter."""
         meshes = {param.device_mesh for param, _ in _params(tree)}
-        return (ranks_of_mesh(mesh) for mesh in meshes)
+        return (ranks_of_mesh(mesh.mesh) for mesh in meshes)
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
         return _sharded_params(modules)
@@ -49,6 +49,7 @@ class DTensorAdapter(Adapter):
         alike: dict[
             tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh, set[Shape]]
         ] = {}
+        grids: dict[DeviceMesh, torch.Tensor] = {}
         fsdp_dims = _fsdp_dims(tree.modules)
         for param, sites in _params(tree):
             if id(param) in claimed:
@@ -62,7 +63,10 @@ class DTensorAdapter(Adapter):
             last = fsdp_dims.get(id(param))
             known = alike.get((mesh, spec, shape, last))
             if known is None:
-                placement = placement_of(tree.fqn(*sites[0]), shape, mesh, spec, last)
+                grid = grids.get(mesh)
+                if grid is None:
+                    grid = grids[mesh] = mesh.mesh
+                placement = placement_of(tree.fqn(*sites[0]), shape, mesh, spec, last, grid)
                 known = alike[mesh, spec, shape, last] = placement, set()
             placement, checked = known
             if held not in checked:
