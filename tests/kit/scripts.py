@@ -4,7 +4,8 @@
     started = start("...", preload=("torch", "fsdp_optim"))
     started.wait(timeout=90)
 
-A process that imports torch takes seconds of a core to start. The server is started once for each choice of what it has imported.
+A process that imports torch takes seconds of a core to start. There is a server for each choice of what scripts find imported,
+and each is forked from the one that has torch.
 The code is run as a file, as `__main__`, and ends with the interpreter: exit handlers run, and threads are waited for.
 """
 
@@ -29,6 +30,9 @@ from typing import Any
 KIT = Path(__file__).parents[1]
 TRAINING = ("torch._dynamo", "fsdp_optim", "kit.checkpoints")
 """What scripts that train want to find imported: one choice, so that they share a server."""
+
+BASE = ("torch",)
+"""The imports of the server that the others are forked from."""
 
 LONGEST = 200_000  # bytes of an order: what one packet carries
 
@@ -75,24 +79,39 @@ def start(
         "cwd": os.getcwd(),
         "environment": dict(os.environ if environment is None else environment),
     }
+    server = _server(tuple(preload), os.getpid())
+    with open(Path(folder.name, "out"), "wb") as out, open(Path(folder.name, "err"), "wb") as err:
+        pid, ours = _send(server, order, out.fileno(), err.fileno())
+    return Started(pid, ours, folder)
+
+
+def _send(server: socket.socket, order: Mapping[str, Any], *fds: int) -> tuple[int, socket.socket]:
+    """Have a process forked that follows an order; its number, and where its exit code will come.
+
+    `fds`: its output and its errors, and for one that becomes a server the connection to that.
+    """
     message = json.dumps(order).encode()
     if len(message) > LONGEST:
         raise ValueError(f"an order of {len(message)} bytes is longer than {LONGEST}")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server = _server(tuple(preload), os.getpid())
-    with open(Path(folder.name, "out"), "wb") as out, open(Path(folder.name, "err"), "wb") as err, theirs:
-        socket.send_fds(server, [message], [out.fileno(), err.fileno(), theirs.fileno()])
-    return Started(int(ours.recv(64)), ours, folder)
+    with theirs:
+        socket.send_fds(server, [message], [theirs.fileno(), *fds])
+    return int(ours.recv(64)), ours
 
 
 @functools.cache
 def _server(preload: tuple[str, ...], pid: int) -> socket.socket:
     """The connection to a server of this process."""
+    base = _server(BASE, pid) if preload != BASE else None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "kit.scripts", str(theirs.fileno()), *preload]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(KIT), str(KIT.parent)])}
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    theirs.close()
+    with theirs:
+        if base is not None:
+            _send(base, {"preload": preload}, 1, 2, theirs.fileno())[1].close()
+            atexit.register(ours.close)
+            return ours
+        command = [sys.executable, "-m", "kit.scripts", str(theirs.fileno()), *preload]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(KIT), str(KIT.parent)])}
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
     def end() -> None:
         ours.close()
@@ -110,22 +129,25 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     children: dict[int, socket.socket] = {}
     while True:
         if select.select([control], [], [], 0.02 if children else None)[0]:
-            message, fds, _, _ = socket.recv_fds(control, LONGEST, 3)
+            message, fds, _, _ = socket.recv_fds(control, LONGEST, 4)
             if not message:
                 return None
             pid = os.fork()
-            reply = socket.socket(fileno=fds[2])
+            reply, out, err, *more = fds
             if pid == 0:
-                for one in (control, reply, *children.values()):
+                for one in (control, *children.values()):
                     one.close()
-                os.dup2(fds[0], 1)
-                os.dup2(fds[1], 2)
-            for fd in fds[:2]:
+                os.dup2(out, 1)
+                os.dup2(err, 2)
+                for fd in (reply, out, err):
+                    os.close(fd)
+                return {**json.loads(message), "control": more}
+            for fd in (out, err, *more):
                 os.close(fd)
-            if pid == 0:
-                return dict(json.loads(message))
-            reply.send(str(pid).encode())
-            children[pid] = reply
+            children[pid] = socket.socket(fileno=reply)
+            children[pid].send(str(pid).encode())
+            if more:  # another server, which lasts as long as this one
+                children.pop(pid).close()
         for pid in list(children):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -145,8 +167,10 @@ def become(order: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        __import__(name)
-    got = serve(socket.socket(fileno=int(sys.argv[1])))
+    got: dict[str, Any] | None = {"preload": sys.argv[2:], "control": [int(sys.argv[1])]}
+    while got is not None and got["control"]:
+        for name in got["preload"]:
+            __import__(name)
+        got = serve(socket.socket(fileno=got["control"][0]))
     if got is not None:
         runpy.run_path(become(got), run_name="__main__")
