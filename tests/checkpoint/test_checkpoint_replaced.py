@@ -214,16 +214,17 @@ class ReplacedTest(unittest.TestCase):
         for what, outcomes in found.items():
             self.assertEqual(set(outcomes), {"[1.0]", "[2.0]"}, (what, outcomes))
 
-    def test_one_rank(self) -> None:
-        self.check_found(all_cases(self.root, 1))
+    @expand(soon=[3], later=[1])
+    def test_one_rank(self, every: int) -> None:
+        self.check_found(all_cases(self.root, every))
 
-    @expand(soon=[20], later=[8])
+    @expand(soon=[30], later=[8])
     def test_two_ranks(self, every: int) -> None:
         found = run_on_ranks(all_cases, 2, self.root, every)
         check_same("on all ranks", found[1], found[0])
         self.check_found(found[0])
 
-    @parameterized.expand((("verified", {}), ("not verified", {"verify": False})))
+    @expand(soon=[("verified", {})], later=[("not verified", {"verify": False})])
     def test_opened_between_two_renames(self, _: str, options: dict[str, Any]) -> None:
         """The path is nothing when the load begins, so that it opens what was set aside, which is then removed."""
         save_two(self.root, {})

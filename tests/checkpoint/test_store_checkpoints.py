@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.checkpoint_format import MANIFEST
 from kit.checkpoints import everything, mine, scramble
 from kit.wrapping import Differs, Trained, check_same, cpu, error_text
@@ -346,7 +347,7 @@ def one_rank_fails_in_the_background(address: Any, key: bytes, victim: int) -> t
 
 
 class OnRanksTest(unittest.TestCase):
-    @parameterized.expand([(part,) for part in PARTS])
+    @expand(soon=tuple(PARTS)[:1], later=tuple(PARTS)[1:])
     def test_saved_on_three_and_loaded_on_fewer(self, by_many: bool) -> None:
         with shared_bucket() as (address, key):
             by_rank = run_on_ranks(save_on_ranks, 3, address, key, by_many)
