@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 import unittest
 from collections.abc import Iterator
@@ -38,13 +39,15 @@ def is_for_type_checkers(node: ast.AST) -> bool:
 
 def nodes(tree: ast.AST, *, inside_functions: bool = True) -> Iterator[ast.AST]:
     """All nodes but those that only type checkers see."""
-    for node in ast.iter_child_nodes(tree):
-        if is_for_type_checkers(node):
-            continue
-        if not inside_functions and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            continue
-        yield node
-        yield from nodes(node, inside_functions=inside_functions)
+    waiting = [tree]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            if is_for_type_checkers(node):
+                continue
+            if not inside_functions and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                continue
+            yield node
+            waiting.append(node)
 
 
 @functools.cache
@@ -484,8 +487,11 @@ class TestHouse(unittest.TestCase):
         """An error in one test's file is no error of another; `from kit.wrapping import ...` gets what tests share."""
         tests = Path(__file__).parent
         shared = {file.stem for file in (tests / "kit").glob("*.py")} - {"__init__"}
+        # Only a file with such a line, which may also stand in a string, is worth parsing.
+        line = re.compile(rf"^\s*(from|import)\s.*\b({'|'.join(sorted(shared))}|test_\w+|tests)\b", re.MULTILINE)
+        files = sorted(tests.rglob("*.py"))
         found = []
-        for file in sorted(tests.rglob("*.py")):
+        for file in [file for file in files if line.search(file.read_text())]:
             for node in ast.walk(tree_of(file)):
                 modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

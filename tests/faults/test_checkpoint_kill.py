@@ -249,11 +249,11 @@ class Death:
 
 
 def chosen(names: Sequence[str], most_of_moves: int = 3, few: bool = False) -> list[int]:
-    """The first, middle and last call of each kind; all of those that move things; the very last. `few`: a third of these."""
+    """The first, middle and last call of each kind; all of those that move things; the very last. `few`: a fifth of these."""
     found = {len(names) - 1}
     for kind in set(names):
         places = [place for place, name in enumerate(names) if name == kind]
         found |= {places[0], places[len(places) // 2], places[-1]}
         if kind in ("rename", "replace", "rmdir", "flock"):
             found |= set(places[:most_of_moves] + places[-most_of_moves:])
-    return sorted({*sorted(found)[::3], len(names) - 1}) if few else sorted(found)
+    return sorted({*sorted(found)[::5], len(names) - 1}) if few else sorted(found)

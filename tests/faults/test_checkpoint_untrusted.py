@@ -283,10 +283,10 @@ class GrowthTest(InFolder):
     @expand(
         *some(
             (
-                ("empty lists", "[" + ",".join(["[]"] * 300_000) + "]"),
-                ("empty objects", "[" + ",".join(["{}"] * 300_000) + "]"),
-                ("small objects", "[" + ",".join(['{"":0}'] * 150_000) + "]"),
-                ("lists in lists", "[" + ",".join(["[" * 50 + "]" * 50] * 9_000) + "]"),
+                ("empty lists", "[" + ",".join(["[]"] * 100_000) + "]"),
+                ("empty objects", "[" + ",".join(["{}"] * 100_000) + "]"),
+                ("small objects", "[" + ",".join(['{"":0}'] * 50_000) + "]"),
+                ("lists in lists", "[" + ",".join(["[" * 50 + "]" * 50] * 3_000) + "]"),
             ),
             every=2,
         )

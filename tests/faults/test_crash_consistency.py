@@ -7,6 +7,7 @@ import random
 import unittest
 from pathlib import Path
 
+from kit.cases import expand, some
 from kit.wrapping import Differs
 from parameterized import parameterized
 from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, judge, states
@@ -34,7 +35,7 @@ def wrong_states(recorded: Recorded, folder: Path, most: int) -> list[str]:
 
 
 class PowerCutTest(unittest.TestCase):
-    @parameterized.expand([(name,) for name in WAYS])
+    @expand(*some(WAYS, every=2))
     def test_whatever_is_left(self, name: str) -> None:
         with temporary() as folder:
             wrong = wrong_states(Recorded.of(WAYS[name], folder / "way"), folder, MOST)

@@ -30,6 +30,7 @@ from fsdp_optim.testing import (
     forget_fairscale_groups,
     run_on_ranks,
 )
+from fsdp_optim.testing import ranks as ranks
 
 BATCH = 12  # divisible by every world size below
 
@@ -542,6 +543,16 @@ class TestRankPool(unittest.TestCase):
             with pytest.raises(ProcessLookupError):
                 os.kill(int(pid), 0)
 
+    def test_a_worker_that_ends_while_it_starts(self) -> None:
+        """As one does that imports a script without a main guard, and would start ranks itself."""
+        with mock.patch.object(ranks, "worker_main", sys.exit), RankPool() as pool:
+            with pytest.raises(
+                WorkerDied, match=r"ended while starting.* A script that starts ranks needs `if __name__"
+            ):
+                pool.run(rank_and_size, 1)
+            self.assertEqual(pool.pids(), [])
+
+    @pytest.mark.slow
     def test_a_script_without_main_guard_is_told_so(self) -> None:
         result = run_script("from fsdp_optim.testing import run_on_ranks\ndef one(): return 1\nrun_on_ranks(one, 1)\n")
         self.assertEqual(result.returncode, 1)

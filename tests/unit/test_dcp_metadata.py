@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from kit.dcp_files import DcpFiles, grid, rows
 from parameterized import parameterized
@@ -83,6 +85,13 @@ def opened(folder: Path) -> ForeignReader:
 
 
 class DcpTest(ReaderConformance, unittest.TestCase):
+    num_flips, num_cuts = 60, 10
+
+    @pytest.mark.slow
+    def test_much_damage(self) -> None:
+        with mock.patch.multiple(type(self), num_flips=300, num_cuts=40):
+            self.test_damage_is_an_error_and_no_crash()
+
     def make_format(self) -> Format:
         return DCP
 

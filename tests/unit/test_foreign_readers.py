@@ -6,7 +6,9 @@ import json
 import unittest
 import warnings
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed.checkpoint
 from kit.zero_files import write_zero
@@ -32,6 +34,13 @@ WEIGHTS = {
 
 
 class InFolders(ReaderConformance):
+    num_flips, num_cuts = 60, 10
+
+    @pytest.mark.slow
+    def test_much_damage(self) -> None:
+        with mock.patch.multiple(type(self), num_flips=300, num_cuts=40):
+            self.test_damage_is_an_error_and_no_crash()
+
     def open_any(self, folder: Path) -> Opened:
         return Folder(folder, NO_JUDGE).open_any()
 
@@ -112,7 +121,7 @@ class DcpTest(InFolders, unittest.TestCase):
 class ZeroTest(InFolders, unittest.TestCase):
     """Files of DeepSpeed's ZeRO 2, of two ranks."""
 
-    stage, num_flips, num_cuts = 2, 60, 10
+    stage = 2
 
     def make_format(self) -> Format:
         return DEEPSPEED
