@@ -16,12 +16,25 @@ settings.load_profile("fsdp_optim")
 
 LONGEST = (
     *("test_hf_trainer.py", "test_accelerator.py"),
-    *("test_checkpoint.py", "test_checkpoint_safety.py", "test_torch_wrappers.py", "test_dcp_reader.py"),
-    *("test_fairscale_groups_frozen.py", "test_torch_optimizers.py", "test_optimizer_zoo.py", "test_s3_checkpoints.py"),
-    *("test_fairscale_reshard.py", "test_fairscale_optimizers.py", "test_failures.py", "test_checkpoint_kill.py"),
-    *("test_checkpoint_async.py", "test_peers.py", "test_deepspeed.py", "test_rank_files.py", "test_torch_files.py"),
-    *("test_testing.py", "test_dcp_writer.py", "test_manager.py", "test_s3_kills.py", "test_torch_groups.py"),
-    *("test_awkward_shapes.py", "test_architecture.py", "test_adapters.py", "test_workflows.py", "test_cli.py"),
+    *(
+        "test_checkpoint.py",
+        "test_checkpoint_safety.py",
+        "test_torch_wrappers.py",
+        "test_dcp_reader.py",
+        "test_testing.py",
+    ),
+    *("test_packaging.py", "test_checkpoint_replaced.py", "test_without_fairscale.py", "test_s3_checkpoints.py"),
+    *("test_torch_optimizers.py", "test_adapters.py", "test_checkpoint_kill.py", "test_fairscale_groups_frozen.py"),
+    *("test_peers.py", "test_deepspeed.py", "test_rank_files.py", "test_torch_files.py", "test_dcp_writer.py"),
+    *(
+        "test_fairscale_reshard.py",
+        "test_awkward_shapes.py",
+        "test_matrix.py",
+        "test_architecture.py",
+        "test_order_of_ids.py",
+    ),
+    *("test_s3_kills.py", "test_workflows.py", "test_checkpoint_places.py", "test_checkpoint_memory.py", "test_cli.py"),
+    *("test_manager.py", "test_optimizer_zoo.py", "test_transport.py", "test_layouts.py", "test_dcp_saves.py"),
 )
 """The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
 
