@@ -1,4 +1,7 @@
-"""The programs in examples/ run as their users run them."""
+"""The programs in examples/ run as their users run them: from processes that are there already, as torchrun starts them.
+
+torchrun itself starts one of them in `make test-long`, and the program of README.md in `make test` (test_readme.py).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ import pytest
 import safetensors.torch
 import torch
 from kit.checkpoints import InFolder
-from kit.scripts import Started, run
+from kit.launched import alone, launched
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
+HUGGING_FACE = ("kit.loaded.hugging_face",)
 
 
 def torchrun(num_ranks: int, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -36,15 +40,8 @@ def torchrun(num_ranks: int, example: str, *arguments: str) -> subprocess.Comple
     )
 
 
-def alone(example: str, *arguments: str) -> Started:
-    """Run an example in one process without a launcher."""
-    path = str(ROOT / "examples" / example)
-    code = f"import runpy, sys\nsys.argv[1:] = {arguments!r}\nrunpy.run_path({path!r}, run_name='__main__')"
-    return run(code, timeout=300, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-
-
 def on_rank(example: str, *arguments: str) -> int:
-    """The same without the start of processes that import torch, which takes most of the time."""
+    """The main function of an example on a rank that is there already."""
     return int(runpy.run_path(str(ROOT / "examples" / example))["main"](list(arguments)))
 
 
@@ -68,12 +65,13 @@ class ManagerTest(InFolder):
 
 
 class TrainerTest(InFolder):
+    @pytest.mark.slow  # tests/integrations/test_hf_trainer.py calls its main function on ranks that have transformers
     def test_train_and_go_on_with_fewer_ranks(self) -> None:
-        arguments = ("--root", str(self.root), "--every", "2", "--last")
-        done = torchrun(2, "hf_trainer.py", *arguments, "4")
+        program, arguments = "examples/hf_trainer.py", ("--root", str(self.root), "--every", "2", "--last")
+        done = launched(2, program, *arguments, "4", preload=HUGGING_FACE)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 0 to step 4", done.stdout)
-        done = alone("hf_trainer.py", *arguments, "6")
+        done = alone(program, *arguments, "6", preload=HUGGING_FACE)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 4 to step 6", done.stdout)
         self.assertEqual(sorted(path.name for path in self.root.iterdir()), ["checkpoint-4", "checkpoint-6"])
@@ -83,7 +81,7 @@ class TrainerTest(InFolder):
 class PipelineTest(InFolder):
     def test_train_and_go_on_in_another_pipeline(self) -> None:
         arguments = ("--root", str(self.root), "--every", "2", "--last")
-        done = torchrun(2, "pipeline.py", *arguments, "2")
+        done = launched(2, "examples/pipeline.py", *arguments, "2")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 0 to step 2 in 4 stages", done.stdout)
         self.assertEqual(run_on_ranks(on_rank, 4, "pipeline.py", *arguments, "4"), [2] * 4)
@@ -96,7 +94,7 @@ class PipelineTest(InFolder):
 class ExpertsTest(InFolder):
     def test_train_and_go_on_with_other_experts_on_each_rank(self) -> None:
         arguments = ("--root", str(self.root), "--every", "2", "--last")
-        done = torchrun(4, "moe_experts.py", *arguments, "2")
+        done = launched(4, "examples/moe_experts.py", *arguments, "2")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 0 to step 2 with 4 experts a group", done.stdout)
         self.assertEqual(run_on_ranks(on_rank, 2, "moe_experts.py", *arguments, "4"), [2, 2])
@@ -122,7 +120,7 @@ class ExpertsTest(InFolder):
 class FairscaleTest(InFolder):
     def test_one_file_goes_on_at_another_world_size_and_without_fairscale(self) -> None:
         file = self.root / "full.pt"
-        done = torchrun(2, "fairscale_fsdp.py", "--file", str(file), "--last", "3")
+        done = launched(2, "examples/fairscale_fsdp.py", "--file", str(file), "--last", "3")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trained from step 0 to step 3", done.stdout)
         run_on_ranks(on_rank, 3, "fairscale_fsdp.py", "--file", str(file), "--last", "5")

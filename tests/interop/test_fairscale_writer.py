@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import unittest
 from collections.abc import Mapping, Sequence
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from kit.rank_files import Buffered, save_fairscale
+from kit.scripts import TRAINING, run
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -162,8 +161,9 @@ class FairscaleWriterTest(unittest.TestCase):
         units = self.root / "units.json"
         units.write_text(json.dumps(UNITS))
         args = ["--format", "fairscale_shards", "--world-size", "3", "--units", str(units)]
-        code = [sys.executable, "-m", "fsdp_optim", "convert", self.root / "ours one group", self.root / "cli", *args]
-        done = subprocess.run(code, capture_output=True, text=True)
+        words = ["fsdp_optim", "convert", str(self.root / "ours one group"), str(self.root / "cli"), *args]
+        code = f"import runpy, sys\nsys.argv[:] = {words!r}\nrunpy.run_module('fsdp_optim', run_name='__main__')\n"
+        done = run(code, preload=TRAINING)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(len(list((self.root / "cli").glob("*-shard*.pt"))), 3)
 
