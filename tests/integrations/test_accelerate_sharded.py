@@ -18,6 +18,8 @@ from kit.hugging_face import enabled, on_cpu, train
 
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.hugging_face",)
+
 
 def by_accelerate_alone(kind: str, folder: str) -> dict[str, Any]:
     """Five steps without the plug-in. Accelerate saves after the third."""

@@ -16,7 +16,7 @@ from kit.accelerate_loop import Loop, load_and_go_on
 from kit.compare import check_same, error_text
 from kit.hugging_face import enabled, on_cpu
 from kit.pretrained import transformers
-from kit.scripts import run
+from kit.scripts import TRAINING, run
 from parameterized import parameterized
 from torch import nn
 
@@ -24,6 +24,8 @@ import fsdp_optim
 from fsdp_optim.integrations import accelerate as plugin
 from fsdp_optim.integrations.needed import version_of
 from fsdp_optim.testing import run_on_ranks
+
+LOADED = ("kit.loaded.hugging_face",)
 
 
 def run_through(kind: str, folder: str, settings: Any, scaler: bool) -> dict[str, Any]:
@@ -266,7 +268,7 @@ class EnableTest(unittest.TestCase):
         code += "plugin.enable()\nassert 'accelerate' in sys.modules and 'transformers.trainer' not in sys.modules\n"
         code += "import transformers.trainer, accelerate\naccelerate.Accelerator(cpu=True)\n"
         code += "assert plugin.is_replaced(transformers.Trainer, '_save_checkpoint')\n"
-        done = run(code, timeout=300)
+        done = run(code, timeout=300, preload=TRAINING)
         self.assertEqual(done.returncode, 0, done.stderr)
 
 

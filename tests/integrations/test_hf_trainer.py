@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import runpy
 import shutil
 import tempfile
 import unittest
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,16 +22,17 @@ from kit.cases import expand, some
 from kit.compare import Differs, check_same
 from kit.hugging_face import KINDS, enabled, on_cpu, state_of, tiny_llama, train, trainer_of
 from kit.pretrained import transformers
-from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.checkpoint import background
 from fsdp_optim.integrations.accelerate import FsdpOptimTrainerMixin, Settings
+from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.writer import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.testing.ranks import RanksFailed
 
+LOADED = ("kit.loaded.hugging_face",)
 QUIET: Mapping[str, Any] = {"durable": False, "progress": False}
 
 
@@ -334,32 +337,32 @@ class SaveTest(unittest.TestCase):
         check_same("opened", opened(f"{self.root}/checkpoint-2"), done["end"]["weights"])
 
 
-KILLED = """
-import os, sys, tempfile
-from fsdp_optim.storage.posix import folder
-from fsdp_optim.storage.posix.writer import FolderWriter
-from kit.hugging_face import train
+def train_until_killed(point: str, folder: str, background: bool) -> None:
+    """The process ends without a word in the save of step 4. The process is of no use afterwards."""
 
-def dies(owner, name, when):
-    original = getattr(owner, name)
-    def method(self, *args, **kwargs):
-        if "checkpoint-4" in str(getattr(self, "_folder", None) or self.folder) and when(args):
+    def dies(owner: Any, name: str, when: Callable[[Any], bool]) -> None:
+        original = getattr(owner, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if "checkpoint-4" in str(getattr(self, "_folder", None) or self.folder) and when(args):
+                os._exit(9)
+            return original(self, *args, **kwargs)
+
+        setattr(owner, name, method)
+
+    def take_place(self: Any, durable: bool) -> None:
+        self.filling.carry_into(self.folder, self.judge, durable=True)
+        if "checkpoint-4" in str(self.folder):
             os._exit(9)
-        return original(self, *args, **kwargs)
-    setattr(owner, name, method)
+        self.folder.rename(self.path)
 
-if POINT == "between model and optimizer":
-    dies(FolderWriter, "write", lambda args: args[0].startswith("optim"))
-elif POINT == "before the files get their name":
-    dies(folder.FolderStaging, "_put_in_place", lambda args: True)
-elif POINT == "with the files in the folder":
-    original = folder._sync_folders
-    folder.FolderStaging.take_place = lambda self, durable: (
-        self.filling.carry_into(self.folder, self.judge, durable=True),
-        os._exit(9) if "checkpoint-4" in str(self.folder) else self.folder.rename(self.path),
-    )
-train("none", ROOT, {"background": BACKGROUND}, save_total_limit=1)
-"""
+    if point == "between model and optimizer":
+        dies(FolderWriter, "write", lambda args: args[0].startswith("optim"))
+    elif point == "before the files get their name":
+        dies(FolderStaging, "_put_in_place", lambda args: True)
+    elif point == "with the files in the folder":
+        FolderStaging.take_place = take_place  # type: ignore[method-assign]
+    train("none", folder, {"background": background}, save_total_limit=1)
 
 
 class KillTest(unittest.TestCase):
@@ -376,9 +379,9 @@ class KillTest(unittest.TestCase):
     def test_a_kill_in_a_save_loses_no_checkpoint(self, point: str, background: bool) -> None:
         root = tempfile.mkdtemp()
         self.addCleanup(shutil.rmtree, root)
-        values = f"POINT, ROOT, BACKGROUND = {point!r}, {root!r}, {background!r}\n"
-        done = run(values + KILLED, timeout=300, path=[Path(__file__).parents[1]])
-        self.assertEqual(done.returncode, 9, done.stderr)
+        with self.assertRaises(RanksFailed) as caught:
+            run_on_ranks(train_until_killed, 1, point, root, background)
+        self.assertEqual([getattr(error, "exit_code", error) for error in caught.exception.errors.values()], [9])
         found = transformers().trainer_utils.get_last_checkpoint(root)  # of transformers itself
         self.assertEqual(found, f"{root}/checkpoint-2")
         fsdp_optim.verify(found)
@@ -386,6 +389,29 @@ class KillTest(unittest.TestCase):
         self.assertEqual(sorted(resumed["losses"]), [1, 2, 3, 4])
         self.assertEqual(os.listdir(root), ["checkpoint-4"])  # and what the killed save has left is gone
         check_same("opened", opened(f"{root}/checkpoint-4"), resumed["end"]["weights"])
+
+
+def example_on_rank(kind: str, *arguments: str) -> tuple[int, str]:
+    """The last step of examples/hf_trainer.py, and what it prints on this rank."""
+    printed = io.StringIO()
+    with on_cpu(kind), enabled(None), contextlib.redirect_stdout(printed):
+        main = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "hf_trainer.py"))["main"]
+        return main(list(arguments)), printed.getvalue()
+
+
+class ExampleTest(unittest.TestCase):
+    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+        """By a launcher: in tests/interop/test_examples.py."""
+        with tempfile.TemporaryDirectory() as root:
+            arguments = ("--root", root, "--every", "2", "--last")
+            (step, printed), (other, _) = run_on_ranks(example_on_rank, 2, "DDP", *arguments, "4")
+            self.assertEqual((step, other), (4, 4))
+            self.assertIn("trained from step 0 to step 4", printed)
+            [(step, printed)] = run_on_ranks(example_on_rank, 1, "none", *arguments, "6")
+            self.assertEqual(step, 6)
+            self.assertIn("trained from step 4 to step 6", printed)
+            self.assertEqual(sorted(os.listdir(root)), ["checkpoint-4", "checkpoint-6"])
+            self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(root)], [1, 2])
 
 
 if __name__ == "__main__":

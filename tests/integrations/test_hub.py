@@ -19,6 +19,8 @@ from kit.pretrained import transformers
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.hugging_face",)
+
 
 class Hub:
     """The Hub's API, which copies each folder at the moment of its upload."""

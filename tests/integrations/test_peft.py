@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import json
-import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import types
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from kit.checkpoint_format import in_order
+from kit.launched import launched
 from kit.wrapping import Net, OfModel, Oracle, Trained, check_same, error_text, in_ddp, wrap_units
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -30,6 +32,7 @@ import fsdp_optim
 from fsdp_optim.integrations import peft as fsdp_peft
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.hugging_face",)
 ROOT = Path(__file__).parents[2]
 MODEL_AND_MANIFEST = {"model.safetensors", "fsdp_optim.json"}
 UNITS = ("base_model.model.stem", "base_model.model.head", "")
@@ -226,27 +229,33 @@ class OneProcessTest(unittest.TestCase):
                 importlib.import_module(name)
 
 
-def on_rank(*arguments: str) -> int:
-    return int(runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["main"](list(arguments)))
+def on_rank(*arguments: str) -> tuple[int, str]:
+    """The last step of examples/fsdp2_lora.py, and what it prints on this rank."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main = runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["main"]
+        return main(list(arguments)), printed.getvalue()
 
 
 class ExampleTest(unittest.TestCase):
-    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+    @pytest.mark.slow
+    def test_train_by_a_launcher(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
             arguments = ("--root", folder, "--every", "2", "--last")
-            done = subprocess.run(
-                [*command, str(ROOT / "examples" / "fsdp2_lora.py"), *arguments, "4"],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
+            done = launched(2, "examples/fsdp2_lora.py", *arguments, "4", preload=LOADED)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn("trained from step 0 to step 4", done.stdout)
-            self.assertEqual(run_on_ranks(on_rank, 1, *arguments, "7"), [7])
+            self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [4, 2])
+
+    def test_train_and_go_on_with_fewer_ranks(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = ("--root", folder, "--every", "2", "--last")
+            (step, printed), (other, _) = run_on_ranks(on_rank, 2, *arguments, "4")
+            self.assertEqual((step, other), (4, 4))
+            self.assertIn("trained from step 0 to step 4", printed)
+            [(step, printed)] = run_on_ranks(on_rank, 1, *arguments, "7")
+            self.assertEqual(step, 7)
+            self.assertIn("trained from step 4 to step 7", printed)
             self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [7, 6])
             base = runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["base_model"]()
             opened = PeftModel.from_pretrained(base, f"{folder}/step-7")

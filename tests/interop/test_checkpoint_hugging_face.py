@@ -26,6 +26,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.hugging_face",)
 MODELS = (
     "llama, tied",
     "llama, bfloat16",

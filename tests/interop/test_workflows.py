@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.hugging_face",)
 BEFORE, AFTER = 3, 3  # steps
 
 
