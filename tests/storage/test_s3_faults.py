@@ -164,17 +164,17 @@ class TestFaultsThatStay(unittest.TestCase):
             ("throttled", Fault("SlowDown", times=-1), "SlowDown (HTTP 503)"),
             ("throttled by status", Fault("TooMany", times=-1), "HTTP 429"),
             ("answers that break", Fault("ResetAnswer", times=-1, where=0.0), "Connection"),
-            ("answers that never come", Fault("Delay", times=-1, seconds=8), "timeout"),
+            ("answers that never come", Fault("Delay", times=-1, seconds=4), "timeout"),
         ]
     )
     def test_one_error_within_the_stated_time(self, _: str, fault: Fault, words: str) -> None:
         """It names the object and the answer of the store, and proves nothing about a checkpoint."""
-        with through(fault, retry_seconds=2) as (bucket, _proxy):
+        with through(fault, retry_seconds=1) as (bucket, _proxy):
             for call in (lambda: bucket.read("run/object"), lambda: bucket.put("run/object", b"x")):
                 began = time.monotonic()
                 with self.assertRaises(CheckpointError) as caught:
                     call()
-                self.assertLess(time.monotonic() - began, 2 + SLACK)
+                self.assertLess(time.monotonic() - began, 1 + SLACK)
                 text = str(caught.exception)
                 self.assertIn(f"{bucket.name}/run/object: ", text)
                 self.assertIn(words, text)

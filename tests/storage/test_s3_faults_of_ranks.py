@@ -17,7 +17,7 @@ import fsdp_optim
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
-RETRY_SECONDS = 2
+RETRY_SECONDS = 1
 SLACK = 60  # seconds, on a machine with much to do
 
 

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
-from kit.servers import new_bucket, serving
+from kit.servers import new_bucket, shared
 from kit.wraps import Net, adam, in_fsdp2
 from torch import nn
 
 import fsdp_optim
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import RankPool
-
-ROUNDS = 6
 
 Options = dict[str, Any]
 Outcome = tuple[str, str]  # the class of the error and its text; empty without an error
@@ -33,7 +32,7 @@ def filled(model: nn.Module, number: float) -> nn.Module:
     return model
 
 
-def race(job: int, port: int, root: str, options: Options) -> list[tuple[Outcome, Outcome]]:
+def race(job: int, port: int, root: str, options: Options, rounds: int) -> list[tuple[Outcome, Outcome]]:
     """Each round: both jobs save to a place where nothing is, then both replace what is there."""
     model = in_fsdp2(filled(Net(), job))
     optim, moments = adam(model.parameters()), random.Random(job)
@@ -47,7 +46,7 @@ def race(job: int, port: int, root: str, options: Options) -> list[tuple[Outcome
         time.sleep(moments.uniform(0, 0.1) if dist.get_rank() == 0 else 0)
         return error_text(lambda: fsdp_optim.save(place, model, optim, extra={"job": job}, **asked))
 
-    for number in range(ROUNDS):
+    for number in range(rounds):
         outcomes.append((save(number, False), save(number, True)))
     return outcomes
 
@@ -60,20 +59,21 @@ def meet(starts: dist.Store, name: str) -> None:
 
 
 class TwoJobsTest(unittest.TestCase):
-    def test_one_wins(self) -> None:
+    @expand(soon=[(3,)], later=[(12,)])
+    def test_one_wins(self, rounds: int) -> None:
         with ExitStack() as held:
-            options = held.enter_context(serving("moto"))
+            options = shared("moto")
             name, starts = new_bucket(options), dist.TCPStore("127.0.0.1", 0, is_master=True)
             pools = [held.enter_context(RankPool()) for _ in range(2)]
             threads = held.enter_context(ThreadPoolExecutor(2))
             jobs = [
-                threads.submit(pool.run, race, 2, job, starts.port, f"s3://{name}/run", options)
+                threads.submit(pool.run, race, 2, job, starts.port, f"s3://{name}/run", options, rounds)
                 for job, pool in enumerate(pools)
             ]
             one, other = (job.result() for job in jobs)
             for by_rank in (one, other):
                 check_same("both ranks of a job have the same outcome", by_rank[0], by_rank[1])
-            for number in range(ROUNDS):
+            for number in range(rounds):
                 place = f"s3://{name}/run/step-{number}"
                 first, again = zip(one[0][number], other[0][number], strict=True)
                 self.assertEqual(len([error for error, _ in first if not error]), 1, f"one save is the first: {first}")
