@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import unittest
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,14 @@ def model_of(case: str) -> type[nn.Module]:
     return Net if "OLMo" in case else Buffered
 
 
-def write_all(root: str) -> None:
-    """Every case at this world size, each in a folder of its own."""
+def write(root: str, names: Sequence[str]) -> None:
+    """These cases at this world size, each in a folder of its own."""
     from kit.wraps import fsdp1_hybrid_groups
 
     num = dist.get_world_size()
     with cpu():
-        for name, (wrap, save, make, prepare) in {**CASES, **(ONLY_FOUR if num == 4 else {})}.items():
+        for name in names:
+            wrap, save, make, prepare = {**CASES, **ONLY_FOUR}[name]
             folder = Path(root, f"{name}, {num}")
             folder.mkdir(exist_ok=True)
             wrapper = fsdp1_hybrid_groups if wrap == "hybrid" else wrap
@@ -164,10 +165,11 @@ def root() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
 
 
-@functools.lru_cache(maxsize=4)
-def written_by(num: int) -> str:
-    """The folder with the files that so many ranks have written."""
-    run_on_ranks(write_all, num, root().name)
+def written_by(num: int, *names: str) -> str:
+    """The folder with the files that so many ranks have written, of these cases at least."""
+    new = [name for name in names if not Path(root().name, f"{name}, {num}").exists()]
+    if new:
+        run_on_ranks(write, num, root().name, new)
     return root().name
 
 
@@ -227,7 +229,7 @@ class RankFilesTest(unittest.TestCase):
             wrap = TARGETS[(index // 3 + num + part) % len(TARGETS)]
             wrap = "FSDP2" if "dtypes" in name and wrap.startswith("fairscale") else wrap
             cases.append((name, ranks, wrap))
-            written_by(ranks)
+        written_by(ranks, *(name for name, *_ in cases))
         failed = run_on_ranks(load_all, num, root().name, cases)
         errors = sorted({error for of_rank in failed for error in of_rank})
         self.assertFalse(errors, "\n".join(errors))
@@ -246,7 +248,7 @@ def nbytes_read(path: str, wrap: str) -> int:
 class ReadingTest(unittest.TestCase):
     @parameterized.expand([("fairseq",), ("FSDP1",), ("FSDP2, names",)])
     def test_every_element_is_read_once_and_padding_never(self, name: str) -> None:
-        read = run_on_ranks(nbytes_read, 2, f"{written_by(3)}/{name}, 3", "FSDP2")
+        read = run_on_ranks(nbytes_read, 2, f"{written_by(3, name)}/{name}, 3", "FSDP2")
         model = Buffered()
         numels = sum(param.numel() for param in model.parameters())
         buffers = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
@@ -255,7 +257,9 @@ class ReadingTest(unittest.TestCase):
 
     def test_the_values_of_the_trainer_are_extras(self) -> None:
         model = Buffered()
-        restored = fsdp_optim.load(f"{written_by(2)}/metaseq, momentum, 2/checkpoint_last.pt", model)
+        restored = fsdp_optim.load(
+            f"{written_by(2, 'metaseq, momentum')}/metaseq, momentum, 2/checkpoint_last.pt", model
+        )
         check_same("cfg", restored["cfg"], {"optimizer": {"lr": [0.01]}})
         check_same(
             "rng", [one["extra_state"]["rng"] for one in restored.all_ranks], [torch.arange(3), torch.arange(3) + 1]
@@ -263,7 +267,7 @@ class ReadingTest(unittest.TestCase):
         self.assertEqual((restored.summary.world_size, restored.summary.step), (2, 3))
 
     def test_extras_of_other_classes_are_withheld_unless_pickles_are_allowed(self) -> None:
-        path = f"{written_by(2)}/fairseq, 2"
+        path = f"{written_by(2, 'fairseq')}/fairseq, 2"
         with self.assertRaisesRegex(CheckpointError, "Namespace"):
             fsdp_optim.load(path, Buffered())["args"]
         restored = fsdp_optim.load(path, Buffered(), allow_pickle=True)
@@ -272,7 +276,7 @@ class ReadingTest(unittest.TestCase):
     def test_one_of_several_checkpoints_in_a_folder_is_selected_by_its_path(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             for stem in ("checkpoint_last", "checkpoint_best"):
-                for path in Path(written_by(2), "fairseq, 2").iterdir():
+                for path in Path(written_by(2, "fairseq"), "fairseq, 2").iterdir():
                     shutil.copy(path, Path(folder, path.name.replace("checkpoint_last", stem)))
             with self.assertRaisesRegex(
                 CheckpointError, r"several checkpoints, checkpoint_best\.pt, checkpoint_last\.pt"
@@ -283,7 +287,7 @@ class ReadingTest(unittest.TestCase):
 
     def test_ids_that_sizes_do_not_tell_are_refused_and_weights_are_loaded(self) -> None:
         name, num = AMBIGUOUS
-        path, model = f"{written_by(num)}/{name}, {num}", Buffered()
+        path, model = f"{written_by(num, name)}/{name}, {num}", Buffered()
         with self.assertRaisesRegex(StateError, r"1 \+ 3 parameters, the model 4 flat ones"):
             fsdp_optim.load(path, model, two_groups(model))
         fsdp_optim.load(path, model)
@@ -292,7 +296,7 @@ class ReadingTest(unittest.TestCase):
     def test_state_of_unknown_classes_is_refused_and_weights_are_loaded(self) -> None:
         for name, file in {**KINDS, "OLMo": "optim/rank{}.pt"}.items():
             with tempfile.TemporaryDirectory() as folder:
-                shutil.copytree(f"{written_by(2)}/{name}, 2", folder, dirs_exist_ok=True)
+                shutil.copytree(f"{written_by(2, name)}/{name}, 2", folder, dirs_exist_ok=True)
                 for rank in (0, 1):
                     spoil(Path(folder, file.format(rank)))
                 model = model_of(name)()
@@ -423,7 +427,7 @@ class DamageTest(unittest.TestCase):
             later, copy = f"{folder}/later", f"{folder}/copy"
             Path(later).mkdir()
             run_on_ranks(write_later, 2, later)
-            by_rank = run_on_ranks(attack, 2, written_by(2), copy, later)
+            by_rank = run_on_ranks(attack, 2, written_by(2, *KINDS), copy, later)
             self.assertFalse(list(Path(folder).rglob("exploded")))
             for cases in zip(*by_rank, strict=True):
                 what, (name, rank, kind), *_ = cases[0]

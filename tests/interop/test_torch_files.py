@@ -11,19 +11,21 @@ import tempfile
 import unittest
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from kit.cases import expand
 from kit.checkpoints import Whole, buffers_of, load, mine, scramble, two_groups
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
 from kit.pretrained import build, tensors_of
-from kit.scripts import run
+from kit.scripts import TRAINING, run
 from kit.trained import OfModel, Oracle, Trained
 from kit.wrapping import STEPS, WRAPPERS, cpu, in_fairscale, sgd
 from safetensors.torch import save_file
@@ -225,9 +227,9 @@ EXTRAS: Mapping[str, Any] = {
 }
 
 
-def load_all(root: Path) -> None:
-    """Every file in some wrappers: values, buffers, state and groups are those of training without files, bit for bit."""
-    for name, wrapper in LOADS:
+def load_all(root: Path, loads: Sequence[tuple[str, str]]) -> None:
+    """Each file in its wrapper: values, buffers, state and groups are those of training without files, bit for bit."""
+    for name, wrapper in loads:
         with cpu():
             alike, target = whole(wrapper), whole(wrapper, 0)
             scramble(target)
@@ -516,21 +518,27 @@ class TorchFilesTest(unittest.TestCase):
         cls.root = Path(folder.name)
         run_on_ranks(write_all, 2, cls.root)
 
+    def test_every_file_loads(self) -> None:
+        """Each at one size."""
+        for index, size in enumerate(SIZES):
+            run_on_ranks(load_all, size, self.root, LOADS[index :: len(SIZES)])
+
+    @pytest.mark.slow
     def test_every_file_loads_at_every_size(self) -> None:
         for size in SIZES:
-            run_on_ranks(load_all, size, self.root)
+            run_on_ranks(load_all, size, self.root, LOADS)
 
     def test_weights_alone_and_an_optimizer_alone(self) -> None:
         run_on_ranks(load_parts, 2, self.root)
 
-    def test_fairscales_dicts_of_all_versions(self) -> None:
-        for size in (2, 3):
-            run_on_ranks(load_fairscales, size, self.root)
+    @expand(soon=[3], later=[2])
+    def test_fairscales_dicts_of_all_versions(self, size: int) -> None:
+        run_on_ranks(load_fairscales, size, self.root)
 
-    def test_fairscales_dict_of_several_units(self) -> None:
+    @expand(soon=[3], later=[1, 2])
+    def test_fairscales_dict_of_several_units(self, size: int) -> None:
         run_on_ranks(write_units, 2, self.root)
-        for size in SIZES:
-            run_on_ranks(load_units, size, self.root)
+        run_on_ranks(load_units, size, self.root)
 
     def test_converted_without_ranks(self) -> None:
         """Into a checkpoint of this library, which has the same values."""
@@ -681,7 +689,7 @@ class TorchFilesTest(unittest.TestCase):
         """Written by Accelerate, in a process of its own, with and without safetensors."""
         for safe in (True, False):
             folder = self.root / f"accelerate-{safe}"
-            done = run(ACCELERATE.format(folder=str(folder), safe=safe))
+            done = run(ACCELERATE.format(folder=str(folder), safe=safe), preload=TRAINING)
             self.assertEqual(done.returncode, 0, done.stderr)
             wanted = torch.load(folder / "wanted.zip")  # no name of a checkpoint
             model = nn.Linear(3, 2)
@@ -692,8 +700,9 @@ class TorchFilesTest(unittest.TestCase):
             self.assertEqual(optim.param_groups[0]["lr"], wanted["optim"]["param_groups"][0]["lr"])
             self.assertEqual(restored["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
 
+    @pytest.mark.slow
     def test_lightnings_checkpoint(self) -> None:
-        """Written by Lightning's Trainer."""
+        """Written by Lightning's Trainer. In `make test`, tests/integrations/test_lightning.py goes on from one."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import lightning
