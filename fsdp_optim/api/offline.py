@@ -56,10 +56,11 @@ def convert(
         src: the checkpoint: a path, or a URL as for `save`.
         dst: the place of the new checkpoint: a path, or a URL as for `save`.
         format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
-            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "fairscale": the same with
-            the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is wrapped;
-            "fairscale_shards": a file for each of `world_size` ranks, as fairseq and metaseq write it, for fairscale's own
-            `load_local_state_dict` and the rank's optimizer.
+            `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "torch_file": a folder with
+            `checkpoint.pt`, one file `{"model": ..., "optimizer": ...}` that also has the trainer's values; "fairscale": as
+            "torch", with the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is
+            wrapped; "fairscale_shards": a file for each of `world_size` ranks, as fairseq and metaseq write it, for fairscale's
+            own `load_local_state_dict` and the rank's optimizer.
         world_size: the number of ranks, for formats that have a part for each rank.
         key_by: "id" or "name", for formats whose optimizer dict may have either.
         memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint

@@ -88,8 +88,8 @@ def _dcp(wanted: Wanted, format: Format) -> Format:
     return format
 
 
-def _torch(wanted: Wanted, is_fairscales: bool = False) -> Format:
-    made = WrittenTorchFiles(by_id=wanted.key_by != "name", is_fairscales=is_fairscales)
+def _torch(wanted: Wanted, is_fairscales: bool = False, in_one: bool = False) -> Format:
+    made = WrittenTorchFiles(by_id=wanted.key_by != "name", is_fairscales=is_fairscales, in_one=in_one)
     if wanted.world_size is not None:
         raise CheckpointError(
             f'world_size is for formats with a part for each rank: the format "{made.name}" has full dicts'
@@ -104,6 +104,7 @@ WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
     "dcp": partial(_dcp, format=DCP_FOLDER),
     "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
     "torch": _torch,
+    "torch_file": partial(_torch, in_one=True),
     "fairscale": partial(_torch, is_fairscales=True),
     "fairscale_shards": _shards,
 }

@@ -33,7 +33,7 @@ from fsdp_optim.formats.base import (
 from fsdp_optim.formats.description import OPAQUE, SCALAR, TENSOR, ParamDescription
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.formats.frames import joined
-from fsdp_optim.formats.torch_writer import SmallTensors, TorchFilesJudge, manifest_of, sequence_of, unsafe_name_in
+from fsdp_optim.formats.torch_writer import SmallTensors, TorchFilesJudge, check_safe, manifest_of, sequence_of
 from fsdp_optim.formats.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
@@ -101,12 +101,7 @@ class FairscaleShardsWriter(FormatWriter):
 
     def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
         kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
-        unsafe = None if allow_pickle else unsafe_name_in(kept)
-        if unsafe:
-            raise CheckpointError(
-                f"{name}: has a {unsafe}, which torch.load(weights_only=True) does not read: give allow_pickle=True, or save "
-                "plain values"
-            )
+        check_safe(name, kept, allow_pickle=allow_pickle)
         if name == COMMON and not isinstance(kept, dict):
             kept = {"extra": kept}
         taken = [key for key in kept if key in _RESERVED] if name == COMMON else []

@@ -200,7 +200,7 @@ class _Content:
         for name, value in model.items():
             if name in self.model or name in self.modules:
                 raise CheckpointError(f"{archive.where}: {name} is in another file too")
-            if is_extra_state(name):
+            if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)):
                 path = name.rpartition(".")[0]
                 version = versions[path].get("version") if isinstance(versions, dict) and path in versions else None
                 kept = _value(archive, name, value)

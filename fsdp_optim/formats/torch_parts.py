@@ -6,7 +6,7 @@ of such dicts. The keys that trainers use for them decide only where several par
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,12 +79,19 @@ def is_model(value: Any) -> bool:
     """Whether a value is a dict of tensors by name, besides the values that modules add."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
-    items = [item for key, item in value.items() if not is_extra_state(key)]
+    within = {key.rpartition(".")[0] for key, item in value.items() if isinstance(item, StoredTensor)}
+    items = [item for key, item in value.items() if not is_extra_state(key) and not _is_of_module(key, item, within)]
     is_tensor = [isinstance(item, StoredTensor) for item in items]
     return any(is_tensor) and all(
         known or (isinstance(item, Unread) and item.what.startswith("torch."))
         for known, item in zip(is_tensor, items, strict=True)
     )
+
+
+def _is_of_module(name: str, value: Any, within: Collection[str]) -> bool:
+    """Whether a value without tensors is one that a module adds to its own tensors. `within`: the paths that have tensors."""
+    path = name.rpartition(".")[0]
+    return bool(path) and path in within and (value is None or isinstance(value, (bool, int, float, str, list, tuple)))
 
 
 def is_optim(value: Any) -> bool:

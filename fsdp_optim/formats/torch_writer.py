@@ -1,7 +1,8 @@
-"""Writing plain torch files: model.pt and optim.pt, each as torch.save writes it, with the state dicts of an unwrapped model.
+"""Writing plain torch files as torch.save writes them, with the state dicts of an unwrapped model and its optimizer.
 
 The elements of tensors lie in the files as in any other format, so that they are copied there in place; the rest of each archive
-is frames. The trainer's values are in trainer.pt, those of each rank in rank-00000.pt, those of modules in modules.pt.
+is frames. Two files: model.pt and optim.pt, the trainer's values in trainer.pt, and those of each rank in rank-00000.pt. One
+file: checkpoint.pt has everything, {"model": ..., "optimizer": ..., and the trainer's values under their own keys}.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
 NAME = "torch_files.json"
 _MOST_NBYTES = 1 << 20
 _VERSION = 1
-_FILES = {COMMON: "trainer.pt", MODULES: "modules.pt"}
-_OWN = ("model.pt", "optim.pt", NAME, *_FILES.values())
+_FILES = {COMMON: "trainer.pt"}
+_ONE = "checkpoint.pt"
+_OWN = ("model.pt", "optim.pt", "modules.pt", _ONE, NAME, *_FILES.values())
+_PER_RANK = "per_rank_extra"  # the key of the values of each rank in the one file, by rank
+_KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
 
 
 class TorchFilesJudge(Judge[Brief]):
@@ -88,17 +92,18 @@ class WrittenTorchFiles(Format):
     """Plain torch files.
 
     `by_id`: the optimizer's dict calls parameters by id, else by name. `is_fairscales`: the dict is one that fairscale's own
-    `get_shard_from_optim_state_dict` takes, for a model whose root alone is wrapped.
+    `get_shard_from_optim_state_dict` takes, for a model whose root alone is wrapped. `in_one`: one file has everything.
     """
 
     by_id: bool = True
     is_fairscales: bool = False
+    in_one: bool = False
     judge: Judge[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
     needs_names: bool = True
 
     @property
     def name(self) -> str:
-        return "fairscale" if self.is_fairscales else "torch"
+        return "fairscale" if self.is_fairscales else "torch_file" if self.in_one else "torch"
 
     def recognises(self, opened: Opened) -> bool:
         return opened.has(NAME)
@@ -107,7 +112,7 @@ class WrittenTorchFiles(Format):
         return TORCH_FILE.open(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
-        return TorchWriter(self.by_id, self.is_fairscales)
+        return TorchWriter(self.by_id, self.is_fairscales, self.in_one)
 
     def sequence_in(self, opened: Opened) -> int:
         return sequence_of(opened)
@@ -119,7 +124,10 @@ class TorchWriter(FormatWriter):
 
     by_id: bool = True
     is_fairscales: bool = False
+    in_one: bool = False
     _contents: CheckpointContents | None = None
+    _modules: dict[str, Any] = field(default_factory=dict)
+    _values: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         for fqn, param in contents.optim.params.items() if contents.optim is not None else ():
@@ -141,38 +149,56 @@ class TorchWriter(FormatWriter):
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
         """Plan one file for the half, however large."""
+        stubs = {(half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
+        return [_archive(f"{half}.pt", half, tensors, self._half(half, stubs))]
+
+    def all_files(
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan one file for each half, or one for both, however large."""
+        if not self.in_one:
+            return super().all_files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+        both = [one for its in tensors.values() for one in its]
+        both.sort(key=lambda one: -dtype_named(one.dtype).itemsize)  # so that all elements are aligned
+        stubs = {(one.half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(both)}
+        tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values}
+        return [_archive(_ONE, None, both, tree)]
+
+    def _half(self, half: Half, stubs: Mapping[tuple[Half, str], TensorStub]) -> Any:
+        """The state dict of the model or of the optimizer, with stubs in the place of tensors."""
         if self._contents is None:
             raise CheckpointError("files of torch are written by convert, whose ranks all prepare what they write")
-        stubs = {one.key: TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
-        small = SmallTensors(len(stubs))
+        its = {key: stub for (of, key), stub in stubs.items() if of == half}
         if half == "optim" and self._contents.optim is not None:
-            full = _full_dict(self._contents.optim, stubs, by_id=self.by_id)
-            tree: Any = small.without(_fairscales(full) if self.is_fairscales else full)
+            full = _full_dict(self._contents.optim, its, by_id=self.by_id)
+            return _fairscales(full) if self.is_fairscales else full
+        aliases = self._contents.aliases.items()
+        return {**its, **{other: its[fqn] for other, fqn in aliases if fqn in its}, **self._modules}
+
+    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
+        """Values of modules are a part of the model's dict. Where one file has everything, so are the others of that file."""
+        if name != MODULES and not self.in_one:
+            return False
+        kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
+        check_safe(name, kept, allow_pickle=allow_pickle)
+        if name == MODULES:
+            self._modules.update(kept)
+        elif name == COMMON:
+            kept = kept if isinstance(kept, dict) else {"extra": kept}
+            taken = [key for key in kept if key in (*_KEYS.values(), _PER_RANK)]
+            if taken:
+                raise CheckpointError(
+                    f"the trainer's value {taken[0]!r} has the name of a part of the file {_ONE}: write the format "
+                    '"torch", which has a file for each part'
+                )
+            self._values = {**kept, **self._values}
         else:
-            aliases = self._contents.aliases.items()
-            tree = {**stubs, **{other: stubs[fqn] for other, fqn in aliases if fqn in stubs}}
-        archive = ArchiveFrames()
-        pending, frames, starts, at = archive.first(tree), [], list[int](), 0
-        for one in tensors:
-            nbytes = prod(one.shape) * dtype_named(one.dtype).itemsize
-            frames.append((at, pending + archive.tensor(len(starts), nbytes)))
-            starts.append(at)
-            pending, at = b"", at + nbytes
-        for number, content in small.contents.items():
-            pending += archive.tensor(number, len(content)) + content
-        head, between = joined([*frames, (at, pending + archive.end())])
-        name = f"{half}.pt"
-        return [PlannedFile(name, half, head, tuple(tensors), tuple(starts), at, 0, lambda *_: name, between)]
+            self._values.setdefault(_PER_RANK, {})[int(name.rpartition("-")[2])] = kept
+        return True
 
     def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
-        kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
-        unsafe = None if allow_pickle else unsafe_name_in(kept)
-        if unsafe:
-            raise CheckpointError(
-                f"{_FILES.get(name, name)}: has a {unsafe}, which torch.load(weights_only=True) does not read: give "
-                "allow_pickle=True, or save plain values"
-            )
-        return _FILES.get(name, f"{name}.pt"), _saved(kept)
+        check_safe(_FILES.get(name, name), value, allow_pickle=allow_pickle)
+        return _FILES.get(name, f"{name}.pt"), _saved(value)
 
     def info_of(self, data: bytes) -> Any:
         return len(data)
@@ -181,6 +207,21 @@ class TorchWriter(FormatWriter):
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
         yield manifest_of(prepared.content, prepared.document, prepared.document.world_size, files, written, stamp)
+
+
+def _archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
+    """The plan of a file. `tree`: the object in it, with a stub in the place of each tensor, numbered as `tensors`."""
+    small, archive = SmallTensors(len(tensors)), ArchiveFrames()
+    pending, frames, starts, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), list[int](), 0
+    for one in tensors:
+        nbytes = prod(one.shape) * dtype_named(one.dtype).itemsize
+        frames.append((at, pending + archive.tensor(len(starts), nbytes)))
+        starts.append(at)
+        pending, at = b"", at + nbytes
+    for number, content in small.contents.items():
+        pending += archive.tensor(number, len(content)) + content
+    head, between = joined([*frames, (at, pending + archive.end())])
+    return PlannedFile(name, half, head, tuple(tensors), tuple(starts), at, 0, lambda *_: name, between)
 
 
 def manifest_of(
@@ -214,6 +255,16 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
+    """Refuse a value that `torch.load(weights_only=True)` does not read."""
+    unsafe = None if allow_pickle else unsafe_name_in(value)
+    if unsafe:
+        raise CheckpointError(
+            f"{name}: has a {unsafe}, which torch.load(weights_only=True) does not read: give allow_pickle=True, or save plain "
+            "values"
+        )
 
 
 def unsafe_name_in(value: Any) -> str | None:
