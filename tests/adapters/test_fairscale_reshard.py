@@ -6,11 +6,11 @@ import itertools
 import unittest
 
 import pytest
+from kit.cases import expand
 from kit.models import WRAPPINGS
 from kit.training import (
     HOWS,
     STEPS,
-    WORLD_SIZES,
     Full,
     Pairs,
     Plain,
@@ -42,7 +42,7 @@ SETUPS = {
 
 
 # State of every kind meets every pair of world sizes; the other optimizers meet one pair each, and `make test-long` has the rest.
-AT_EVERY_PAIR = {"peculiar with awkward sizes", "peculiar in one flat parameter"}
+AT_EVERY_PAIR = {"peculiar in one flat parameter"}
 
 RESUMES = Pairs(SETUPS, AT_EVERY_PAIR)
 OTHERS = RESUMES.others()
@@ -101,7 +101,7 @@ class WrappingsTest(unittest.TestCase):
 class PlainDictTest(unittest.TestCase):
     """The state_dict() of the unwrapped optimizer itself is a full dict."""
 
-    @parameterized.expand([(world_size,) for world_size in WORLD_SIZES], name_func=case_name)
+    @expand(soon=[1, 3], later=[2, 4])
     def test_resume_from_a_plain_optimizer(self, world_size: int) -> None:
         wrappings = ("first", "every layer", "deep", "deep, both", "odd", "tied", "siblings")
         setups = [Setup(*WRAPPINGS[wrapping], "nadam") for wrapping in wrappings]

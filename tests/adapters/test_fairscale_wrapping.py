@@ -165,7 +165,7 @@ OTHER_SIZES = {name: size % 3 + 1 for name, size in SIZES.items()}
 OTHER_SIZES |= {"nested": 4, "both": 4}
 
 
-SOON, LATER = some(REAL, every=2)
+SOON, LATER = some(REAL, every=4)
 
 
 def names_of(names: Sequence[str], saved: int, now: int | None = None) -> list[str]:

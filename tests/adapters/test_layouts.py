@@ -156,7 +156,7 @@ CASES += [("HSDP", model, (2, 3)) for model in SHAPES]
 CASES = [case for case in CASES if case[1] != "no dimensions" or case[0] not in REFUSES_SCALARS]
 
 
-SOON, LATER = those(CASES, lambda case, model, shape: math.prod(shape) < 8 or (case, model) == ("FSDP2", "nested"))
+SOON, LATER = those(CASES, lambda case, model, shape: math.prod(shape) < 5 or (case, model) == ("FSDP2", "nested"))
 """Larger worlds, in `make test-long`, take longer, and are cut by the same rules."""
 
 

@@ -26,7 +26,7 @@ def trip(kind: str) -> None:
     check_full("transferred back", back.gather(None), Oracle().full())
 
 
-TRIPS = Table(trip, *some([(size, kind) for size in (4, 2, 1) for kind in SHARDS], every=2))
+TRIPS = Table(trip, *some([(size, kind) for size in (4, 2, 1) for kind in SHARDS], every=4))
 
 
 def save_to(path: Path) -> None:

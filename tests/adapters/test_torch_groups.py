@@ -170,7 +170,7 @@ REPLICATED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class GroupsTest(unittest.TestCase):
-    @expand(*some(KINDS, every=2))
+    @expand(*some(KINDS, every=3))
     def test_model_on_the_last_two_of_four_ranks(self, kind: str) -> None:
         run_on_ranks(on_last_two_ranks, 4, kind, timeout=60.0)
 
@@ -267,22 +267,22 @@ def _broken() -> Any:
 
 
 class SideEffectsTest(unittest.TestCase):
-    @expand(*some(WRAPPERS, every=2))
+    @expand(*some(WRAPPERS, every=4))
     def test_an_optimizer_that_has_not_stepped_stays_so(self, wrapper: str) -> None:
         run_on_ranks(before_the_first_step, 2, wrapper)
 
-    @expand(*some(WRAPPERS, every=2))
+    @expand(*some(WRAPPERS, every=4))
     def test_a_refused_call_changes_nothing(self, wrapper: str) -> None:
         by_rank = run_on_ranks(after_a_refused_call, 2, wrapper)
         check_refused("shard", [errors[0] for errors in by_rank], "StateError", "stem.bias", "exp_avg", "7")
         check_refused("scatter", [errors[1] for errors in by_rank], "StateError", "stem.bias", "exp_avg", "7")
         check_refused("gather to nobody", [errors[2] for errors in by_rank], "RankError", "17")
 
-    @expand(*some(WRAPPERS, every=2, first=1))
+    @expand(*some(WRAPPERS, every=4, first=1))
     def test_ranks_that_make_different_calls_hear_of_it(self, wrapper: str) -> None:
         check_refused("different recipients", run_on_ranks(different_calls, 2, wrapper), "RankError", "recipient_rank")
 
-    @expand(*some(WRAPPERS, every=2))
+    @expand(*some(WRAPPERS, every=4))
     def test_one_rank_that_fails_fails_all_with_its_reason(self, wrapper: str) -> None:
         errors = run_on_ranks(one_rank_fails, 3, wrapper)
         check_refused("a broken optimizer", errors, "RankError", "rank 1", "broken on purpose")

@@ -99,7 +99,7 @@ def described(value: Any) -> Any:
 
 
 class StepTest(unittest.TestCase):
-    @expand(*some([("FSDP2", 3), ("HSDP", 4), ("FSDP2 x TP", 4)], every=2))
+    @expand(*some([("FSDP2", 3), ("HSDP", 4), ("FSDP2 x TP", 4)], every=3, first=2))
     def test_a_quick_step_of_dtensors_is_what_torch_does(self, wrapper: str, world_size: int) -> None:
         run_on_ranks(step_both_ways, world_size, wrapper)
 
@@ -304,7 +304,7 @@ def lbfgs(wrapper: str) -> list[tuple[str, str]]:
 
 
 class RefusedTest(unittest.TestCase):
-    @expand(*some(WRAPPERS, every=2))
+    @expand(*some(WRAPPERS, every=4))
     def test_lbfgs_is_refused_by_name(self, wrapper: str) -> None:
         by_rank = run_on_ranks(lbfgs, 2, wrapper)
         for place, verb in enumerate(("gather", "shard", "scatter")):

@@ -304,12 +304,14 @@ LATER = {
         "x TP 1 x 4",
     ),
     *("Shard(1)", "Shard(1), Shard(0)", "Replicate, Shard(0)", "Shard of the last dimension on 4"),
-    *("SHARD_GRAD_OP, orig", "HYBRID_SHARD (2, 2), flat"),
+    *("SHARD_GRAD_OP, orig", "HYBRID_SHARD (2, 2), flat", "_HYBRID_SHARD_ZERO2 (1, 4), flat"),
+    *("unit on two halves, orig", "Shard(0), Replicate"),
     *("_HYBRID_SHARD_ZERO2 (4, 1), orig", "mixed precision, orig", "CPU offload", "ignored modules", "one unit, orig"),
     *("reshard_after_forward=True", "HSDP 2 x 2", "HSDP 3 x 1", "x TP, even"),
     *("tensor parallel on 3", "Shard(0), Shard(1)", "HSDP, Shard of the last dimension", "Replicate"),
     # These are in other tests of `make test`: of WRAPPERS, or after the model was used.
     *("FULL_SHARD, flat", "NO_SHARD, flat", "1-D mesh", "x TP 2 x 2", "reshard_after_forward=False", "mixed precision"),
+    "FULL_SHARD, orig",
 }
 """In `make test-long` only: cuts that test_layouts.py has at many more sizes, or that are the mirror of one that stays."""
 TABLES: dict[str, Mapping[str, tuple[Any, ...]]] = {"FSDP1": FSDP1, "FSDP2": FSDP2, "DTENSORS": DTENSORS}
@@ -452,8 +454,8 @@ def module_named(case: str) -> None:
         check_trip(WRAPPERS[case], model=HasModule, process_group=dist.group.WORLD)
 
 
-NESTED = Table(nesting, *some([(2, case) for case in NESTINGS], every=2))
-NAMED = Table(module_named, *some([(2, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"], every=2))
+NESTED = Table(nesting, *some([(2, case) for case in NESTINGS], every=3, first=1))
+NAMED = Table(module_named, *some([(2, wrapper) for wrapper in WRAPPERS if wrapper != "FSDP2 x TP"], every=3))
 
 
 class NamesTest(unittest.TestCase):

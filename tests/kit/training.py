@@ -177,20 +177,23 @@ PAIRS = tuple(itertools.product(WORLD_SIZES, WORLD_SIZES))
 class Pairs:
     """Named set-ups that are saved at one world size and resumed at another, each pair in one of the `HOWS`.
 
-    Those in `at_every_pair` meet all pairs; the others meet one pair each, another one than its neighbours, so that
-    sixteen set-ups meet all of them. `others()` has the rest of the product, for tests that are marked slow. All set-ups
-    of a world size share one call, because a call costs more than what it does.
+    Those in `at_every_pair` meet all pairs; the others, or every so manieth of them, meet one pair each, another one than its
+    neighbours, so that sixteen set-ups meet all of them. `others()` has the rest of the product, for tests that are marked
+    slow. All set-ups of a world size share one call, because a call costs more than what it does.
     """
 
-    def __init__(self, setups: Mapping[str, Setup], at_every_pair: Iterable[str] = (), inverse: bool = False) -> None:
+    def __init__(
+        self, setups: Mapping[str, Setup], at_every_pair: Iterable[str] = (), every: int = 1, inverse: bool = False
+    ) -> None:
         self._setups = dict(setups)
         self._at_every_pair = frozenset(at_every_pair)
+        self._every = every
         self._inverse = inverse
         self._saved: dict[int, dict[str, tuple[Full | None, str]]] = {}
         self._resumed: dict[tuple[int, int], dict[str, str]] = {}
 
     def others(self) -> Pairs:
-        return Pairs(self._setups, self._at_every_pair, not self._inverse)
+        return Pairs(self._setups, self._at_every_pair, self._every, not self._inverse)
 
     def cases(self, names: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         return [(name, *pair) for name in names or self._setups for pair in PAIRS if self._meets(name, *pair)]
@@ -205,7 +208,7 @@ class Pairs:
     def _meets(self, name: str, saved: int, now: int) -> bool:
         place = list(self._setups).index(name)
         is_near = (place + saved + now) % 4 == 0 and (place // 4 + saved) % 4 == 0
-        return (name in self._at_every_pair or is_near) != self._inverse
+        return (name in self._at_every_pair or (is_near and place % self._every == 0)) != self._inverse
 
     def _how(self, name: str, saved: int, now: int) -> str:
         return HOWS[(list(self._setups).index(name) + saved + 2 * now) % 4]

@@ -53,7 +53,7 @@ class Blocks(nn.Module):
 
 
 class SomeBlocks(Blocks):
-    num_units, per_unit = 8, 32
+    num_units, per_unit = 4, 16
 
 
 class HundredsOfBlocks(Blocks):

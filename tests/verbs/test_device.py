@@ -103,11 +103,11 @@ def run_verb(verb: str, cut: str = "rows", make: str = "Adam", size: int = 2) ->
 
 
 class VerbsOnTheDeviceTest(unittest.TestCase):
-    @expand(*some([(verb, cut) for verb in VERBS for cut in CUTS], every=2))
+    @expand(*some([(verb, cut) for verb in VERBS for cut in CUTS], every=3))
     def test_every_cut(self, verb: str, cut: str) -> None:
         run_verb(verb, cut, size=3)
 
-    @expand(*some([(verb, make) for verb in VERBS for make in MAKES if make != "Adam"], every=2))
+    @expand(*some([(verb, make) for verb in VERBS for make in MAKES if make != "Adam"], every=3))
     def test_every_optimizer(self, verb: str, make: str) -> None:
         run_verb(verb, make=make)
 

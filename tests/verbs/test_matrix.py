@@ -38,7 +38,7 @@ from fsdp_optim.testing import run_on_ranks
 
 OPTIMIZERS = {"Adam": adam, "SGD with momentum": sgd}
 DOCS = Path(__file__).parents[2] / "docs" / "wrappers.md"
-QUICK = [("fairscale flat", 3), ("FSDP1 flat", 4), ("FSDP1 orig", 3), ("FSDP2", 2), ("FSDP2 x TP", 2), ("plain", 1)]
+QUICK = [("fairscale flat", 3), ("FSDP1 flat", 4), ("FSDP2", 2), ("plain", 1)]
 
 Source = tuple[str, int]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.tables import Table
 from kit.wrapping import Trained, check_same, cpu, in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 from parameterized import parameterized
@@ -103,14 +104,14 @@ def _cases(backend: str, sizes: tuple[int, ...], optimizers: Any) -> list[tuple[
     ]
 
 
-SMALL = Table(every_verb, _cases("gloo", (2,), ("Adam",)))
+SMALL = Table(every_verb, *some(_cases("gloo", (2,), ("Adam",)), every=3))
 NCCL = Table(every_verb, _cases("nccl", (2, 4), OPTIMIZERS), backend="nccl")
 
 
 class GlooTest(unittest.TestCase):
     """The tables work: what runs over NCCL elsewhere runs here."""
 
-    @parameterized.expand(SMALL.cases)
+    @expand(*SMALL.soon_and_later)
     def test_every_verb(self, world_size: int, wrapping: str, optimizer: str, backend: str) -> None:
         SMALL(world_size, wrapping, optimizer, backend)
 

@@ -61,15 +61,20 @@ def step(model: nn.Module, made: optim.Optimizer, number: int) -> None:
     made.step()
 
 
+def full_of(model: nn.Module, made: optim.Optimizer, recorded: bool = True) -> dict[str, Any]:
+    """`recorded`: with the record of its class, as this library's dicts have it."""
+    return fsdp_optim.gather_full_optim_state_dict(model, made) if recorded else made.state_dict()
+
+
 class PairsTest(unittest.TestCase):
     """Every class of torch.optim for every other, on a plain module."""
 
     @expand(*some(list(itertools.product((0, 2), (True, False))), every=2))
     def test_another_class_is_refused(self, steps: int, recorded: bool) -> None:
+        fulls = {saved: full_of(*trained(saved), recorded) for saved in MAKERS}
         for saved, live in itertools.permutations(MAKERS, 2):
             with self.subTest(saved=saved, live=live):
-                model, made = trained(saved)
-                full = fsdp_optim.gather_full_optim_state_dict(model, made) if recorded else made.state_dict()
+                full = fulls[saved]
                 target, other = trained(live, steps)
                 before = copy.deepcopy(other.state_dict())
                 kind, text = error_text(lambda: fsdp_optim.get_shard_from_optim_state_dict(target, other, full))  # noqa: B023
@@ -80,10 +85,11 @@ class PairsTest(unittest.TestCase):
 
     @parameterized.expand([(0,), (2,)])
     def test_what_both_have_is_taken_and_training_goes_on(self, steps: int) -> None:
+        sources = {saved: trained(saved, lr=0.0625) for saved in MAKERS}
+        fulls = {saved: full_of(*source) for saved, source in sources.items()}
         for saved, live in itertools.permutations(MAKERS, 2):
             with self.subTest(saved=saved, live=live):
-                model, made = trained(saved, lr=0.0625)
-                full = fsdp_optim.gather_full_optim_state_dict(model, made)
+                (_, made), full = sources[saved], fulls[saved]
                 target, other = trained(live, steps)
                 groups = copy.deepcopy(other.param_groups[0])
                 shard = fsdp_optim.get_shard_from_optim_state_dict(target, other, full, strict=False)

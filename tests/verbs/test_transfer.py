@@ -157,7 +157,7 @@ class OtherTargetsTest(Transfers):
 
 
 class TransferTest(Transfers):
-    @expand(*some(zip(WRAPPERS, itertools.cycle((4, 4, 2, 2))), every=2))
+    @expand(*some(zip(WRAPPERS, itertools.cycle((4, 4, 2, 2))), every=4))
     def test_to_other_wrappers(self, source: str, world_size: int) -> None:
         self.check(source, world_size, targets_of(source))
 
