@@ -20,7 +20,7 @@ def plain_beside_sharded() -> tuple[str, str]:
     trained = Trained("FSDP2", model=lambda: nn.Linear(4, 2))
     full = trained.gather(None, "name")
     sharded = get_optimizer_state_dict(trained.model, trained.optim)
-    return error_text(lambda: trained.shard(full if dist.get_rank() else sharded, timeout=3))
+    return error_text(lambda: trained.shard(full if dist.get_rank() else sharded, timeout=1.5))
 
 
 def all_stages() -> tuple[str, str]:

@@ -624,7 +624,7 @@ class TestOtherCalls(unittest.TestCase):
 
 
 class TestTimeouts(unittest.TestCase):
-    @parameterized.expand([("gather", 0), ("iter", 2), ("scatter", 1)])
+    @expand(soon=[("iter", 2)], later=[("gather", 0), ("scatter", 1)])
     def test_a_rank_that_does_not_come_is_named_and_told_when_it_comes_late(self, verb: str, late: int) -> None:
         found = run_on_ranks(come_late, WORLD, verb, late, patience=2.0)
         others = [error for rank, error in enumerate(found) if rank != late]

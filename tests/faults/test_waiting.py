@@ -40,7 +40,7 @@ def comes_late(late: int, gives_up: bool) -> tuple[list[str], tuple[str, str]]:
         try:
             dist.barrier()
             if dist.get_rank() == late:
-                time.sleep(6.0 if gives_up else 2.5)
+                time.sleep(4.5 if gives_up else 2.5)
             error = error_text(lambda: check_same("after waiting", trained.gather(None, timeout=patience), wanted))
         finally:
             logging.getLogger("fsdp_optim").removeHandler(handler)
