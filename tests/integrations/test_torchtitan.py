@@ -5,8 +5,8 @@ The Trainer runs on CPU with the stand-ins of `kit.torchtitan_cpu`.
 
 from __future__ import annotations
 
+import functools
 import importlib
-import json
 import sys
 import tempfile
 import unittest
@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from kit.checkpoint_damage import flip
-from kit.compare import check_refused, check_same, error_text
+from kit.compare import Differs, check_refused, check_same, error_text
 from kit.torchtitan_cpu import (
     everything,
     import_torchtitan,
@@ -33,6 +33,7 @@ from parameterized import parameterized
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.torchtitan",)
 NEEDS = sys.version_info >= (3, 11)
 WHY = "torchtitan needs Python 3.11"
 
@@ -124,6 +125,21 @@ def damaged(folder: Path) -> dict[str, tuple[str, str]]:
     return {"load": refused}
 
 
+def import_without_a_name() -> str:
+    """The error of the plug-in's import where torchtitan does not have a name."""
+    import_torchtitan()
+    base = importlib.import_module("torchtitan.components.checkpointer.base")
+    plug_in = "fsdp_optim.integrations.torchtitan"
+    with mock.patch.dict(vars(base)), mock.patch.dict(sys.modules):
+        sys.modules.pop(plug_in, None)
+        del base.ModelWrapper
+        try:
+            importlib.import_module(plug_in)
+        except ImportError as error:
+            return str(error)
+    raise Differs("the plug-in was imported")
+
+
 @unittest.skipUnless(NEEDS, WHY)
 class TestFailures(unittest.TestCase):
     def test_a_rank_that_fails_fails_the_save_on_all_ranks(self) -> None:
@@ -139,15 +155,7 @@ class TestFailures(unittest.TestCase):
             check_refused("the load", errors, "CheckpointError", "step-00000004", "optim.safetensors", "previous")
 
     def test_a_version_without_a_name_is_refused_in_one_line(self) -> None:
-        import_torchtitan()
-        base = importlib.import_module("torchtitan.components.checkpointer.base")
-        plug_in = "fsdp_optim.integrations.torchtitan"
-        with mock.patch.dict(vars(base)), mock.patch.dict(sys.modules):
-            sys.modules.pop(plug_in, None)
-            del base.ModelWrapper
-            with self.assertRaises(ImportError) as caught:
-                importlib.import_module(plug_in)
-        text = str(caught.exception)
+        [text] = run_on_ranks(import_without_a_name, 1)
         self.assertIn("torchtitan 0.3.0 does not have torchtitan.components.checkpointer.base.ModelWrapper", text)
         self.assertNotIn("\n", text)
 
@@ -267,6 +275,22 @@ def hugging_face(folder: Path, fuse_qkv: bool) -> dict[str, Any]:
     return {"logits": logits, "place": place}
 
 
+def opened_by_transformers(place: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """What transformers says of the weights, and what its model makes of some tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+    return {key: list(found) for key, found in info.items() if found}, model(torch.arange(8)[None]).logits.detach()
+
+
+def refused_options() -> list[tuple[str, str]]:
+    import_torchtitan()
+    manager = importlib.import_module("fsdp_optim.integrations.torchtitan").FsdpOptimCheckpointManager
+    quantized = {"initial_load_in_hf": True, "initial_load_path": "/somewhere", "initial_load_in_hf_quantized": True}
+    options: list[dict[str, Any]] = [quantized, {"exclude_from_loading": ["optimizer"]}, {"async_mode": "fast"}]
+    return [error_text(functools.partial(manager.Config, enable=True, **one)) for one in options]
+
+
 @unittest.skipUnless(NEEDS, WHY)
 class TestOptions(unittest.TestCase):
     def run_2(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -300,25 +324,18 @@ class TestOptions(unittest.TestCase):
     @parameterized.expand([(False,), (True,)])
     def test_transformers_opens_the_weights(self, fuse_qkv: bool) -> None:
         """Llama's queries and keys are in another order there, so that names alone are not enough."""
-        from transformers import AutoModelForCausalLM
-
         with tempfile.TemporaryDirectory() as folder:
             told = run_on_ranks(hugging_face, 2, Path(folder), fuse_qkv)[0]
             for step in (2, 3):
                 place = str(Path(told["place"]).with_name(f"step-{step}"))
-                model, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
-                self.assertFalse({key: found for key, found in info.items() if found}, json.dumps(str(info)))
-            torch.testing.assert_close(model(torch.arange(8)[None]).logits, told["logits"], rtol=1e-4, atol=1e-4)
+                [(info, logits)] = run_on_ranks(opened_by_transformers, 1, place)
+                self.assertEqual(info, {})
+            torch.testing.assert_close(logits, told["logits"], rtol=1e-4, atol=1e-4)
 
     def test_what_is_refused(self) -> None:
-        import_torchtitan()
-        manager = importlib.import_module("fsdp_optim.integrations.torchtitan").FsdpOptimCheckpointManager
-        for options, word in (
-            ({"initial_load_in_hf_quantized": True}, "initial_load_in_hf_quantized"),
-            ({"exclude_from_loading": ["optimizer"]}, "'optimizer'"),
-            ({"async_mode": "fast"}, "fast"),
-        ):
-            if "initial_load_in_hf_quantized" in options:
-                options |= {"initial_load_in_hf": True, "initial_load_path": "/somewhere"}
-            with self.subTest(word), self.assertRaisesRegex(ValueError, word):
-                manager.Config(enable=True, **options)
+        words = ("initial_load_in_hf_quantized", "'optimizer'", "fast")
+        [found] = run_on_ranks(refused_options, 1)
+        for word, (kind, text) in zip(words, found, strict=True):
+            with self.subTest(word):
+                self.assertEqual(kind, "ValueError")
+                self.assertIn(word, text)

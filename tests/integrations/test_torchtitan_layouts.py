@@ -19,6 +19,8 @@ from parameterized import parameterized
 
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.torchtitan",)
+
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_degree": 2},
     "virtual stages": {

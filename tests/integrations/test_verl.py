@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from kit.checkpoint_damage import flip
 from kit.checkpoints import before_writes
-from kit.compare import check_refused, check_same, error_text
+from kit.compare import Differs, check_refused, check_same, error_text
 from kit.verl_cpu import engine_of, import_verl, small_llama_folder, verl_on_cpu
 from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
+LOADED = ("kit.loaded.verl",)
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -79,7 +80,7 @@ class VerlTest(unittest.TestCase):
         made = tempfile.TemporaryDirectory()
         cls.addClassCleanup(made.cleanup)
         cls.folder = Path(made.name)
-        small_llama_folder(cls.folder / "model")
+        run_on_ranks(small_llama_folder, 1, cls.folder / "model")
 
 
 # ------------------------------------------------------------------------------------------ resume
@@ -188,14 +189,19 @@ def in_background(folder: Path) -> None:
         assert (root / "sft/global_step_3/huggingface/fsdp_optim.json").exists()
 
 
+def opened_by_transformers(place: str) -> dict[str, Any]:
+    """What transformers says of the weights: what is missing, what is not known."""
+    from transformers import AutoModelForCausalLM
+
+    _, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
+    return {key: list(found) for key, found in info.items() if found}
+
+
 class TestBackground(VerlTest):
     def test_the_tracker_is_written_after_the_marker(self) -> None:
         run_on_ranks(in_background, 2, self.folder)
-        from transformers import AutoModelForCausalLM
-
         place = f"{self.folder}/background/global_step_2/actor/huggingface"
-        _, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
-        self.assertFalse({key: found for key, found in info.items() if found})
+        self.assertEqual(run_on_ranks(opened_by_transformers, 1, place), [{}])
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -227,6 +233,36 @@ def failures(folder: Path) -> list[tuple[str, str]]:
     return errors
 
 
+PLUG_IN = "fsdp_optim.integrations.verl"
+
+
+def import_without_a_name() -> str:
+    """The error of the plug-in's import where verl does not have a name."""
+    import_verl()
+    module = importlib.import_module("verl.utils.checkpoint.checkpoint_manager")
+    with mock.patch.dict(vars(module)), mock.patch.dict(sys.modules):
+        sys.modules.pop(PLUG_IN, None)
+        del module.get_checkpoint_tracker_filename
+        try:
+            importlib.import_module(PLUG_IN)
+        except ImportError as error:
+            return str(error)
+    raise Differs("the plug-in was imported")
+
+
+def disable_and_enable() -> list[list[str]]:
+    """The class that verl's modules find, without the plug-in and with it again."""
+    import_verl()
+    plug_in = importlib.import_module(PLUG_IN)
+    names = ("verl.utils.checkpoint.fsdp_checkpoint_manager", "verl.workers.engine.fsdp.transformer_impl")
+    modules = [importlib.import_module(name) for name in names]
+    found = []
+    for change in (plug_in.disable, plug_in.enable):
+        change()
+        found.append([module.FSDPCheckpointManager.__name__ for module in modules])
+    return found
+
+
 class TestFailures(VerlTest):
     def test_a_failing_rank_and_a_damaged_checkpoint(self) -> None:
         found = run_on_ranks(failures, 2, self.folder)
@@ -238,33 +274,13 @@ class TestFailures(VerlTest):
         check_refused("damage", [one[2] for one in found], "CheckpointError", "optim.safetensors")
 
     def test_a_version_without_a_name_is_refused_in_one_line(self) -> None:
-        import_verl()
-        module = importlib.import_module("verl.utils.checkpoint.checkpoint_manager")
-        plug_in = "fsdp_optim.integrations.verl"
-        with mock.patch.dict(vars(module)), mock.patch.dict(sys.modules):
-            sys.modules.pop(plug_in, None)
-            del module.get_checkpoint_tracker_filename
-            with self.assertRaises(ImportError) as caught:
-                importlib.import_module(plug_in)
-        self.assertIn("verl 0.9.1 does not have verl.utils.checkpoint.checkpoint_manager.get_", str(caught.exception))
-        self.assertNotIn("\n", str(caught.exception))
+        [text] = run_on_ranks(import_without_a_name, 1)
+        self.assertIn("verl 0.9.1 does not have verl.utils.checkpoint.checkpoint_manager.get_", text)
+        self.assertNotIn("\n", text)
 
     def test_disable_puts_verls_own_back(self) -> None:
-        import_verl()
-        plug_in = importlib.import_module("fsdp_optim.integrations.verl")
-        modules = [
-            importlib.import_module(name)
-            for name in (
-                "verl.utils.checkpoint.fsdp_checkpoint_manager",
-                "verl.workers.engine.fsdp.transformer_impl",
-            )
-        ]
-        for change, wanted in (
-            (plug_in.disable, "FSDPCheckpointManager"),
-            (plug_in.enable, "FsdpOptimCheckpointManager"),
-        ):
-            change()
-            self.assertEqual([module.FSDPCheckpointManager.__name__ for module in modules], [wanted, wanted])
+        wanted = [["FSDPCheckpointManager"] * 2, ["FsdpOptimCheckpointManager"] * 2]
+        self.assertEqual(run_on_ranks(disable_and_enable, 1), [wanted])
 
 
 # ------------------------------------------------------------------------------------------ contents
