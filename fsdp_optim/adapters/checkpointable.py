@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_optim.adapters.base import Adapter
+from fsdp_optim.adapters.mesh_cuts import grid_of
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import LayoutError, WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, Placement, Ranks, Shape, row_major_strides
@@ -43,7 +44,8 @@ class CheckpointableAdapter(Adapter):
         """The ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
         for param, _ in tree.params():
             if describes_itself(param):
-                yield _ranks_of(param)
+                is_inside = _inside(param) is not param
+                yield tree.once(grid_of, param.device_mesh).in_order() if is_inside else _ranks_of(param)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         for param, sites in tree.params():
@@ -88,8 +90,6 @@ def _inside(value: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks_of(value: Any) -> Ranks:
-    if _inside(value) is not value:
-        return tuple(value.device_mesh.mesh.flatten().tolist())
     group = getattr(value, "_process_group", None)
     if isinstance(group, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(group))

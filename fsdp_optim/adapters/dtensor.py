@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
-from fsdp_optim.adapters.mesh_cuts import placement_of, ranks_of_mesh
+from fsdp_optim.adapters.mesh_cuts import Grid, grid_of, placement_of
 from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of, row_major_strides
@@ -39,8 +39,8 @@ class DTensorAdapter(Adapter):
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """The ranks of the mesh of every DTensor parameter."""
-        meshes = {param.device_mesh for param, _ in _params(tree)}
-        return (ranks_of_mesh(mesh.mesh) for mesh in meshes)
+        meshes = {id(param.device_mesh): param.device_mesh for param, _ in _params(tree)}
+        return (tree.once(grid_of, mesh).in_order() for mesh in meshes.values())
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:
         return _sharded_params(modules)
@@ -49,7 +49,6 @@ class DTensorAdapter(Adapter):
         alike: dict[
             tuple[DeviceMesh, tuple[Placement, ...], Shape, frozenset[int] | None], tuple[OnMesh, set[Shape]]
         ] = {}
-        grids: dict[DeviceMesh, torch.Tensor] = {}
         fsdp_dims = _fsdp_dims(tree.modules)
         for param, sites in _params(tree):
             if id(param) in claimed:
@@ -63,29 +62,26 @@ class DTensorAdapter(Adapter):
             last = fsdp_dims.get(id(param))
             known = alike.get((mesh, spec, shape, last))
             if known is None:
-                grid = grids.get(mesh)
-                if grid is None:
-                    grid = grids[mesh] = mesh.mesh
-                placement = placement_of(tree.fqn(*sites[0]), shape, mesh, spec, last, grid)
+                placement = placement_of(tree.fqn(*sites[0]), shape, tree.once(grid_of, mesh), spec, last)
                 known = alike[mesh, spec, shape, last] = placement, set()
             placement, checked = known
             if held not in checked:
                 _check_local_shape(tree.fqn(*sites[0]), param, placement)
                 checked.add(held)
-            yield _handle(param, placement, sites, last)
+            yield _handle(param, placement, sites, tree.once(grid_of, mesh), last)
 
     def buffer(self, tree: ModuleTree, fqn: str, value: torch.Tensor) -> Handle | None:
         """The Handle of a DTensor buffer, as in a tensor parallel module."""
         if not is_dtensor(value):
             return None
-        placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
-        return _handle(value, placement, [(tree.root, fqn)])
+        grid = tree.once(grid_of, value.device_mesh)
+        return _handle(value, placement_of(fqn, tuple(value.shape), grid, value.placements), [(tree.root, fqn)], grid)
 
     def is_sharded_value(self, value: torch.Tensor) -> bool:
         return is_dtensor(value)
 
     def read_sharded_value(self, fqn: str, value: Any) -> tuple[Where, torch.Tensor]:
-        placement = placement_of(fqn, tuple(value.shape), value.device_mesh, value.placements)
+        placement = placement_of(fqn, tuple(value.shape), grid_of(value.device_mesh), value.placements)
         return placement, flatten(value.to_local())
 
     def reshard(self, tree: ModuleTree) -> None:
@@ -97,7 +93,11 @@ class DTensorAdapter(Adapter):
 
 
 def _handle(
-    param: DTensor, placement: OnMesh, sites: list[tuple[nn.Module, str]], fsdp_dims: frozenset[int] | None = None
+    param: DTensor,
+    placement: OnMesh,
+    sites: list[tuple[nn.Module, str]],
+    grid: Grid,
+    fsdp_dims: frozenset[int] | None = None,
 ) -> DTensorHandle:
     return DTensorHandle(
         param=param,
@@ -105,6 +105,7 @@ def _handle(
         local_shape=tuple(_local_of(param).shape),
         aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
         mesh=param.device_mesh,
+        grid=grid,
         spec=param.placements,
         shape=tuple(param.shape),
         fsdp_dims=fsdp_dims,
@@ -174,6 +175,7 @@ class DTensorHandle(Handle):
     """The Handle of a DTensor parameter; state values are DTensors on the same mesh with the same placements."""
 
     mesh: DeviceMesh
+    grid: Grid
     spec: tuple[Placement, ...]
     shape: Shape
     fsdp_dims: frozenset[int] | None = None
@@ -247,7 +249,8 @@ class DTensorHandle(Handle):
 
     def _placed(self, shape: Shape, spec: tuple[Placement, ...], mesh: DeviceMesh | None = None) -> OnMesh:
         """The placement of a state value, which is cut as the parameter is if it has the same placements."""
-        return placement_of("a state value", shape, mesh or self.mesh, spec, self.fsdp_dims)
+        grid = self.grid if mesh is None or mesh is self.mesh or mesh == self.mesh else grid_of(mesh)
+        return placement_of("a state value", shape, grid, spec, self.fsdp_dims)
 
     def _spec_like(self, shape: Shape) -> tuple[Placement, ...]:
         """The DTensor placements for a value of another shape: dimensions of the parameter's sizes are cut like there."""

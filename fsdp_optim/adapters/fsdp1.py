@@ -18,10 +18,11 @@ from torch import nn
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.tree import ModuleTree, summoned
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import FlatChunks, Placement, Ranks, Whole, flat_chunks, ranks_in_order
+from fsdp_optim.layout import FlatChunks, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._flat_param import FlatParamHandle, ParamInfo
 
@@ -42,16 +43,18 @@ class FSDP1Adapter(Adapter):
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """The ranks of every replica of every unit."""
-        return (ranks for unit in _units(tree) for ranks in _replicas(unit, _handle_of(unit)))
+        alike = {id(replicas): replicas for unit in _units(tree) for replicas in [_replicas(tree, unit)]}
+        return (ranks for replicas in alike.values() for ranks in replicas)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
+        cuts = _Cuts()
         for unit in _units(tree):
             handle = _handle_of(unit)
-            replicas = _replicas(unit, handle)
+            replicas = _replicas(tree, unit)
             # torch turns HYBRID_SHARD over a single rank into NO_SHARD, and then does not keep the replicas equal.
             kept_equal = handle.uses_sharded_strategy or _across(unit) is None
             if handle._use_orig_params:
-                yield from _original_handles(tree, handle, replicas, kept_equal)
+                yield from _original_handles(tree, handle, replicas, kept_equal, cuts)
             else:
                 yield _flat_handle(tree, handle, replicas, kept_equal)
 
@@ -90,17 +93,22 @@ def _across(unit: FullyShardedDataParallel) -> dist.ProcessGroup | None:
     return found
 
 
-def _replicas(unit: FullyShardedDataParallel, handle: FlatParamHandle) -> tuple[Ranks, ...]:
-    """The ranks of every replica of a unit, each in the order of its shards."""
-    mine = dist.get_process_group_ranks(handle.process_group)
-    across = _across(unit)
-    if not handle.uses_sharded_strategy:
+def _replicas(tree: ModuleTree, unit: FullyShardedDataParallel) -> tuple[Ranks, ...]:
+    """The ranks of every replica of a unit, each in the order of its shards. Units share their groups."""
+    handle = _handle_of(unit)
+    return tree.once(_replicas_of, handle.process_group, _across(unit), unit._device_mesh, handle.uses_sharded_strategy)
+
+
+def _replicas_of(
+    group: dist.ProcessGroup, across: dist.ProcessGroup | None, mesh: DeviceMesh | None, is_sharded: bool
+) -> tuple[Ranks, ...]:
+    mine = dist.get_process_group_ranks(group)
+    if not is_sharded:
         if across is not None:  # HYBRID_SHARD over one rank becomes NO_SHARD
             mine = sorted({*mine, *dist.get_process_group_ranks(across)})
         return tuple((rank,) for rank in mine)
     if across is None:
         return (ranks_in_order(mine),)
-    mesh = unit._device_mesh
     if mesh is not None and mesh.ndim == 2:
         # A process group sorts its ranks, so the order in the mesh does not matter.
         return tuple(sorted((ranks_in_order(sorted(row)) for row in mesh.mesh.tolist()), key=lambda row: row[0]))
@@ -193,36 +201,51 @@ def _kept(handle: FlatParamHandle) -> torch.Tensor:
     return shard if shard is not None and shard.numel() else flat.data
 
 
+class _Cuts:
+    """The cuts of originals on this rank, computed once for all originals that are cut alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Shape, int, int, tuple[Ranks, ...]], tuple[FlatChunks, Shape, bool]] = {}
+
+    def of(self, shape: Shape, start: int, chunk: int, replicas: tuple[Ranks, ...]) -> tuple[FlatChunks, Shape, bool]:
+        """The placement of an original, the shape of its part on this rank, and whether the wrapper skips it here."""
+        key = shape, start, chunk, replicas
+        known = self._known.get(key)
+        if known is None:
+            placement = flat_chunks(shape, start, chunk, replicas, True)
+            numel = placement.numel_on(dist.get_rank())
+            known = self._known[key] = placement, (numel,), placement.numel > 0 == numel
+        return known
+
+
 def _original_handles(
-    tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...], synchronized: bool
+    tree: ModuleTree, handle: FlatParamHandle, replicas: tuple[Ranks, ...], synchronized: bool, cuts: _Cuts
 ) -> Iterator[Handle]:
     _check(tree, handle)
     flat = handle.flat_param
     starts, total = _starts(handle)
-    chunk, rank = -(-total // len(replicas[0])), dist.get_rank()
+    chunk = -(-total // len(replicas[0]))
     params: list[torch.Tensor] = list(flat._params or ())
+    aliases: dict[tuple[nn.Module, str], list[tuple[int, nn.Module, str]]] = {}
+    for other in flat._shared_param_infos:
+        place_of_first = other.prim_module, other.prim_param_name
+        aliases.setdefault(place_of_first, []).append((0, other.module, other.param_name))
     described = zip(flat._param_infos, flat._shapes, starts, params, strict=True)
     for place, (info, shape, start, param) in enumerate(described):
         full_shape = tuple(shape)
         placement: Placement
+        kept: Callable[[], torch.Tensor] | None = None
         if handle.uses_sharded_strategy:
-            placement = flat_chunks(full_shape, start, chunk, replicas, True)
-            local_shape: tuple[int, ...] = (placement.numel_on(rank),)
-            skipped = placement.numel > 0 == local_shape[0]
-            kept: Callable[[], torch.Tensor] | None = partial(_part_of_chunk, tree, handle, placement, info)
+            placement, local_shape, skipped = cuts.of(full_shape, start, chunk, replicas)
+            kept = partial(_part_of_chunk, tree, handle, placement, info)
         else:
-            kept, skipped = None, False
+            skipped, local_shape = False, full_shape
             placement = Whole(full_shape, tuple(rank for group in replicas for rank in group))
-            local_shape = full_shape
         yield Handle(
             param=param,
             originals=(Original(info.module, info.param_name, placement, place),),
             local_shape=local_shape,
-            aliases=tuple(
-                (0, other.module, other.param_name)
-                for other in flat._shared_param_infos
-                if (other.prim_module, other.prim_param_name) == (info.module, info.param_name)
-            ),
+            aliases=tuple(aliases.get((info.module, info.param_name), ())),
             kept=kept,
             skipped=skipped,
             synchronized=synchronized,

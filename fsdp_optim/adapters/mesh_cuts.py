@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,22 +16,38 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The ranks of a mesh, read once, because `DeviceMesh.mesh` builds a new tensor at each access."""
+
+    ranks: torch.Tensor
+    _in_order: dict[frozenset[int], Ranks] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.ranks.shape)
+
+    def in_order(self, split_dims: frozenset[int] = frozenset()) -> Ranks:
+        """The ranks in the order in which DTensor numbers the shards along `split_dims`."""
+        known = self._in_order.get(split_dims)
+        if known is None:
+            known = self._in_order[split_dims] = _numbered(self.ranks, split_dims)
+        return known
+
+
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """The ranks of a mesh."""
+    return Grid(mesh.mesh)
+
+
 def placement_of(
-    fqn: str,
-    shape: Shape,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    fsdp_dims: frozenset[int] | None = None,
-    grid: torch.Tensor | None = None,
+    fqn: str, shape: Shape, grid: Grid, placements: tuple[Placement, ...], fsdp_dims: frozenset[int] | None = None
 ) -> OnMesh:
     """Where a DTensor's elements live.
 
     `fsdp_dims`: of a parameter of fully_shard, the dimensions of the mesh over which fully_shard has cut it. fully_shard cuts
-    the tensor that tensor parallel has left, so these come last. None: unknown, or none. `grid`: `mesh.mesh`, where the caller
-    has many placements on one mesh: torch computes that tensor anew each time.
+    the tensor that tensor parallel has left, so these come last. None: unknown, or none.
     """
-    grid = mesh.mesh if grid is None else grid
-    mesh_shape = tuple(grid.shape)
     by_dim: dict[int, list[tuple[int, int]]] = {}
     for mesh_dim, placement in enumerate(placements):
         if placement.is_partial():
@@ -48,20 +65,20 @@ def placement_of(
             by_dim.setdefault(dim % max(len(shape), 1), []).append((mesh_dim, _split_factor(placement)))
     ordered: list[tuple[int, int, int]] = []
     for dim, cuts in by_dim.items():
-        found = _cuts_in_order(cuts, mesh_shape, fsdp_dims)
+        found = _cuts_in_order(cuts, grid.shape, fsdp_dims)
         if found is None:
             raise WrapperError(
-                f"{fqn}: {placements} on the mesh {mesh_shape} is what fully_shard makes of interleaved rows, and "
+                f"{fqn}: {placements} on the mesh {grid.shape} is what fully_shard makes of interleaved rows, and "
                 "what distribute_tensor makes of whole ones, with the elements in different places: pass the root module that "
                 "fully_shard has wrapped, or redistribute the DTensor to Replicate or Shard first"
             )
         ordered += [(mesh_dim, dim, factor) for mesh_dim, factor in found]
     if all(factor == 1 for _, _, factor in ordered):
         splits = _as_sorted(ordered, placements)
-        return MeshBoxes(shape, mesh_shape, splits, (ranks_of_mesh(grid, frozenset(d for d, _ in splits)),))
+        return MeshBoxes(shape, grid.shape, splits, (grid.in_order(frozenset(d for d, _ in splits)),))
     splits = tuple((mesh_dim, dim) for mesh_dim, dim, _ in ordered)
-    ranks = ranks_of_mesh(grid, frozenset(mesh_dim for mesh_dim, _ in splits))
-    return StridedBoxes(shape, mesh_shape, splits, (ranks,), tuple(factor for _, _, factor in ordered))
+    ranks = grid.in_order(frozenset(mesh_dim for mesh_dim, _ in splits))
+    return StridedBoxes(shape, grid.shape, splits, (ranks,), tuple(factor for _, _, factor in ordered))
 
 
 _Cuts = list[tuple[int, int]]
@@ -101,11 +118,11 @@ def _split_factor(placement: Placement) -> int:
     return int(getattr(placement, "split_factor", 1))
 
 
-def ranks_of_mesh(grid: torch.Tensor, split_dims: frozenset[int] = frozenset()) -> Ranks:
+def _numbered(grid: torch.Tensor, split_dims: frozenset[int]) -> Ranks:
     """The ranks of a mesh, row-major, in the order in which DTensor numbers the shards along `split_dims`.
 
-    `grid` is the mesh as torch's tensor of ranks. DTensor numbers shards by group rank in the process group of each mesh line,
-    and torch sorts the ranks of a group: on a mesh whose ranks do not ascend, that order differs from the order in the mesh.
+    DTensor numbers shards by group rank in the process group of each mesh line, and torch sorts the ranks of a group: on a
+    mesh whose ranks do not ascend, that order differs from the order in the mesh.
     """
     if all(bool((grid.diff(dim=dim) > 0).all()) for dim in split_dims):
         return ranks_in_order(grid.flatten().tolist())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ IsWrapperChild = Callable[[nn.Module, str], bool]
 
 StandIns = Callable[[Iterable[nn.Module]], Mapping[tuple[nn.Module, str], torch.Tensor]]
 """modules -> (module, attribute) -> live parameter, where another tensor is registered temporarily."""
+
+T = TypeVar("T")
 
 # torch.compile and activation checkpointing put the model one level deeper, under these names.
 TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -41,6 +44,7 @@ class ModuleTree:
         self._is_wrapper_child = is_wrapper_child
         self._sites: dict[nn.Module, _Site] = {}
         self._other_paths: list[tuple[str, nn.Module]] = []
+        self._known: dict[tuple[int, ...], tuple[tuple[object, ...], Any]] = {}
         self._first_of_root = []
         for root in roots:
             self._first_of_root.append(len(self._sites))
@@ -67,6 +71,18 @@ class ModuleTree:
     def root_of(self, module: nn.Module) -> int:
         """The number of the root, in the order in which the roots were given, that has a module."""
         return bisect.bisect_right(self._first_of_root, self._sites[module].index) - 1
+
+    def once(self, read: Callable[..., T], *things: object) -> T:
+        """`read(*things)`, computed once in the life of this tree, which is one call.
+
+        Units and parameters share meshes and process groups, which take long to read. The things are compared by identity.
+        """
+        key = (id(read), *map(id, things))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = ((read, *things), read(*things))  # references that keep the ids unique
+        found: T = known[1]
+        return found
 
     @property
     def modules(self) -> Iterator[nn.Module]:

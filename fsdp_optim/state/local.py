@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,6 +109,11 @@ class LocalParam:
         looks = [(name, _Look.at(value, handle)) for name, value in (self.state or {}).items()]
         return _Form(handle.local_shape, handle.marks, tuple(looks))
 
+    @property
+    def is_little(self) -> bool:
+        """Whether this rank holds at most one element of a parameter that is cut, so that shapes are weak evidence."""
+        return self.handle.local_numel < 2 and self.handle.is_cut
+
     def summary(
         self,
         evidence: Evidence,
@@ -118,13 +123,12 @@ class LocalParam:
         """The summary of the state. `kinds`: the kinds of the values, if they are known already; `scalar` reads a scalar."""
         if self.state is None:
             return None
-        little = self.handle.local_numel < 2 and self.handle.is_cut
         known = self.kinds(evidence) if kinds is None else kinds
         return Summary.of(
             self.state,
             lambda name, value: known[name],
             self.handle.placement_of,
-            unsure=(lambda name: evidence.follows(name) is None) if little else None,
+            unsure=(lambda name: evidence.follows(name) is None) if self.is_little else None,
             scalar=scalar,
         )
 
@@ -185,34 +189,61 @@ class LocalOptim:
         return {name: frozenset(values) for name, values in names.items()}
 
     @cached_property
+    def _forms(self) -> tuple[tuple[_Form, ...], tuple[int, ...]]:
+        """The distinct forms of the parameters, and the number of each parameter's form."""
+        numbers: dict[_Form, int] = {}
+        of_params = tuple([numbers.setdefault(param.form, len(numbers)) for param in self.params])
+        return tuple(numbers), of_params
+
+    @cached_property
     def evidence(self) -> Evidence:
         """The evidence about the values, from the parameters that have dimensions."""
-        forms = Counter(param.form for param in self.params)
+        forms, numbers = self._forms
         sights: Counter[Sight] = Counter()
-        for form, number in forms.items():
-            for sight in form.sights():
-                sights[sight] += number
+        for number, times in Counter(numbers).items():
+            for sight in forms[number].sights():
+                sights[sight] += times
         return Evidence.of(sights, marked=any(form.is_marked for form in forms))
 
     @cached_property
     def summaries(self) -> tuple[Summary | None, ...]:
         """The summary of each parameter's state. Values with equal traits are judged once, and equal summaries are one object."""
-        known: dict[_Form, Mapping[str, Kind]] = {}
+        known: dict[int, tuple[Mapping[str, Kind], bool]] = {}
         shared: dict[object, Summary | None] = {}
+        alike: dict[tuple[int, ...], tuple[list[object], Summary | None]] = {}
         scalars = Scalars(value for param in self.params for value in (param.state or {}).values())
+        forms, numbers = self._forms
         found = []
-        for param in self.params:
-            kinds = known.get(param.form)
+        for param, number in zip(self.params, numbers, strict=True):
+            kinds, is_plain = known.get(number, (None, False))
             if kinds is None:
                 kinds = param.kinds(self.evidence)
-                if param.form.tells_all:
-                    known[param.form] = kinds
-            summary = param.summary(self.evidence, kinds, scalars.of)
-            its_scalars = (
-                [id(one.value) for _, one in summary.scalars] if summary is not None else ()
-            )  # a NaN is not another
-            found.append(shared.setdefault((summary, *its_scalars), summary))
+                is_plain = all(kind in (Kind.SHARDED, Kind.SCALAR) for kind in kinds.values())
+                if forms[number].tells_all:
+                    known[number] = kinds, is_plain
+            if not is_plain or param.state is None:
+                found.append(_shared(param.summary(self.evidence, kinds, scalars.of), shared))
+                continue
+            items = param.state.items()
+            read = [scalars.of(value) if kinds[name] is Kind.SCALAR else value.dtype for name, value in items]
+            key = number, param.is_little, *map(id, read)  # the form, and everything else that a summary contains
+            if key not in alike:
+                in_turn = partial(_next, (scalar for scalar in read if isinstance(scalar, Scalar)))
+                summary = param.summary(self.evidence, kinds, in_turn)
+                alike[key] = read, _shared(summary, shared)  # the reference keeps the ids unique
+            found.append(alike[key][1])
         return tuple(found)
+
+
+def _next(scalars: Iterator[Scalar], _: object) -> Scalar:
+    """The Scalar of the next value, which has been read already."""
+    return next(scalars)
+
+
+def _shared(summary: Summary | None, shared: dict[object, Summary | None]) -> Summary | None:
+    """The first summary that is equal, whose NaNs are the same objects."""
+    its_scalars = [id(one.value) for _, one in summary.scalars] if summary is not None else ()
+    return shared.setdefault((summary, *its_scalars), summary)
 
 
 def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:

@@ -108,37 +108,45 @@ class Streams:
         self._here_nbytes = 0
         self._to: dict[int, _Stream] = {}
         self._from: dict[int, _Stream] = {}
-        self._ways_of: dict[int, tuple[Sequence[Copy], list[_Way]]] = {}
+        self._ways_of: dict[int, tuple[Sequence[Copy], list[_Way], list[int]]] = {}
 
     def add(self, item: Item, failure: Failure) -> None:
         """Add the copies of one item that this rank takes part in, as blocks of messages."""
         copies, dtype, source, target = item
-        for way in self._ways(copies):
+        ways, tiles = self._ways(copies)
+        parts = iter(_cut_at_once(target, tiles, failure))
+        for way in ways:
             stream, is_sent, numel, source_at, target_at, strided = way
+            part = None if is_sent and stream is not None else next(parts, None)
             if stream is None:
                 if source is not None and target is not None:
-                    self._add_here(way, source, target, failure)
+                    self._add_here(way, source, target, part, failure)
                 continue
             flat = source if is_sent else target
-            view = None
-            if flat is not None:
+            view = part
+            if flat is not None and view is None:
                 try:
                     if strided is None:
-                        view = flat.narrow(0, source_at if is_sent else target_at, numel)
+                        view = _run(flat, source_at if is_sent else target_at, numel)
                     else:
                         view = way.source_view(flat) if is_sent else way.target_view(flat)
                 except Exception as error:  # the message keeps its place, so that both ends stay in step
                     failure.note(error)
             stream.add(way, dtype, view)
 
-    def _ways(self, copies: Sequence[Copy]) -> list[_Way]:
-        """The copies as this rank's ways, computed once for all values that share the copies."""
+    def _ways(self, copies: Sequence[Copy]) -> tuple[list[_Way], list[int]]:
+        """The copies as this rank's ways, and their tiles, computed once for all values that share the copies."""
         found = self._ways_of.get(id(copies))
         if found is None:
             rows = copies.rows() if isinstance(copies, Runs) else map(_row_of, copies)
             ways = [self._way(*row) for row in rows if self._rank in (row[0], row[1])]
-            found = self._ways_of[id(copies)] = (copies, ways)  # a reference to the copies keeps their id unique
-        return found[1]
+            tiles = _tiles([way for way in ways if way.stream is None or not way.is_sent])
+            found = self._ways_of[id(copies)] = (
+                copies,
+                ways,
+                tiles,
+            )  # a reference that keeps the id of the copies unique
+        return found[1], found[2]
 
     def _way(
         self, source: int, target: int, numel: int, source_at: int, target_at: int, strided: Copy | None = None
@@ -152,9 +160,12 @@ class Streams:
             stream = streams[peer] = _Stream(self._limit)
         return _Way(stream, is_sent, numel, source_at, target_at, strided)
 
-    def _add_here(self, way: _Way, source: torch.Tensor, target: torch.Tensor, failure: Failure) -> None:
+    def _add_here(
+        self, way: _Way, source: torch.Tensor, target: torch.Tensor, part: torch.Tensor | None, failure: Failure
+    ) -> None:
+        """Add a block that stays on this rank. `part`: the block's elements in `target`, where they are known already."""
         with failure:
-            pair = way.target_view(target), way.source_view(source)
+            pair = way.target_view(target) if part is None else part, way.source_view(source)
             if failure.error is None:
                 self._here.append(pair)
                 self._here_nbytes += pair[0].nbytes
@@ -196,14 +207,37 @@ class _Way(NamedTuple):
     def source_view(self, flat: torch.Tensor) -> torch.Tensor:
         """The elements that the copy reads from a 1-D local tensor."""
         if self.strided is None:
-            return flat.narrow(0, self.source_at, self.numel)
+            return _run(flat, self.source_at, self.numel)
         return memory.source_view(self.strided, flat)
 
     def target_view(self, flat: torch.Tensor) -> torch.Tensor:
         """The elements that the copy writes in a 1-D local tensor."""
         if self.strided is None:
-            return flat.narrow(0, self.target_at, self.numel)
+            return _run(flat, self.target_at, self.numel)
         return memory.target_view(self.strided, flat)
+
+
+def _run(flat: torch.Tensor, at: int, numel: int) -> torch.Tensor:
+    """Elements [at, at + numel) of a 1-D tensor; the tensor itself where these are all its elements."""
+    return flat if not at and flat.numel() == numel else flat.narrow(0, at, numel)
+
+
+def _tiles(ways: Sequence[_Way]) -> list[int]:
+    """The lengths of the blocks that ways write, where these are several runs that follow each other; empty otherwise."""
+    at = 0
+    for way in ways:
+        if way.strided is not None or way.target_at != at:
+            return []
+        at += way.numel
+    return [way.numel for way in ways] if len(ways) > 1 else []
+
+
+def _cut_at_once(target: torch.Tensor | None, tiles: list[int], failure: Failure) -> Sequence[torch.Tensor]:
+    """The tiles of a target as views, in one call of torch; empty where there are none, or they do not fill the target."""
+    if target is not None and tiles and target.numel() == sum(tiles):
+        with failure:
+            return target.split_with_sizes(tiles)
+    return ()
 
 
 def _row_of(copy: Copy) -> tuple[int, int, int, int, int, Copy | None]:
