@@ -44,8 +44,7 @@ class CheckpointableAdapter(Adapter):
         """The ranks of the process group or mesh of each tensor; all ranks of the job for a tensor without either."""
         for param, _ in tree.params():
             if describes_itself(param):
-                is_inside = _inside(param) is not param
-                yield tree.once(grid_of, param.device_mesh).in_order() if is_inside else _ranks_of(param)
+                yield _ranks_of(param) if _inside(param) is param else _ranks_of_mesh(param, tree)
 
     def handles(self, tree: ModuleTree, ranks: tuple[int, ...], claimed: Collection[int]) -> Iterator[Handle]:
         for param, sites in tree.params():
@@ -87,6 +86,10 @@ def _inside(value: torch.Tensor) -> torch.Tensor:
     """The tensor whose methods describe the shards: the local tensor of a DTensor, else the value itself."""
     module = sys.modules.get(_DTENSOR_MODULE)
     return value._local_tensor if module is not None and isinstance(value, module.DTensor) else value
+
+
+def _ranks_of_mesh(value: Any, tree: ModuleTree) -> Ranks:
+    return tree.once(grid_of, value.device_mesh).in_order()
 
 
 def _ranks_of(value: Any) -> Ranks:

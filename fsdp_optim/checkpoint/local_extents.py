@@ -52,6 +52,9 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 def ranges_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
     """(source offset, target offset, numel) of each contiguous range of a copy."""
+    if copy.is_run:
+        yield copy.source_offset, copy.target_offset, copy.sizes[0]
+        return
     *outer, last = zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True)
     width = last[0] if last[1] == last[2] == 1 else 1
     if width == 1 and last[0] > 1:

@@ -38,14 +38,41 @@ class Copy:
 
 def clip_to_target(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
     """The part of a copy that fills elements [start, stop) of the target's local tensor, as copies into that slice alone."""
+    if copy.is_run:
+        yield from _run(copy, copy.target_offset, start, stop, in_target=True)
+        return
     for clipped in _clipped(copy, start, stop):
         yield replace(clipped, target_offset=clipped.target_offset - start)
 
 
 def clip_to_source(copy: Copy, start: int, stop: int) -> Iterator[Copy]:
     """The part of a copy that reads elements [start, stop) of the source's local tensor, as copies from that slice alone."""
+    if copy.is_run:
+        yield from _run(copy, copy.source_offset, start, stop, in_target=False)
+        return
     for clipped in _clipped(_reversed(copy), start, stop):
         yield _reversed(replace(clipped, target_offset=clipped.target_offset - start))
+
+
+def _run(copy: Copy, at: int, start: int, stop: int, *, in_target: bool) -> Iterator[Copy]:
+    """The part of a run, which begins at `at` on one side, in the slice [start, stop) of that side. Most runs lie inside."""
+    first, last = max(at, start), min(at + copy.sizes[0], stop)
+    if first >= last:
+        return
+    if not start and last - first == copy.sizes[0]:
+        yield copy
+        return
+    source, target = copy.source_offset + first - at, copy.target_offset + first - at
+    yield Copy(
+        copy.fqn,
+        copy.source_rank,
+        copy.target_rank,
+        (last - first,),
+        source if in_target else source - start,
+        (1,),
+        target - start if in_target else target,
+        (1,),
+    )
 
 
 def _reversed(copy: Copy) -> Copy:
