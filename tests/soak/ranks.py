@@ -134,7 +134,7 @@ def save_again_and_again(order: dict[str, Any], rank: int) -> None:
     save: Any = fsdp_optim.async_save if mode.startswith("async") else fsdp_optim.save
     options = {"timeout": order["patience"], **MODES[mode], **order.get("options", {})}
     calls = order.get("calls")
-    if calls is not None and order["ranks"] > 1:
+    if order["ranks"] > 1:
         dist.barrier()  # so that a rank that starts late is not taken for a dead one
     kill_at = order.get("kill_at") if rank == order.get("victim", rank) else None
     with killed_at(kill_at, f"{calls}-{rank}" if calls is not None else None):
@@ -325,10 +325,10 @@ class Ranks:
     def collect(self, pids: Sequence[int], limit: float = LIMIT) -> list[int | None]:
         return self._ask({"pids": list(pids), "limit": limit})
 
-    def run(self, **order: Any) -> list[list[Any]]:
+    def run(self, limit: float = LIMIT, **order: Any) -> list[list[Any]]:
         """Run ranks until they have ended without an error. Returns their notes."""
         pids, notes = self.start(**order)
-        codes = self.collect(pids)
+        codes = self.collect(pids, limit)
         found = read_notes(notes)
         check_same(f"exit codes, {found[-3:]}", codes, [0] * len(pids))
         return found

@@ -31,7 +31,8 @@ SEED = 20251122
 MODES = ("steps", "async steps", "overwrite", "async overwrite", "uploaded steps")
 FEW_MOMENTS, MOMENTS = 3, 50
 ONE_DIES = (2, 3)  # of every five moments; otherwise all die
-PATIENCE = 3.0  # seconds that a rank waits for one that is dead
+PATIENCE = 3.0  # seconds that a rank waits for one that is dead, at least
+MANY = 10  # times what an undisturbed save takes, which counts for a rank that does not come, and for a hang
 DEAD_AFTER = 1.5
 PART_NBYTES = 32 << 10
 
@@ -113,29 +114,29 @@ class KillTest(unittest.TestCase):
                 lasts[mode] = self.save(place)
             victims = [rng.randrange(WORLD)] if moment % 5 in ONE_DIES else list(range(WORLD))
             try:
-                ended, begun = self.die(place, victims, rng.uniform(0.0, 1.0) * lasts[mode])
+                ended, begun = self.die(place, victims, rng.uniform(0.0, 1.0) * lasts[mode], lasts[mode])
                 in_the_middle += begun > ended
                 place.check(ended, begun)
                 place.newest = max(place.newest, begun)  # a folder that is to go up may have a later one
                 time.sleep(1.2 * DEAD_AFTER + 1)  # the clock of the store counts whole seconds
-                self.save(place)
+                lasts[mode] = self.save(place, lasts[mode])  # the machine may have more to do than before
                 place.check_clean()
             except Exception as error:
                 raise Differs(f"moment {moment}, {mode}, ranks {victims} died: {error}") from error
         if in_the_middle < moments // 2:
             raise Differs(f"only {in_the_middle} of {moments} ranks died in the middle of a save")
 
-    def save(self, place: Place) -> float:
-        """All ranks save once, in how many seconds."""
-        number = place.newest + 1
-        notes = self.ranks.run(**place.order, first=number, count=1)
+    def save(self, place: Place, last: float = LIMIT) -> float:
+        """All ranks save once, in how many seconds. `last`: the seconds of the save before."""
+        number, limit = place.newest + 1, LIMIT + MANY * last
+        notes = self.ranks.run(limit, **place.order, first=number, count=1, patience=limit)
         place.check(number, number)
         times = {what: at for rank, what, _, at in notes if rank == 0}
         return float(times["end"] - times["begin"])
 
-    def die(self, place: Place, victims: Sequence[int], delay: float) -> tuple[int, int]:
+    def die(self, place: Place, victims: Sequence[int], delay: float, last: float) -> tuple[int, int]:
         """The ranks save until some are killed. The last save that had ended for all, and the last that any had begun."""
-        first, patience = place.newest + 1, PATIENCE if len(victims) < WORLD else LIMIT
+        first, patience = place.newest + 1, PATIENCE + MANY * last if len(victims) < WORLD else LIMIT + MANY * last
         pids, notes = self.ranks.start(**place.order, first=first, patience=patience)
         try:
             wait_for(notes, victims[0], "begin", first)
@@ -143,7 +144,7 @@ class KillTest(unittest.TestCase):
         finally:
             for rank in victims:
                 os.kill(pids[rank], signal.SIGKILL)
-            codes = self.ranks.collect(pids, 4 * PATIENCE + 30)
+            codes = self.ranks.collect(pids, 4 * patience + 30)
         found = read_notes(notes)
         wanted = [-signal.SIGKILL if rank in victims else 3 for rank in range(WORLD)]  # 3: with an error of the library
         check_same(f"exit codes, {[line for line in found if line[2] == -1]}", codes, wanted)
