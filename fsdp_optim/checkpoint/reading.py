@@ -16,7 +16,7 @@ from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
-from fsdp_optim.plan import Copy, clip_to_target, copies_into
+from fsdp_optim.plan import Copy, clip_to_target, copies_into, replica_of
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in so many requests' bytes of a file
@@ -92,7 +92,8 @@ class CheckpointEnd(End):
         if not is_shared and not is_short and len(ranks) * stored.request_nbytes <= value.nbytes:
             return other
         together = max(_CUT_FROM, _REQUESTS_TOGETHER * stored.request_nbytes)
-        first = stored.start // together % len(ranks)  # one rank reads tensors that are adjacent in a file
+        # One rank reads adjacent tensors. Equal layers are equally far apart, so that a remainder could give all to one rank.
+        first = replica_of(f"{stored.file} {stored.start // together}") % len(ranks)
         if value.nbytes < max(_CUT_FROM, 2 * stored.request_nbytes):
             return other if len(ranks) == 1 else Whole(other.shape, (ranks[first],))
         if len(ranks) * stored.request_nbytes <= value.nbytes:

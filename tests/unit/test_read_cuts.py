@@ -1,0 +1,48 @@
+"""Which rank reads a small tensor of a store: one for its neighbours in the file, and all ranks about as much."""
+
+from __future__ import annotations
+
+import unittest
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+from parameterized import parameterized
+
+from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue
+from fsdp_optim.formats.base import StoredTensor
+from fsdp_optim.layout import FlatRuns
+from fsdp_optim.memory import Budget
+
+MIB = 1 << 20
+RANKS = (0, 1, 2, 3)
+
+
+def readers(start: int, numel: int = 2048) -> tuple[int, ...]:
+    """The ranks that read a float32 tensor that each rank has a quarter of."""
+    shares = tuple(numel // 4 * rank for rank in range(5))
+    cut = FlatRuns((numel,), shares[:-1], shares[1:], RANKS)
+    stored = StoredTensor("weight", "float32", (numel,), "model.safetensors", start, request_nbytes=MIB)
+    checkpoint: Any = SimpleNamespace()
+    end = CheckpointEnd(checkpoint, 0, Budget(MIB))
+    return tuple(end.io_placement(StoredValue.of("weight", "weight", stored, cut, None, is_state=False), cut).ranks)
+
+
+class ReadersTest(unittest.TestCase):
+    @parameterized.expand([("all alike", 32 * MIB), ("two in turn", 8 * MIB), ("uneven", 33 * MIB + 12345)])
+    def test_small_tensors_of_equal_layers(self, _: str, distance: int) -> None:
+        """However far the layers are apart, no rank reads most of them."""
+        found = Counter(readers(distance * layer) for layer in range(64))
+        self.assertEqual({len(ranks) for ranks in found}, {1})
+        self.assertEqual(len(found), len(RANKS))
+        self.assertLessEqual(max(found.values()), 2 * 64 // len(RANKS))
+
+    def test_neighbours_have_one_reader(self) -> None:
+        self.assertEqual(len({readers(40 * MIB + 8192 * index) for index in range(100)}), 1)
+
+    def test_large_tensors_are_read_where_they_are_needed(self) -> None:
+        self.assertEqual(readers(0, 4 * MIB), RANKS)
+
+
+if __name__ == "__main__":
+    unittest.main()
