@@ -1,12 +1,18 @@
 """Save to and load from an object store: fsdp_optim beside bare uploads and ranged reads of the same bytes, and beside its peers.
 
-    python benchmarks/stores.py [--rounds 3] [--worlds 2 4]
+    python benchmarks/stores.py [--rounds 3] [--worlds 2 4] [--limit MB/s]
 
 The server is `rclone serve s3` over a folder, on loopback. The model has 12 blocks with 100 M parameters; weights and Adam
 state in fp32 are 1.1 GiB. "bare parts": every rank uploads its share of as many bytes from memory, in parts of the same size,
 with as many threads, and no plan, table of checksums or manifest. "bare reads": every rank reads its share by ranges into fresh
 memory; "bare reads of own rows": by the ranges in which its rows of the larger tensors lie. The contestants run in turn in the
 same processes. Extra memory is the highest resident size during the call, over that before it.
+
+The server takes and gives as much as the processor lets it, over one connection as over many. Large stores limit each connection:
+`--limit` models that, by a proxy in front of the server that lets so many MB/s pass over each.
+
+An answer is waited for as long as it takes: where a machine is so loaded that none comes in a minute, boto3 would send the part
+once more, beside the first attempt, which this server may answer with InvalidPart at the end of the upload.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from checkpoint import Subject, in_fairscale, in_fsdp2, rows_of
-from kit.servers import new_bucket, serving
+from kit.proxy import Proxy
+from kit.servers import new_bucket, port_of, serving
 from measure import Series, run_in_turn, table
 
 import fsdp_optim
@@ -38,6 +46,8 @@ from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 PART_NBYTES, LEAST_NBYTES, THREADS = 8 << 20, 1 << 20, 8
+PATIENCE = {"read_timeout": 3600, "connect_timeout": 60}  # seconds
+LARGE_BUCKET_NBYTES = 256 << 20
 
 Options = dict[str, Any]
 
@@ -107,9 +117,8 @@ def gathered_upload(subject: Subject, options: Options, bucket: str) -> None:
 def client_of(options: Options) -> Any:
     import boto3
 
-    return boto3.client(
-        "s3", **{name: value for name, value in options.items() if name not in ("retry_seconds", "part_nbytes")}
-    )
+    given = {name: value for name, value in options.items() if name not in ("retry_seconds", "part_nbytes")}
+    return boto3.client("s3", **given)
 
 
 def dcp_calls(new: Subject, subject: Subject, options: Options, bucket: str) -> dict[str, Callable[[], object]]:
@@ -144,16 +153,19 @@ def dcp_calls(new: Subject, subject: Subject, options: Options, bucket: str) -> 
 
 def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Series], dict[str, Series]]:
     """Runs on every rank: saves, then loads at the same number of ranks."""
+    from botocore.config import Config
+
     logging.getLogger("fsdp_optim").setLevel(logging.ERROR)
+    options = {**options, "config": Config(**PATIENCE)}
     with fairscale_on_cpu():
         subject, fairscale, new = Subject(in_fsdp2), Subject(in_fairscale), Subject(in_fsdp2, step=False)
         theirs = S3Bucket(bucket, options)
         nbytes = 3 * 4 * sum(param.numel() for param in subject.model.parameters())
         memory = torch.ones(sum(length for _, length in share(nbytes)), dtype=torch.uint8)
 
-        def save(one: Subject, name: str) -> None:
+        def save(one: Subject, name: str, **more: Any) -> None:
             url = f"s3://{bucket}/{name}/step"
-            fsdp_optim.save(url, one.model, one.optim, overwrite=True, storage_options=options, progress=False)
+            fsdp_optim.save(url, one.model, one.optim, overwrite=True, storage_options=options, progress=False, **more)
 
         def load(**more: Any) -> None:
             url = f"s3://{bucket}/ours/step"
@@ -162,6 +174,9 @@ def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Serie
         peers = dcp_calls(new, subject, options, bucket)
         saves: dict[str, Callable[[], object]] = {
             "fsdp_optim, FSDP2": lambda: save(subject, "ours"),
+            "fsdp_optim, FSDP2, bucket_nbytes 256 MiB": lambda: save(
+                subject, "ours", bucket_nbytes=LARGE_BUCKET_NBYTES
+            ),
             "fsdp_optim, fairscale": lambda: save(fairscale, "ours-fairscale"),
             "bare parts": lambda: bare_parts(theirs, memory, nbytes),
             "torch's gather + upload_file": lambda: gathered_upload(subject, options, bucket),
@@ -183,14 +198,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--limit", type=float, default=None, help="MB/s over each connection, by a proxy")
     asked = parser.parse_args()
     header = ("call", "who", "median s", "range s", "time / bare", "most extra MiB on a rank")
     for world_size in asked.worlds:
-        with serving("rclone") as options:
-            options = {**options, "part_nbytes": PART_NBYTES}
-            by_rank = run_on_ranks(contest, world_size, options, new_bucket(options), asked.rounds, timeout=1200.0)
-            rows = rows_of(f"save, {world_size} ranks", [saves for saves, _ in by_rank], "bare parts")
-            rows += rows_of(f"load, {world_size} ranks", [loads for _, loads in by_rank], "bare reads")
+        with ExitStack() as stack:
+            options = {**stack.enter_context(serving("rclone")), "part_nbytes": PART_NBYTES}
+            bucket, limited = new_bucket(options), ""
+            if asked.limit is not None:
+                proxy = stack.enter_context(Proxy(port_of(options), nbytes_per_second=1e6 * asked.limit))
+                options, limited = proxy.options(options), f", {asked.limit:g} MB/s a connection"
+            by_rank = run_on_ranks(contest, world_size, options, bucket, asked.rounds, timeout=3600.0)
+            rows = rows_of(f"save, {world_size} ranks{limited}", [saves for saves, _ in by_rank], "bare parts")
+            rows += rows_of(
+                f"load, {world_size} ranks{limited}", [loads for _, loads in by_rank], "bare reads of own rows"
+            )
             print(table(header, rows), flush=True)
 
 

@@ -5,6 +5,8 @@
         ...
     proxy.body_nbytes(method="GET", key="model.safetensors")
 
+`nbytes_per_second` limits each connection, as large stores do.
+
 Each request is answered by the first fault of the script that fits it and is not used up, or by the server. One request goes over
 one connection. Requests reach the server as they are, with the Host that the client has signed.
 """
@@ -99,7 +101,10 @@ class Seen:
 class Proxy:
     """A proxy in this process, on threads, in front of a server on a port of loopback."""
 
-    def __init__(self, port: int, script: Sequence[Fault] = (), *, seed: int = 0) -> None:
+    def __init__(
+        self, port: int, script: Sequence[Fault] = (), *, seed: int = 0, nbytes_per_second: float | None = None
+    ) -> None:
+        self._nbytes_per_second = nbytes_per_second
         self.script, self.seen = list(script), list[Seen]()
         self._to, self._rng, self._lock = port, random.Random(seed), threading.Lock()
         self._num_open, self._is_idle = 0, threading.Condition(self._lock)
@@ -247,7 +252,7 @@ class Proxy:
         """Take the beginning of the body of a request, and send it on, if there is a server to send it to."""
         if request.waits and request.nbytes:
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        done = 0
+        done, wait = 0, self._pace()
         while done < nbytes:
             block = client.recv(min(_BLOCK, nbytes - done))
             if not block:
@@ -255,7 +260,18 @@ class Proxy:
             if server is not None:
                 server.sendall(block)
             done += len(block)
+            wait(done)
         return done
+
+    def _pace(self) -> Callable[[int], None]:
+        """A function that waits until a connection may have passed so many bytes."""
+        begin, limit = time.monotonic(), self._nbytes_per_second
+
+        def wait(nbytes: int) -> None:
+            if limit is not None:
+                time.sleep(max(0.0, begin + nbytes / limit - time.monotonic()))
+
+        return wait
 
     def _forward(self, client: socket.socket, request: _Request, fault: Fault | None) -> tuple[int, int]:
         with socket.create_connection(("127.0.0.1", self._to)) as server, self._kept(server):
@@ -287,12 +303,14 @@ class Proxy:
                     _reset(client)
                 return sent, cut
             client.sendall(whole)
+            wait = self._pace()
             while length is not None and received < length:
                 block = server.recv(min(_BLOCK, length - received))
                 if not block:
                     break
                 client.sendall(block)
                 received += len(block)
+                wait(received)
             if keeps:
                 self._before.setdefault(request.target, _closing(answer) + whole)
             return sent, received
