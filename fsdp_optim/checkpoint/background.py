@@ -129,17 +129,17 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
     except Exception as error:
         ours = isinstance(error, (CheckpointError, RankTimeoutError))
         text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
-        completion.not_saved(text)
-        _clean_up(job)
+        all_have_stopped = completion.not_saved(text)
+        _clean_up(job, late=not all_have_stopped)
         raise CheckpointError(text) from error
     completion.saved()
     return small
 
 
-def _clean_up(job: Job) -> None:
+def _clean_up(job: Job, *, late: bool = True) -> None:
     """Remove the files of a failed save, and release the claim on its path. Raises nothing, because an error is on its way."""
     if job.staging is not None:
-        job.staging.abandon()
+        job.staging.abandon(late=late)
     if job.upload is not None:
         job.upload.abandon()
     if job.claim is not None:

@@ -137,9 +137,9 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
     """Remove the files of a save that fails inside the block, and release the claim on its path."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if job.staging is not None:
-            job.staging.abandon()
+            job.staging.abandon(late=not isinstance(error, CheckpointError))  # else all ranks have stopped
         if job.upload is not None:
             job.upload.abandon()
         if job.claim is not None:

@@ -138,8 +138,8 @@ class Upload:
             ours = isinstance(error, (CheckpointError, RankTimeoutError))
             why = str(error) if ours else f"rank {self.group.rank}: {type(error).__name__}: {error}"
             text = f"{source.where}: is saved, but it was not uploaded to {self.store.where}: {why}"
-            self.completion.not_saved(text)
-            staging.abandon()
+            all_have_stopped = self.completion.not_saved(text)
+            staging.abandon(late=not all_have_stopped)
             raise CheckpointError(text) from error
         self.completion.saved()
         if self.options.keep_last is not None:

@@ -268,8 +268,11 @@ class Staging(Protocol):
     def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
         """Write the manifest, and make this save the checkpoint. Raises CheckpointError where another save was faster."""
 
-    def abandon(self) -> None:
-        """Remove the files of this save, after a failure. Raises nothing."""
+    def abandon(self, *, late: bool = False) -> None:
+        """Remove the files of this save, after a failure. Raises nothing.
+
+        `late`: another process of this save may still write; a later save to the place removes what it writes.
+        """
 
 
 class StoreWriter(Protocol):
@@ -365,8 +368,11 @@ class Completion(Protocol):
     def saved(self) -> None:
         """Announce that the checkpoint is there. Raises nothing."""
 
-    def not_saved(self, why: str) -> None:
-        """Announce that the save has failed; return when the other processes know it, or cannot be reached. Raises nothing."""
+    def not_saved(self, why: str) -> bool:
+        """Announce that the save has failed; return when the other processes know it, or cannot be reached. Raises nothing.
+
+        Returns whether all of them know it, so that none of them writes any more.
+        """
 
     def wait_for_end(self, failed: str | None) -> None:
         """Return when the checkpoint is there; raise CheckpointError when the save has failed.

@@ -36,7 +36,7 @@ class LatePutsTest(unittest.TestCase):
 
     @parameterized.expand([("the same place", PREFIX), ("a place beside it", BESIDE)])
     def test_over_another_save(self, _: str, then: str) -> None:
-        """The checkpoint that is there stays as it is. The next save to the place removes the object; another one leaves it."""
+        """The checkpoint that is there stays as it is. The next save removes the object."""
         self.save(PREFIX, b"old")
         before = self.contents()
         store = self.store()
@@ -44,34 +44,48 @@ class LatePutsTest(unittest.TestCase):
         staging.create("optim.safetensors", 1000, b"")
         writer = store.join(staging.address, durable=False, who="rank 1")
         writer.write("optim.safetensors", [memoryview(bytes(100))], 0)
-        staging.abandon()
+        staging.abandon(late=True)
         writer.put(NAME, b"late")
         late = {f"{PREFIX}/{staging.token}/{NAME}": b"late"}
-        self.assertEqual(self.contents(), {**before, **late})
+        notes = {key: data for key, data in self.contents().items() if key.endswith("/dead")}
+        self.assertEqual(self.contents(), {**before, **late, **notes})
         with self.assertRaises(CheckpointError):  # the upload is gone: no part of it can come
             writer.write("optim.safetensors", [memoryview(bytes(100))], 100)
             writer.finish()
         with store.open() as opened:
             self.assertEqual(opened.read_whole(NAME), b"old")
         self.save(then, b"new")
-        self.assertEqual(set(late) & set(self.contents()), set() if then == PREFIX else set(late))
-        self.save(PREFIX, b"newer")
-        self.assertEqual(set(late) & set(self.contents()), set())
+        self.assertEqual({*late, *notes} & set(self.contents()), set())
         self.assertEqual(list(self.bucket.uploads("")), [])
 
-    def test_first_save(self) -> None:
-        """The object looks like one that somebody has put there, so it stays; no save takes it for its own."""
+    @parameterized.expand([("the same place", PREFIX), ("a place beside it", BESIDE)])
+    def test_first_save(self, _: str, then: str) -> None:
+        """The object has the name of one that somebody has put there; a note tells the next save that it is not."""
         store = self.store()
         staging = store.begin(overwrite=False, durable=False)
         writer = store.join(staging.address, durable=False, who="rank 1")
-        staging.abandon()
+        staging.abandon(late=True)
         writer.put(NAME, b"late")
         with self.assertRaises(CheckpointError):
             store.open()
-        self.save(PREFIX, b"new")
-        with store.open() as opened:
+        self.assertEqual(list(store.siblings()), [])
+        self.save(then, b"new")
+        with self.store(then).open() as opened:
             self.assertEqual(opened.read_whole(NAME), b"new")
-        self.assertEqual(self.contents()[f"{PREFIX}/{NAME}"], b"late")
+        left = [key for key, data in self.contents().items() if data == b"late" or not key.startswith(then)]
+        self.assertEqual(left, [])
+
+    def test_first_save_whose_ranks_have_all_stopped(self) -> None:
+        """It leaves nothing; what is there afterwards is somebody's."""
+        store = self.store()
+        staging = store.begin(overwrite=False, durable=False)
+        writer = store.join(staging.address, durable=False, who="rank 1")
+        writer.put(NAME, b"early")
+        staging.abandon()
+        self.assertEqual(self.contents(), {})
+        self.bucket.put(f"{PREFIX}/{NAME}", b"of a user")
+        self.save(PREFIX, b"new")
+        self.assertEqual(self.contents()[f"{PREFIX}/{NAME}"], b"of a user")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
-from kit.wrapping import Differs, Trained, adam, check_same, cpu, local_of
+from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text, local_of
 
 import fsdp_optim
 from fsdp_optim.checkpoint import catalog
@@ -69,6 +69,44 @@ def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None
             for kept in range(max(1, number - KEEP_LAST + 1), number + 1):
                 check_at(f"{root}/step-{kept}", direct, range(kept, kept + 1))
     return given
+
+
+def save_number(url: str, number: int, options: Options, keep_last: int | None = KEEP_LAST) -> None:
+    one = Trained("FSDP2", adam, 1)
+    with torch.no_grad():
+        for param in one.params:
+            local_of(param).fill_(number)
+    asked: dict[str, Any] = {"storage_options": options, "progress": False, "extra": {"number": number}}
+    fsdp_optim.save(url, one.model, one.optim, keep_last=keep_last, **asked)
+
+
+def save_beside_removed(root: str, stale: Options, direct: Options) -> None:
+    """Every listing through `stale` is the one before step 3: it shows what was removed, and lacks the newest."""
+    with cpu():
+        for number in (1, 2):
+            save_number(f"{root}/step-{number}", number, direct)
+        first = dist.get_rank() == 0
+        if first:
+            check_same("latest", fsdp_optim.latest(root, storage_options=stale), f"{root}/step-2")
+        dist.barrier()
+        for number in (3, 4):
+            save_number(f"{root}/step-{number}", number, direct)
+        if first:
+            check_same(
+                "latest, where all that is listed was removed", fsdp_optim.latest(root, storage_options=stale), None
+            )
+        one = Trained("FSDP2", adam, 1)
+        asked: dict[str, Any] = {"storage_options": stale, "progress": False}
+        error, words = error_text(lambda: fsdp_optim.load(f"{root}/step-1", one.model, one.optim, **asked))
+        check_same("load of what was removed", (error, f"{root}/step-1" in words), ("CheckpointError", True))
+        check_at(f"{root}/step-4", stale, range(4, 5))
+        save_number(f"{root}/step-5", 5, stale)
+        for number in (4, 5):
+            check_at(f"{root}/step-{number}", direct, range(number, number + 1))
+        if first:
+            check_same("latest", fsdp_optim.latest(root, storage_options=direct), f"{root}/step-5")
+        error, words = error_text(lambda: save_number(f"{root}/step-4", 6, stale))
+        check_same("save over one that is not listed", (error, "there already" in words), ("CheckpointError", True))
 
 
 class StaleBucket(MemoryBucket):
@@ -131,6 +169,13 @@ class StaleListingsTest(unittest.TestCase):
             by_rank = run_on_ranks(save_and_look, 2, f"s3://{bucket}/run", stale, self.options)
         self.assertGreater(fault.num_done, 10)
         self.assertGreater(len([one for one in by_rank[0] if one is not None]), 0, by_rank[0])
+
+    def test_listings_that_show_what_was_removed(self) -> None:
+        bucket = new_bucket(self.options)
+        fault = Fault("Stale", method="GET", query="list-type=2", times=-1)
+        with Proxy(port_of(self.options), [fault]) as proxy:
+            run_on_ranks(save_beside_removed, 2, f"s3://{bucket}/run", proxy.options(self.options), self.options)
+        self.assertGreater(fault.num_done, 3)
 
 
 if __name__ == "__main__":

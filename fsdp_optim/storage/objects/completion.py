@@ -78,13 +78,12 @@ class ObjectCompletion(Completion):
     def saved(self) -> None:
         """The manifest announces it."""
 
-    def not_saved(self, why: str) -> None:
-        with contextlib.suppress(OSError):
+    def not_saved(self, why: str) -> bool:
+        with contextlib.suppress(OSError, RankTimeoutError):
             self._put(_OUTCOME, why.encode())
             seen = {f"{_SEEN}{rank}" for rank in self._ranks[1:]}
-            end = time.monotonic() + _FAREWELL
-            with contextlib.suppress(RankTimeoutError):
-                self._poll(lambda: seen <= self._notes() or None, lambda: "", end)
+            return self._poll(lambda: seen <= self._notes() or None, lambda: "", time.monotonic() + _FAREWELL)
+        return False
 
     def wait_for_end(self, failed: str | None) -> None:
         def look() -> bool | None:

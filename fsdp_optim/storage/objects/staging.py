@@ -13,7 +13,7 @@ from fsdp_optim.storage.base import Capabilities, Judge, Staging
 from fsdp_optim.storage.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.storage.objects.keys import Place, new_token, own_token
 from fsdp_optim.storage.objects.opened import OpenedObjects, current
-from fsdp_optim.storage.objects.saves import Claim, check_held, own_keys, remove_dead, taken_for_dead
+from fsdp_optim.storage.objects.saves import Claim, check_held, mark_dead, own_keys, remove_dead, taken_for_dead
 from fsdp_optim.storage.objects.writer import Address, SharedFile
 
 log = logging.getLogger("fsdp_optim")
@@ -182,8 +182,8 @@ class ObjectStaging(Staging):
         finally:
             self._claim.stop()
 
-    def abandon(self) -> None:
-        """What cannot be removed now is removed by a later save, to which the claim shows it."""
+    def abandon(self, *, late: bool = False) -> None:
+        """What cannot be removed now is removed by a later save, to which the claim shows it, or a note where it comes `late`."""
         if self._committed:
             return
         with contextlib.suppress(OSError):
@@ -194,6 +194,8 @@ class ObjectStaging(Staging):
                 self._claim.release()
             else:
                 self._claim.finish(self._judge)
+                if late:  # without a note, an object that has no folder of a save is a stranger's
+                    mark_dead(self._bucket, self._place, is_plain=self._claim.is_plain)
         self._claim.stop()
 
     def _may_count(self) -> bool:

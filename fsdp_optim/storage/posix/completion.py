@@ -120,7 +120,7 @@ class FolderCompletion(Completion):
         if self._outcome is not None:
             self._outcome.write(_SAVED)  # ranks that hold the note open can read it wherever the folder is
 
-    def not_saved(self, why: str) -> None:
+    def not_saved(self, why: str) -> bool:
         if self._outcome is not None:
             self._outcome.write(f"{_NOT_SAVED}{why}")
         deadline = time.monotonic() + _GRACE
@@ -129,6 +129,7 @@ class FolderCompletion(Completion):
             seen = {rank for rank in unseen if _is_seen(self._folder / f"{_SEEN}{rank}")}
             unseen -= seen | {rank for rank in unseen if self._is_dead(rank)}
             time.sleep(_LOOK_EVERY)
+        return not unseen
 
     def wait_for_end(self, failed: str | None) -> None:
         deadline = time.monotonic() + 2 * self._timeout + _GRACE  # the leader gives up first

@@ -274,8 +274,8 @@ class FolderStaging(ResumableStaging):
         except OSError as error:
             raise CheckpointError(f"{self.folder / name}: cannot be removed: {error.strerror or error}") from None
 
-    def abandon(self) -> None:
-        """Remove the folder, after a failure. Raises nothing."""
+    def abandon(self, *, late: bool = False) -> None:
+        """Remove the folder, after a failure. Raises nothing. In a folder that is gone nobody creates a file (`late`)."""
         remove_tree(self.folder)
         if self.filling is not None:
             self.filling.remove()
