@@ -20,6 +20,7 @@ from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import path_of
 from fsdp_optim.checkpoint.upload import Upload
 from fsdp_optim.checkpoint.writing import RankWriter
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format, FormatWriter, Prepared
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.memory import Budget
@@ -60,14 +61,22 @@ class Job:
         return self.plan.files
 
     @property
-    def budget(self) -> Budget:
-        """The budget for elements on their way to the ranks that write them. Uploads of parts take the other half."""
+    def _whole_budget(self) -> Budget:
         whole = self.callers.budget
         if self.cast:
             grown = max(-(-value.dtype.itemsize // value.live.dtype.itemsize) for value in self.cast.values())
             whole = whole.share(1 + grown, "elements, and what they are cast to")
+        return whole
+
+    @property
+    def budget(self) -> Budget:
+        """The budget for elements on their way to the ranks that write them. Uploads of parts take three times as much.
+
+        Stores limit each connection, so that a rank is as fast as it has parts under way.
+        """
+        whole = self._whole_budget
         return (
-            whole.share(2, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
+            whole.share(4, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
         )
 
     @property
@@ -89,8 +98,9 @@ class Job:
 
     def rank_writer(self) -> RankWriter:
         rank, budget = self.callers.rank, self.budget
+        of_writer = self._whole_budget.nbytes - budget.nbytes if self.plan.parted else budget.nbytes
         store_writer = self.store.join(
-            self.address, durable=self.options.durable, who=f"rank {rank}", budget_nbytes=budget.nbytes
+            self.address, durable=self.options.durable, who=f"rank {rank}", budget_nbytes=of_writer
         )
         return RankWriter(
             store_writer,

@@ -67,7 +67,15 @@ class ClientsTest(unittest.TestCase):
             first = shared_clients(OPTIONS)
             self.assertIs(shared_clients({**OPTIONS, "part_nbytes": 1000}), first)
             self.assertIsNot(shared_clients({**OPTIONS, "retry_seconds": 3}), first)
-            self.assertIsNot(shared_clients({**OPTIONS, "config": {"read_timeout": 3}}), first)
+            path = {"s3": {"addressing_style": "path"}, "read_timeout": 3}
+            configured = shared_clients({**OPTIONS, "config": path})
+            self.assertIsNot(configured, first)
+            self.assertIs(
+                shared_clients({**OPTIONS, "config": {**path, "s3": {"addressing_style": "path"}}}), configured
+            )
+            path["s3"]["addressing_style"] = "virtual"  # type: ignore[index]
+            self.assertIsNot(shared_clients({**OPTIONS, "config": path}), configured)
+            self.assertEqual(configured.get(time.monotonic() + 10).client.meta.config.s3["addressing_style"], "path")
             self.assertIsNot(shared_clients({**OPTIONS, "botocore_session": get_session()}), first)
             with mock.patch.dict(os.environ, AWS_ACCESS_KEY_ID="another"):
                 self.assertIsNot(shared_clients(OPTIONS), first)

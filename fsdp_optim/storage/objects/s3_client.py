@@ -61,7 +61,7 @@ def shared_clients(options: Mapping[str, Any]) -> Clients:
     """
     about = {name: value for name, value in options.items() if name not in ("part_nbytes", "botocore_session")}
     try:
-        key = (tuple(sorted(about.items())), _surroundings())
+        key = (_Plain.of(about), _surroundings())
         hash(key)
     except TypeError:  # an option that can be changed, or one without an order
         return Clients(options)
@@ -72,9 +72,24 @@ def shared_clients(options: Mapping[str, Any]) -> Clients:
     return clients
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """A dict of plain values, such as the arguments of a `Config`, that can be compared and is not changed."""
+
+    items: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> _Plain:
+        pairs = sorted(values.items(), key=lambda pair: pair[0])
+        return cls(tuple((name, cls.of(one) if isinstance(one, dict) else one) for name, one in pairs))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: one.as_dict() if isinstance(one, _Plain) else one for name, one in self.items}
+
+
 @functools.lru_cache(maxsize=4)
-def _clients(options: tuple[tuple[str, Any], ...], surroundings: object) -> Clients:
-    return Clients(dict(options))
+def _clients(options: _Plain, surroundings: object) -> Clients:
+    return Clients(options.as_dict())
 
 
 def _surroundings() -> object:
