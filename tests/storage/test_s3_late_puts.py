@@ -18,7 +18,7 @@ from fsdp_optim.formats.ours import OURS
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
-LATE = "extra/rank-00001.json"
+LATE = "extra/rank-00001.safetensors"
 TIMEOUT = 5.0  # seconds for which rank 0 waits for rank 1
 LIMIT = 60.0
 
