@@ -195,7 +195,7 @@ class ObjectStaging(Staging):
             else:
                 self._claim.finish(self._judge)
                 if late:  # without a note, an object that has no folder of a save is a stranger's
-                    mark_dead(self._bucket, self._place, is_plain=self._claim.is_plain)
+                    mark_dead(self._bucket, self._place, self._token, is_plain=self._claim.is_plain)
         self._claim.stop()
 
     def _may_count(self) -> bool:
