@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import threading
 import time
@@ -110,6 +111,17 @@ def _seconds(timeout: object) -> float | None:
     raise StateError(f"timeout has to be a number of seconds that is not negative, or None, not {timeout!r}")
 
 
+def _call_before_pools_end(call: Callable[[], None]) -> None:
+    """Call a function when the interpreter ends, while pools of threads, with which stores are written, still take work.
+
+    Handlers of `atexit` are called after that.
+    """
+    importlib.import_module("concurrent.futures.thread")  # what is registered last is called first
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(call)
+
+
 class Pending:
     """The slot for one background save."""
 
@@ -121,9 +133,14 @@ class Pending:
         """Start a save. The caller has settled the previous one."""
         if not self._waits_at_exit:
             atexit.register(self.settle)
+            _call_before_pools_end(self._join)
             self._waits_at_exit = True
         handle.start()
         self._handle = handle
+
+    def _join(self) -> None:
+        if self._handle is not None:
+            self._handle.join(None)
 
     def wait(self, timeout: float | None) -> None:
         """As `settle`. Raises RankTimeoutError if the save does not end within `timeout` seconds."""

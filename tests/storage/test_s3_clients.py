@@ -67,15 +67,7 @@ class ClientsTest(unittest.TestCase):
             first = shared_clients(OPTIONS)
             self.assertIs(shared_clients({**OPTIONS, "part_nbytes": 1000}), first)
             self.assertIsNot(shared_clients({**OPTIONS, "retry_seconds": 3}), first)
-            path = {"s3": {"addressing_style": "path"}, "read_timeout": 3}
-            configured = shared_clients({**OPTIONS, "config": path})
-            self.assertIsNot(configured, first)
-            self.assertIs(
-                shared_clients({**OPTIONS, "config": {**path, "s3": {"addressing_style": "path"}}}), configured
-            )
-            path["s3"]["addressing_style"] = "virtual"  # type: ignore[index]
-            self.assertIsNot(shared_clients({**OPTIONS, "config": path}), configured)
-            self.assertEqual(configured.get(time.monotonic() + 10).client.meta.config.s3["addressing_style"], "path")
+            self.assertIsNot(shared_clients({**OPTIONS, "config": {"read_timeout": 3}}), first)
             self.assertIsNot(shared_clients({**OPTIONS, "botocore_session": get_session()}), first)
             with mock.patch.dict(os.environ, AWS_ACCESS_KEY_ID="another"):
                 self.assertIsNot(shared_clients(OPTIONS), first)
@@ -87,6 +79,15 @@ class ClientsTest(unittest.TestCase):
             made = second.get(time.monotonic() + 10)
             self.assertEqual(made.client._request_signer._credentials.access_key, "access")
             self.assertIs(shared_clients(OPTIONS).get(time.monotonic() + 10), made)
+
+    def test_calls_share_a_client_with_a_config(self) -> None:
+        config: dict[str, Any] = {"s3": {"addressing_style": "path"}, "read_timeout": 3}
+        first = shared_clients({**OPTIONS, **KEYS, "config": config})
+        same = {"read_timeout": 3, "s3": {"addressing_style": "path"}}
+        self.assertIs(shared_clients({**OPTIONS, **KEYS, "config": same}), first)
+        config["s3"]["addressing_style"] = "virtual"
+        self.assertIsNot(shared_clients({**OPTIONS, **KEYS, "config": config}), first)
+        self.assertEqual(first.get(time.monotonic() + 10).client.meta.config.s3["addressing_style"], "path")
 
     def test_connections_that_were_idle_are_not_used_again(self) -> None:
         options = shared("rclone")
