@@ -299,6 +299,7 @@ class ConvertOptions(Arguments):
     progress: bool | None = field(default=None, metadata=MAY_DIFFER)
     storage_options: Mapping[str, Any] | None = field(default=None, metadata=MAY_DIFFER, repr=False)
     units: Mapping[str, Sequence[str]] | None = None
+    flatten_parameters: bool | None = None
 
     def validate(self) -> None:
         super().validate()

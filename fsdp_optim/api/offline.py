@@ -35,6 +35,7 @@ def convert(
     names: Sequence[str] | None = None,
     model: Model | None = None,
     units: Mapping[str, Sequence[str]] | None = None,
+    flatten_parameters: bool | None = None,
     overwrite: bool = False,
     durable: bool = True,
     max_file_size: int = 4_000_000_000,
@@ -70,6 +71,8 @@ def convert(
         units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the
             path of the module that is wrapped, in the order of the wrapped model's parameters(), such as
             `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`.
+        flatten_parameters: for "fairscale_shards": FSDP's argument of this name. False: `units` has the parameters that each FSDP
+            module wraps, and each is cut by itself. None: as in `src`, if that is of this format; else True.
         overwrite, durable, max_file_size: as for `save`.
         allow_pickle: read and write values that need pickle, which can run any code of the author of `src`.
         progress: show a bar on the lowest rank. None: for long conversions, a bar on a terminal, and lines in the log elsewhere.
@@ -92,6 +95,7 @@ def convert(
             memory=memory,
             names=names,
             units=units,
+            flatten_parameters=flatten_parameters,
             overwrite=overwrite,
             durable=durable,
             max_file_size=max_file_size,

@@ -63,7 +63,8 @@ def convert(
     with in_turn(callers), all_hear(callers):
         options.validate()
         format = target_format or format_named(
-            options.format, Wanted(options.world_size, options.key_by, units=options.units)
+            options.format,
+            Wanted(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
         )
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
         with closing(open_checkpoint(its, verify=True, format=source_format)) as checkpoint:

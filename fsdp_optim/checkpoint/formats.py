@@ -13,7 +13,8 @@ from fsdp_optim.formats.dcp import DCP
 from fsdp_optim.formats.dcp_format import DCP_FOLDER, TORCHTITAN_FOLDER
 from fsdp_optim.formats.deepspeed import DEEPSPEED
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
-from fsdp_optim.formats.fairscale_writer import Units, WrittenFairscaleShards
+from fsdp_optim.formats.fairscale_units import Units
+from fsdp_optim.formats.fairscale_writer import WrittenFairscaleShards
 from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.olmo_local import OLMO_LOCAL
 from fsdp_optim.formats.ours import OURS, Ours
@@ -46,7 +47,7 @@ class Wanted:
         world_size: the number of ranks whose shards are written; None for a format with one copy of each tensor.
         key_by: whether parameters of the optimizer are called by "id" or by "name"; None: as the format does it by itself.
         weights_name, beside: as for `Ours`, for that format.
-        units: how parameters are flattened, for a format with flat parameters; None: as the source says.
+        units, flattens: how parameters are flattened, for a format with flat parameters; None: as the source says.
     """
 
     world_size: int | None = None
@@ -54,6 +55,7 @@ class Wanted:
     weights_name: str = OURS.weights_name
     beside: tuple[tuple[str, bytes], ...] = ()
     units: Units | None = None
+    flattens: bool | None = None
 
 
 def _shards(wanted: Wanted) -> Format:
@@ -63,7 +65,7 @@ def _shards(wanted: Wanted) -> Format:
         )
     if wanted.key_by is not None:
         raise CheckpointError("fairscale's shards call parameters by id: leave key_by out")
-    return WrittenFairscaleShards(wanted.world_size, wanted.units)
+    return WrittenFairscaleShards(wanted.world_size, wanted.units, wanted.flattens)
 
 
 def _ours(wanted: Wanted) -> Format:
@@ -117,6 +119,8 @@ def format_named(name: str, wanted: Wanted = Wanted()) -> Format:
         raise CheckpointError(f"format has to be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")
     if wanted.units is not None and WRITTEN[name] is not _shards:
         raise CheckpointError(f'units= is for formats with flat parameters ("fairscale_shards"), not for {name!r}')
+    if wanted.flattens is not None and WRITTEN[name] is not _shards:
+        raise CheckpointError(f'flatten_parameters= is for fairscale\'s shards ("fairscale_shards"), not for {name!r}')
     return WRITTEN[name](wanted)
 
 

@@ -110,6 +110,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         weights=which,
         weights_dtype=weights_in(checkpoint).dtype,
         units=checkpoint.units if isinstance(checkpoint, ForeignReader) else None,
+        flattens=checkpoint.flattens if isinstance(checkpoint, ForeignReader) else True,
     )
     prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
     files = dict(prepared.files)

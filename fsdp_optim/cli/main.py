@@ -80,6 +80,7 @@ def _convert(options: argparse.Namespace, rank: int) -> None:
         memory=options.memory,
         names=names,
         units=units,
+        flatten_parameters=False if options.not_flattened else None,
         overwrite=options.overwrite,
         durable=not options.not_durable,
         max_file_size=options.max_file_size,
@@ -190,6 +191,9 @@ def _add_convert(commands: Any) -> None:
         "--units",
         metavar="FILE",
         help="fairscale_shards: JSON with the names that each FSDP unit flattens, by its path",
+    )
+    convert.add_argument(
+        "--not-flattened", action="store_true", help="fairscale_shards: for FSDP with flatten_parameters=False"
     )
     convert.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
     convert.add_argument("--not-durable", action="store_true", help="do not wait until the bytes are on the disk")

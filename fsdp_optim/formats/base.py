@@ -34,7 +34,7 @@ from typing import Any, Literal, Protocol
 
 from fsdp_optim.errors import ReplacedError
 from fsdp_optim.formats.brief import ManagerRecord, content_of
-from fsdp_optim.formats.checksums import Rows
+from fsdp_optim.formats.checksums import Rows, SegmentRange
 from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.extents import DataSection, Extent
 from fsdp_optim.formats.frames import Frames, Pieces
@@ -227,6 +227,16 @@ class FormatReader(Protocol):
         """Close the files."""
 
 
+def hashes_in(reader: FormatReader, file: str, start: int, stop: int) -> SegmentRange | None:
+    """The segments with any of the bytes [start, stop) of a file, counted as `read` counts, whose hashes `read` compares.
+
+    None: the reader compares none there. The range is not empty.
+    """
+    its = getattr(reader, "hashes_in", None)
+    found: SegmentRange | None = its(file, start, stop) if its is not None else None
+    return found
+
+
 def weights_in(reader: FormatReader) -> SavedWeights:
     """The `weights` of a reader, which readers of other packages may lack."""
     found: SavedWeights = getattr(reader, "weights", UNKNOWN_WEIGHTS)
@@ -303,6 +313,7 @@ class CheckpointContents:
         weights: which of the model's tensors are saved: "all", "trainable" or "none".
         weights_dtype: torch's name of the dtype to which floating ones are cast; None: they are saved as they are.
         units: the FQNs in each flat parameter of the model that saved, by the path of the wrapped module; None if unknown.
+        flattens: False: the parameters of each wrapped module in `units` were cut by themselves.
     """
 
     world_size: int
@@ -312,6 +323,7 @@ class CheckpointContents:
     weights: Literal["all", "trainable", "none"] = "all"
     weights_dtype: str | None = None
     units: Mapping[str, Sequence[str]] | None = None
+    flattens: bool = True
 
     @property
     def content(self) -> str:

@@ -70,7 +70,8 @@ class FairscaleShards(ForeignFormat):
                 world_size=files.num,
                 step=_step(values[0]),
                 metadata_digest=files.digest,
-                units=shards.flattened(),
+                units=shards.flattened() or shards.cut_alone(),
+                flattens=shards.cut_alone() is None,
                 files=files.names,
             )
 
@@ -188,6 +189,16 @@ class _Shards:
         found = {unit.path: unit.fqns for unit in self.units}
         is_flat = all(unit.key.rpartition(".")[2].startswith("flat_param_") for unit in self.units)
         return found if is_flat and len(found) == len(self.units) and not any(u.is_own for u in self.units) else None
+
+    def cut_alone(self) -> dict[str, tuple[str, ...]] | None:
+        """The FQNs of each wrapped module by its path, if every parameter is cut by itself; else None."""
+        metadata = next(self.values[0][key] for key in _METADATA if key in self.values[0])
+        found: dict[str, tuple[str, ...]] = {str(unit["fsdp_path"]): () for unit in metadata["param_metadata"]}
+        for unit in self.units:
+            if unit.fqns != (unit.key,) or unit.is_own:
+                return None
+            found[unit.path] = (*found.get(unit.path, ()), unit.key)
+        return found
 
     def _place(self, stored: StoredTensor) -> tuple[object, ...]:
         return stored.file, stored.start, stored.shape, stored.key

@@ -3,11 +3,12 @@
 # file of rank 1 | head | flat shard: end of weight 0, weight 1, beginning of weight 2 | zeros | its exp_avg: the same cuts | ...
 
 A shard of a flat parameter is one tensor of the file. Its elements are slices of several tensors of the source, of the
-model's half or of the optimizer's, and its padding is a frame.
+model's half or of the optimizer's, and its padding is a frame. With `flatten_parameters=False` every parameter is cut by itself.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.base import (
     COMMON,
     MODULES,
@@ -30,8 +31,9 @@ from fsdp_optim.formats.base import (
     Stamp,
     WrittenFiles,
 )
-from fsdp_optim.formats.description import OPAQUE, SCALAR, TENSOR, ParamDescription
+from fsdp_optim.formats.description import TENSOR
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
+from fsdp_optim.formats.fairscale_units import Unit, Units, units_of
 from fsdp_optim.formats.frames import joined
 from fsdp_optim.formats.torch_writer import SmallTensors, TorchFilesJudge, check_safe, manifest_of, sequence_of
 from fsdp_optim.formats.torch_zip import ArchiveFrames, TensorStub
@@ -39,16 +41,11 @@ from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Judge, Opened
 
+log = logging.getLogger("fsdp_optim")
+
 STEM = "checkpoint_last"
 _RESERVED = ("model", "shard_metadata", "fsdp_metadata", "last_optimizer_state")
-_FLAT = "flat_param_0"
-_WAY_OUT = (
-    'give units={"": [...], "layers.0": [...]}: for each module that FSDP wraps, its path and the FQNs of the parameters that it '
-    "flattens, both in the order of the wrapped model's parameters()"
-)
-
-Units = Mapping[str, Sequence[str]]
-"""The FQNs in each flat parameter, in order, by the path of the module that FSDP wraps."""
+_MOST_NAMED = 8
 
 
 class FairscaleFilesJudge(TorchFilesJudge):
@@ -60,10 +57,14 @@ class FairscaleFilesJudge(TorchFilesJudge):
 
 @dataclass(frozen=True)
 class WrittenFairscaleShards(Format):
-    """Files of fairscale's shards for `world_size` ranks. `units`: None if the source says them."""
+    """Files of fairscale's shards for `world_size` ranks.
+
+    `units`: None if the source says them. `flattens`: FSDP's `flatten_parameters`; None: as the source, or True.
+    """
 
     world_size: int
     units: Units | None = field(default=None, hash=False)
+    flattens: bool | None = None
     name: str = "fairscale_shards"
     judge: Judge[Any] = FairscaleFilesJudge()  # noqa: RUF009  # it has no state
     needs_names: bool = True
@@ -75,7 +76,7 @@ class WrittenFairscaleShards(Format):
         return FAIRSCALE_SHARDS.open(opened, verify=verify)
 
     def writer(self) -> FormatWriter:
-        return FairscaleShardsWriter(self.world_size, self.units)
+        return FairscaleShardsWriter(self.world_size, self.units, self.flattens)
 
     def sequence_in(self, opened: Opened) -> int:
         return sequence_of(opened)
@@ -87,13 +88,15 @@ class FairscaleShardsWriter(FormatWriter):
 
     world_size: int
     given: Units | None = None
+    flattens: bool | None = None
     needs_scalars: bool = True
     _contents: CheckpointContents | None = None
-    _units: tuple[_Unit, ...] = ()
+    _units: tuple[Unit, ...] = ()
     _extras: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
-        self._contents, self._units = contents, tuple(_units_of(contents, self.given))
+        flattens = self.flattens if self.flattens is not None else self.given is not None or contents.flattens
+        self._contents, self._units = contents, tuple(units_of(contents, self.given, flattens=flattens))
         return Prepared(contents.content, "", {}, None, contents)
 
     def copied(self, reader: FormatReader) -> Prepared | None:
@@ -135,122 +138,29 @@ class FairscaleShardsWriter(FormatWriter):
     def last(
         self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
     ) -> Iterator[tuple[str, bytes]]:
+        left_out = [name for name in sorted(self._extras) if _rank_in(name) >= self.world_size]
+        if left_out:
+            ranks = ", ".join(str(_rank_in(name)) for name in left_out[:_MOST_NAMED])
+            more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
+            keys = sorted({str(key) for name in left_out for key in _as_dict(self._extras[name])})
+            log.warning(
+                "the files are for %s, so values of the trainer are not written: %s, of %s %s%s of the source",
+                counted_noun(self.world_size, "rank"),
+                ", ".join(keys[:_MOST_NAMED]),
+                "rank" if len(left_out) == 1 else "ranks",
+                ranks,
+                more,
+            )
         yield manifest_of(prepared.content, prepared.document, self.world_size, files, written, stamp)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A flat parameter: the FQNs in it, their shapes, and what their state has in common (None without state)."""
-
-    path: str
-    fqns: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    state: ParamDescription | None
-    aliases: tuple[tuple[str, str], ...]
-
-    @property
-    def key(self) -> str:
-        return f"{self.path}.{_FLAT}" if self.path else _FLAT
-
-    @property
-    def numel(self) -> int:
-        return sum(map(prod, self.shapes))
-
-    def inside(self, fqn: str) -> str:
-        return fqn[len(self.path) + 1 :] if self.path else fqn
-
-    def shard(self, rank: int, world_size: int) -> tuple[int, int, int]:
-        """The first element of a rank's shard, one past its last, and the number of elements of all shards, padding included."""
-        each = -(-self.numel // world_size)
-        start = min(rank * each, self.numel)
-        return start, min(start + each, self.numel), each
-
-    def slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """The slices of parameters in a range of elements of the flat parameter."""
-        at = 0
-        for fqn, shape in zip(self.fqns, self.shapes, strict=True):
-            first, last = max(start - at, 0), min(stop - at, prod(shape))
-            if first < last:
-                yield fqn, first, last
-            at += prod(shape)
+def _rank_in(name: str) -> int:
+    """The rank whose values an extra has; -1 for those of all ranks."""
+    return int(name.removeprefix("rank-")) if name.startswith("rank-") else -1
 
 
-def _units_of(contents: CheckpointContents, given: Units | None) -> Iterator[_Unit]:
-    """The units, checked against the weights and the state."""
-    units = given if given is not None else contents.units
-    if units is None:
-        raise StateError(f"the checkpoint does not say how fairscale flattens its parameters: {_WAY_OUT}")
-    optim = contents.optim
-    seen: set[str] = set()
-    for path, fqns in units.items():
-        for fqn in fqns:
-            if fqn not in contents.params:
-                raise StateError(f"units has {fqn}, which the checkpoint does not have: {_WAY_OUT}")
-            if fqn in seen:
-                raise StateError(f"units has {fqn} twice: {_WAY_OUT}")
-            if path and not fqn.startswith(f"{path}."):
-                raise StateError(f"units has {fqn} in the module {path!r}, in which it is not: {_WAY_OUT}")
-            seen.add(fqn)
-        aliases = tuple((fqn, other) for other, fqn in contents.aliases.items() if fqn in fqns)
-        for fqn, other in aliases:
-            if path and not other.startswith(f"{path}."):
-                raise StateError(
-                    f"{fqn} is {other} too, outside of the module {path!r}: fairscale ties weights inside of one unit only"
-                )
-        state = _common_state(path, fqns, optim.params) if optim is not None and fqns else None
-        yield _Unit(path, tuple(fqns), tuple(contents.params[fqn] for fqn in fqns), state, aliases)
-    listed = [fqn for group in optim.groups for fqn in group.params] if optim is not None else []
-    left = [fqn for fqn in listed if fqn not in seen]
-    if left:
-        raise StateError(f"units does not have {left[0]}, a parameter of the optimizer: {_WAY_OUT}")
-
-
-def _common_state(path: str, fqns: Sequence[str], params: Mapping[str, ParamDescription]) -> ParamDescription | None:
-    """What the parameters of a unit have in common in their state, as the values of the first; None if none of them has state."""
-    first = params.get(fqns[0])
-    for fqn in fqns:
-        one = params.get(fqn)
-        has, had = one is not None and one.has_state, first is not None and first.has_state
-        if has != had:
-            with_state, without = (fqn, fqns[0]) if has else (fqns[0], fqn)
-            raise StateError(
-                f"{with_state} has state and {without} has none: fairscale keeps one state for the unit {path!r}"
-            )
-        if one is None or first is None or not has:
-            continue
-        for name, kind, _ in one.values:
-            if kind == OPAQUE or (kind not in (SCALAR, TENSOR)):
-                raise CheckpointError(
-                    f"{fqn}: {name!r} of its state is not cut like the parameter, so it has no place in a flat shard"
-                )
-        its, firsts = ({name: (kind, value) for name, kind, value in two.values} for two in (one, first))
-        different = [name for name in its | firsts if not _are_alike(its.get(name), firsts.get(name))]
-        if different:
-            name = different[0]
-            raise StateError(
-                f"{fqns[0]} and {fqn} differ in {name!r} of their state ({_shown(firsts.get(name))} and "
-                f"{_shown(its.get(name))}): fairscale keeps one state for the unit {path!r}"
-            )
-    return first if first is not None and first.has_state else None
-
-
-def _are_alike(one: tuple[str, Any] | None, other: tuple[str, Any] | None) -> bool:
-    if one is None or other is None or one[0] != other[0]:
-        return False
-    if one[0] == TENSOR:
-        return True
-    (_, a), (_, b) = one, other
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
-        )
-    return type(a) is type(b) and bool(a == b)
-
-
-def _shown(value: tuple[str, Any] | None) -> str:
-    return "none" if value is None else "a tensor" if value[0] == TENSOR else repr(value[1])
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {"extra": value}
 
 
 @dataclass
@@ -274,7 +184,9 @@ class _RankFile:
 
     def planned(self) -> PlannedFile:
         units = self.writer._units
-        model: dict[str, Any] = {unit.key: self._flat(unit, lambda fqn: ("model", fqn)) for unit in units if unit.fqns}
+        model: dict[str, Any] = {
+            unit.key: self._flat(unit, lambda fqn: ("model", fqn)) for unit in self._in_order(units) if unit.fqns
+        }
         flat = {fqn for unit in units for fqn in unit.fqns}
         model |= {fqn: self._whole("model", fqn) for fqn in self.contents.params if fqn not in flat}
         model |= {alias: model[fqn] for alias, fqn in self.contents.aliases.items() if fqn in model}
@@ -284,12 +196,22 @@ class _RankFile:
             tree["last_optimizer_state"] = self._optim()
         return self._file(f"{STEM}-shard{self.rank}.pt", tree)
 
+    def _in_order(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units in the order of the wrapped model's parameters: that of the ids, where parameters are cut by themselves."""
+        optim = self.contents.optim
+        if optim is None or all(unit.is_flat for unit in units):
+            return list(units)
+        listed = (fqn for group in optim.groups for fqn in group.params)
+        order = listed if len(optim.groups) == 1 else iter(self.contents.params)
+        place = {fqn: index for index, fqn in enumerate(order)}
+        return sorted(units, key=lambda unit: place.get(unit.fqns[0], len(place)) if unit.fqns else len(place))
+
     def _extras(self) -> dict[str, Any]:
         """The trainer's values: those that all ranks have in common, and those of this rank."""
         own = self.writer._extras.get(f"rank-{self.rank:05}", {})
-        return {**self.writer._extras.get(COMMON, {}), **(own if isinstance(own, dict) else {"extra": own})}
+        return {**self.writer._extras.get(COMMON, {}), **_as_dict(own)}
 
-    def _flat(self, unit: _Unit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
+    def _flat(self, unit: Unit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
         """This rank's shard of a tensor for each element of a unit."""
         start, stop, each = unit.shard(self.rank, self.writer.world_size)
         dtypes = {self.tensors[key_of(fqn)].dtype: fqn for fqn in unit.fqns}
@@ -312,7 +234,7 @@ class _RankFile:
 
     def _metadata(self, flat: set[str]) -> dict[str, Any]:
         """What fairscale's `local_metadata_dict` says."""
-        units = []
+        units: dict[str, dict[str, Any]] = {}
         for unit in self.writer._units:
             start, stop, each = unit.shard(self.rank, self.writer.world_size)
             flat_param = {
@@ -321,15 +243,20 @@ class _RankFile:
                 "numels": [prod(shape) for shape in unit.shapes],
                 "padding": each - (stop - start),
             }
-            units.append(
+            found = units.setdefault(
+                unit.path,
                 {
                     "fsdp_path": unit.path,
-                    "params": {_FLAT: flat_param} if unit.fqns else {},
+                    "params": {},
                     "no_broadcast_optim_state": False,
                     "shared_param_info": [tuple(map(unit.inside, pair)) for pair in unit.aliases],
-                }
+                },
             )
-        return {"param_metadata": units, "buffer_names": [fqn for fqn in self.contents.params if fqn not in flat]}
+            found["params"] |= {unit.name: flat_param} if unit.fqns else {}
+        return {
+            "param_metadata": list(units.values()),
+            "buffer_names": [fqn for fqn in self.contents.params if fqn not in flat],
+        }
 
     def _optim(self) -> dict[str, Any]:
         """The state dict of this rank's optimizer, whose parameters are the flat parameters."""
@@ -340,7 +267,11 @@ class _RankFile:
         groups = []
         for number, group in enumerate(optim.groups):
             listed, params = list[int](), set(group.params)
-            for unit in self.writer._units:  # an optimizer of the wrapped model lists its parameters in this order
+            place = {fqn: index for index, fqn in enumerate(group.params)}
+            units = list(self.writer._units)  # an optimizer of the wrapped model lists its parameters in this order
+            if not all(unit.is_flat for unit in units):
+                units.sort(key=lambda unit: place.get(unit.fqns[0], 0) if unit.fqns else 0)
+            for unit in units:
                 if params.isdisjoint(unit.fqns):
                     continue
                 apart = [fqn for fqn in unit.fqns if fqn not in params]
@@ -349,12 +280,12 @@ class _RankFile:
                         f"{apart[0]} is not in the param group {number} of {unit.fqns[0]}: fairscale keeps all parameters of "
                         f"the unit {unit.path!r} in one group"
                     )
-                listed.append(ids.setdefault(unit.path, len(ids)))
+                listed.append(ids.setdefault(unit.key, len(ids)))
             groups.append({**dict(group.hyperparameters), "params": listed})
-        state = {ids[unit.path]: self._state(unit) for unit in self.writer._units if unit.state is not None}
+        state = {ids[unit.key]: self._state(unit) for unit in self.writer._units if unit.state is not None}
         return {**optim.other_keys, "state": dict(sorted(state.items())), "param_groups": groups}
 
-    def _state(self, unit: _Unit) -> dict[str, Any]:
+    def _state(self, unit: Unit) -> dict[str, Any]:
         params = self.contents.optim.params if self.contents.optim is not None else {}
         keys = {fqn: {name: value for name, _, value in params[fqn].values} for fqn in unit.fqns}
 

@@ -106,7 +106,7 @@ class ForeignReader:
         module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
         rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
         pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
-        units: as for `CheckpointContents`.
+        units, flattens: as for `CheckpointContents`.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
     """
@@ -127,6 +127,7 @@ class ForeignReader:
     weights: SavedWeights = UNKNOWN_WEIGHTS
     metadata_digest: str = ""
     units: Mapping[str, Sequence[str]] | None = None
+    flattens: bool = True
     files: Sequence[str] = field(default=(), repr=False)
     _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
