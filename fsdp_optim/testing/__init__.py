@@ -24,6 +24,7 @@ from fsdp_optim.testing.ranks import RankPool, RanksFailed, WorkerDied, run_on_r
 from fsdp_optim.testing.threads import run_on_threads, thread_rank
 from fsdp_optim.testing.transport_conformance import TransportConformance
 from fsdp_optim.testing.worker import RemoteError
+from fsdp_optim.testing.written_formats import WrittenConformance
 
 __all__ = [
     "AdapterConformance",
@@ -38,6 +39,7 @@ __all__ = [
     "TransportConformance",
     "WorkerDied",
     "Written",
+    "WrittenConformance",
     "fairscale_on_cpu",
     "forget_fairscale_groups",
     "run_on_ranks",

@@ -68,6 +68,60 @@ class Saved:
     manifest: str
 
 
+EXTRAS: Mapping[str, Any] = {
+    COMMON: {"step": 7, "t": torch.ones(2)},
+    rank_extra_name(0): [0],
+    rank_extra_name(1): [1],
+}
+
+
+def save_as(
+    format: Format,
+    store: Store,
+    halves: Mapping[Half, Tensors],
+    description: OptimDescription | None,
+    extras: Mapping[str, Any],
+    *,
+    most_nbytes: int = 1 << 40,
+) -> Saved:
+    """Write a checkpoint as one rank, in the order of the calls of a conversion."""
+    writer = format.writer()
+    params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
+    contents = CheckpointContents(_RANKS, params, {"other": "large"} if "large" in params else {}, description)
+    prepared = writer.prepare(contents, allow_pickle=False, records={})
+    small = dict(prepared.files)
+    for name, value in extras.items():
+        if not writer.keeps_extra(name, value, allow_pickle=False):
+            small.update([writer.extra(name, value, allow_pickle=False)])
+    planned = {half: _planned(half, its) for half, its in halves.items() if half == "model" or description is not None}
+    files = writer.all_files(planned, prepared.shared, most_nbytes=most_nbytes, num_ranks=_RANKS)
+    staging = store.begin(overwrite=False, durable=False)
+    store_writer = store.join(staging.address, durable=False, who="rank 0")
+    rows = {}
+    for file in files:
+        store_writer.create(file.name, file.nbytes, file.head)
+        section = file.section(partial(store_writer.write, file.name))
+        extents = [
+            Extent(start, _bytes_of(halves[one.half][one.key]))
+            for one, start in zip(file.tensors, file.starts, strict=True)
+        ]
+        rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
+    for name, data in small.items():
+        store_writer.put(name, data)
+    staging.seal([file.name for file in files], [store_writer.finish()], durable=False)
+    written = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
+    names = [*small, *(file.name for file in files)]
+    last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
+    for name, data in last[:-1]:
+        staging.put(name, data, durable=False)
+        names.append(name)
+    manifest, data = last[-1]
+    staging.commit(manifest, data, durable=False)
+    with store.open() as opened:
+        content = {name: opened.read(name, 0, opened.size_of(name)) for name in names}
+    return Saved(store, content | {manifest: data}, manifest)
+
+
 class FormatConformance(MixIn):
     """A mix-in for a `unittest.TestCase`: the promises of a format, one per test."""
 
@@ -112,53 +166,10 @@ class FormatConformance(MixIn):
     def _save(
         self, halves: Mapping[Half, Tensors], description: OptimDescription | None, *, most_nbytes: int = 1 << 40
     ) -> Saved:
-        """Write a checkpoint as one rank, in the order of calls of the protocol."""
         format = self.make_format()
-        store, writer = self.make_store(format), format.writer()
-        params = {key: tuple(tensor.shape) for key, tensor in halves["model"].items()}
-        contents = CheckpointContents(_RANKS, params, {"other": "large"}, description)
-        prepared = writer.prepare(contents, allow_pickle=False, records={})
-        small = dict(prepared.files)
-        for name, value in (
-            (COMMON, {"step": 7, "t": torch.ones(2)}),
-            (rank_extra_name(0), [0]),
-            (rank_extra_name(1), [1]),
-        ):
-            small.update([writer.extra(name, value, allow_pickle=False)])
-        files = [
-            file
-            for half, tensors in halves.items()
-            if half == "model" or description is not None
-            for file in writer.files(
-                half, _planned(half, tensors), prepared.shared, most_nbytes=most_nbytes, num_ranks=_RANKS
-            )
-        ]
-        staging = store.begin(overwrite=False, durable=False)
-        store_writer = store.join(staging.address, durable=False, who="rank 0")
-        rows = {}
-        for file in files:
-            store_writer.create(file.name, file.nbytes, file.head)
-            section = file.section(partial(store_writer.write, file.name))
-            extents = [
-                Extent(start, _bytes_of(halves[one.half][one.key]))
-                for one, start in zip(file.tensors, file.starts, strict=True)
-            ]
-            rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
-        for name, data in small.items():
-            store_writer.put(name, data)
-        staging.seal([file.name for file in files], [store_writer.finish()], durable=False)
-        written = WrittenFiles(rows, {name: writer.info_of(data) for name, data in small.items()})
-        names = [*small, *(file.name for file in files)]
-        last = list(writer.last(prepared, files, written, Stamp(staging.token, 5, step=70)))
-        for name, data in last[:-1]:
-            staging.put(name, data, durable=False)
-            names.append(name)
-        manifest, data = last[-1]
-        self._case.assertEqual(manifest, format.judge.manifest, "the last file is the manifest")
-        staging.commit(manifest, data, durable=False)
-        with store.open() as opened:
-            content = {name: opened.read(name, 0, opened.size_of(name)) for name in names}
-        return Saved(store, content | {manifest: data}, manifest)
+        saved = save_as(format, self.make_store(format), halves, description, EXTRAS, most_nbytes=most_nbytes)
+        self._case.assertEqual(saved.manifest, format.judge.manifest, "the last file is the manifest")
+        return saved
 
     def _put(self, files: Mapping[str, bytes], manifest: str) -> Store:
         """The same files at a new place."""
