@@ -49,9 +49,11 @@ def convert(
 
     Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
     default group make the call and each copies a share of the bytes. The new checkpoint is written aside and gets its name when
-    it is complete. A conversion into a folder that is killed or interrupted goes on where it stopped, if it is called again with
-    the same source, which has not changed, the same `dst` and the same options: what is there already is verified and not written
-    again. Any other save into the same parent folder removes such leftovers. After an error nothing is left.
+    it is complete. A conversion that is killed or interrupted goes on where it stopped, if it is called again with the same
+    source, which has not changed, the same `dst` and the same options: in a folder, what is there already is verified and not
+    written again; in a bucket that takes parts (`s3://`), parts that the store has are not put again. On another machine than
+    before this needs two minutes from the kill on, so that the first process is surely gone. Any other save into the same parent
+    folder removes such leftovers, under the same prefix after five minutes. After an error nothing is left.
 
     Args:
         src: the checkpoint: a path, or a URL as for `save`.

@@ -1,8 +1,8 @@
 """Convert: writes a checkpoint again, in another format or in other files, without a model and in bounded memory.
 
 All processes that make the call read the description of the source, plan the same files and units, and copy a share of the units
-each, in several threads. The new files are written aside and committed like a save. In a folder, what a killed conversion has
-left is recognised by a digest of the source and of the plan, and the next call goes on there.
+each, in several threads. The new files are written aside and committed like a save. In a folder, and in a bucket that takes
+parts, what a killed conversion has left is recognised by a digest of the source and of the plan, and the next call goes on there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,7 +34,17 @@ from fsdp_optim.formats.base import Format, FormatReader, FormatWriter, Half
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.ours import OURS
 from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
-from fsdp_optim.storage.base import Opened, ResumableStaging, ResumableStore, Staging, Store, can_be_left, is_resumable
+from fsdp_optim.storage.base import (
+    Opened,
+    ResumableStaging,
+    ResumableStore,
+    Staging,
+    Store,
+    can_be_left,
+    is_resumable,
+    keeps_parts,
+    resumes_parts,
+)
 from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn, tell
 from fsdp_optim.transport.base import RankGroup
@@ -93,7 +103,7 @@ def _options_of(place: Place, options: StorageOptions) -> StorageOptions:
 
 @dataclass(frozen=True)
 class _Begun:
-    """The place of the new files, on every rank. `staging`: on the leader; `staged`: what a killed conversion has left there."""
+    """The place of the new files, on every rank. `staging`: on the leader; `staged`, `noted`: what a killed process has left."""
 
     store: Store
     strategy: str
@@ -103,6 +113,7 @@ class _Begun:
     staging: Staging | None = None
     claim: Claim | None = None
     staged: Opened | None = None
+    noted: Mapping[tuple[str, int], tuple[str, bytes]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,8 @@ class _Work:
             where, address, strategy, is_resumed, durable, parts = json.loads(told.content_of(callers.ranks[0]))
             store = store_of_leader(target, store, where, self.format, for_target)
             staged = store.staged(address) if is_resumed and is_resumable(store) else None
-            return _Begun(store, strategy, address, durable, parts, staging, claim, staged)
+            noted = store.noted(address) if is_resumed and resumes_parts(store) else {}
+            return _Begun(store, strategy, address, durable, parts, staging, claim, staged, noted)
         except BaseException:
             if staging is not None:
                 staging.abandon()
@@ -237,6 +249,14 @@ class _Work:
                 return resumed, IN_PLACE, True
             if resumed is not None:
                 resumed.abandon()
+        elif resumes_parts(store):
+            parts = store.resume(self.note, overwrite=self.options.overwrite)
+            if parts is not None:
+                wanted = {file.name: file.plan.nbytes for file in self.files}
+                sizes = {name: parts.capabilities.part_nbytes_of(nbytes) for name, nbytes in wanted.items()}
+                if parts.has_parts_of(wanted, sizes):
+                    return parts, IN_PARTS, True
+                parts.abandon()
         staging = store.begin(overwrite=self.options.overwrite, durable=self.options.durable)
         try:
             if self.format.needs_names and staging.replaces and not staging.capabilities.renames:
@@ -250,6 +270,8 @@ class _Work:
             if strategy == IN_PLACE and can_be_left(staging):
                 staging.create(JOURNAL, len(self._units({})) * DIGEST_NBYTES, b"")
                 staging.keep(self.note)  # the last step: now all files are there
+            if strategy == IN_PARTS and keeps_parts(staging):
+                staging.keep_parts(self.note)
         except BaseException:
             staging.abandon()
             raise
@@ -322,6 +344,8 @@ class _Work:
             join=lambda: self._join(begun),
             staged=begun.staged,
             has_journal=begun.strategy == IN_PLACE and is_resumable(begun.store),
+            notes_parts=begun.strategy == IN_PARTS and resumes_parts(begun.store),
+            noted=begun.noted,
             unit_nbytes=max((unit.nbytes for unit in mine), default=0),
             shown=lambda nbytes: progress.up_to(nbytes * num),
         )
@@ -346,10 +370,12 @@ def _given_up(job: Job) -> Iterator[None]:
         yield
     except BaseException as error:
         if job.staging is not None:
-            if isinstance(error, Exception) or not can_be_left(job.staging):
-                job.staging.abandon()
-            else:
+            if not isinstance(error, Exception) and can_be_left(job.staging):
                 job.staging.leave()
+            elif not isinstance(error, Exception) and keeps_parts(job.staging):
+                job.staging.leave_parts()
+            else:
+                job.staging.abandon()
         if job.claim is not None:
             job.claim.release()
         raise

@@ -1,7 +1,8 @@
 """The lanes of a conversion: threads of one rank. Each thread copies units until the share of the rank is done.
 
 What is done is noted in a journal among the new files: eight bytes for each unit, written after the unit. After a kill, a unit
-with a note is read from the new files, and copied again only if its segments do not have this digest.
+with a note is read from the new files, and copied again only if its segments do not have this digest. A store that takes parts
+notes each part with the store's receipt and the segments in the part, because it gives no part back before the commit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy
 
@@ -19,10 +21,10 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd
 from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Copier, Unit, digest_of
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import FormatReader, StoredTensor
-from fsdp_optim.formats.checksums import Rows, rows_of
+from fsdp_optim.formats.checksums import Rows, rows_from, rows_of
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key
-from fsdp_optim.storage.base import UNTIL_COMMIT, Opened, StoreWriter
+from fsdp_optim.storage.base import UNTIL_COMMIT, Opened, PartsWriter, StoreWriter
 from fsdp_optim.transport.world import alone
 
 JOURNAL = f"{UNTIL_COMMIT}journal"
@@ -40,6 +42,8 @@ class Share:
         staged: the new files as a killed conversion has left them; None if there are none.
         has_journal: whether the units are noted, so that they can be found after a kill.
         unit_nbytes: the length of the longest unit.
+        notes_parts: whether the units are parts that the store notes, so that they can be found after a kill.
+        noted: the parts that a killed conversion has put: the receipt and the segments of each.
         shown: called with the number of bytes that are done.
         failed: takes the error of a unit that cannot be read, and the others go on; None: the error ends all lanes.
     """
@@ -52,6 +56,8 @@ class Share:
     staged: Opened | None
     has_journal: bool
     unit_nbytes: int
+    notes_parts: bool = False
+    noted: Mapping[tuple[str, int], tuple[str, bytes]] = field(default_factory=dict)
     shown: Callable[[int], None] = lambda nbytes: None
     failed: Callable[[CheckpointError], None] | None = None
     nbytes_written: int = 0
@@ -119,13 +125,23 @@ class Share:
             raise
 
     def _copy(self, copier: Copier, unit: Unit, writer: StoreWriter) -> None:
-        rows = self._found(copier, unit)
+        rows = self._adopted(unit, writer) if self.notes_parts else self._found(copier, unit)
         is_new = rows is None
         if rows is None:
             rows = copier.copy(unit)
             if self.has_journal:
                 writer.write(JOURNAL, [memoryview(digest_of(rows))], unit.number * DIGEST_NBYTES)
+            elif self.notes_parts:
+                cast(PartsWriter, writer).note_part(unit.file.name, unit.part, rows.tobytes())
         self._done(unit, rows, is_new=is_new)
+
+    def _adopted(self, unit: Unit, writer: StoreWriter) -> Rows | None:
+        """The segments of a part that a killed conversion has put; None if it has to be put."""
+        receipt, data = self.noted.get((unit.file.name, unit.part), ("", b""))
+        if not receipt:
+            return None
+        cast(PartsWriter, writer).adopt_part(unit.file.name, unit.part, receipt)
+        return rows_from(data)
 
     def _found(self, copier: Copier, unit: Unit) -> Rows | None:
         """The segments of a unit that has been copied before a kill; None if it has to be copied."""

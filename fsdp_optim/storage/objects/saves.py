@@ -23,8 +23,10 @@ from fsdp_optim.storage.base import Judge
 from fsdp_optim.storage.objects.base import Bucket, Found
 from fsdp_optim.storage.objects.keys import Place, new_token
 from fsdp_optim.storage.objects.opened import OpenedObjects, current
+from fsdp_optim.storage.objects.owner import is_gone, this_process
 
 _BEATS = 5  # in the time after which a claim is that of a dead save
+_SILENT_BEATS = 2  # after which a process on another machine counts as killed where its save can go on
 _LOOKED_AT_ONCE = 16
 
 log = logging.getLogger("fsdp_optim")
@@ -34,7 +36,8 @@ log = logging.getLogger("fsdp_optim")
 class Claim:
     """The claim of one save, held by its leader.
 
-    `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called.
+    `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called. `replaces`: the version of the
+    claim of a process that was killed, in whose place this one goes on. Raises OvertakenError where another one was faster.
     """
 
     bucket: Bucket
@@ -42,16 +45,17 @@ class Claim:
     token: str
     dead_after: float
     is_plain: bool = False
+    replaces: str | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _beating: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.bucket.put(self.place.claim(self.token), self._content)
+        self.bucket.put(self.place.claim(self.token), self._content, only_if=self.replaces)
         threading.Thread(target=self._beat, name=f"fsdp_optim: saving {self.place.where}", daemon=True).start()
 
     @property
     def _content(self) -> bytes:
-        return json.dumps({"token": self.token}).encode()
+        return json.dumps({"token": self.token, "owner": this_process()}).encode()
 
     def _beat(self) -> None:
         while not self._stop.wait(self.dead_after / _BEATS):
@@ -86,6 +90,12 @@ class Claim:
         """Give no more signs of life."""
         self._stop.set()
 
+    def leave(self) -> None:
+        """Say that nobody goes on with the save, whose notes stay."""
+        self.stop()
+        with self._beating:
+            self.bucket.put(self.place.claim(self.token), json.dumps({"token": self.token}).encode())
+
     def release(self) -> None:
         """Remove the claim and all notes of the save."""
         self.stop()
@@ -93,6 +103,14 @@ class Claim:
             notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
             self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
             self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees what is left
+
+
+def is_ownerless(content: bytes, age: float, dead_after: float) -> bool:
+    """Whether nobody goes on with a save, by the content of its claim and its age: it was left, or its process is dead."""
+    owner = None
+    with contextlib.suppress(ValueError):
+        owner = json.loads(content).get("owner", "")
+    return owner == "" or (owner is not None and is_gone(owner)) or age > _SILENT_BEATS * dead_after / _BEATS
 
 
 @dataclass(frozen=True)

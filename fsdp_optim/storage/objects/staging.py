@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
@@ -13,6 +13,7 @@ from fsdp_optim.storage.base import Capabilities, Judge, Staging
 from fsdp_optim.storage.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
 from fsdp_optim.storage.objects.keys import Place, new_token, own_token
 from fsdp_optim.storage.objects.opened import OpenedObjects, current
+from fsdp_optim.storage.objects.part_notes import KEPT
 from fsdp_optim.storage.objects.saves import Claim, check_held, mark_dead, own_keys, remove_dead, taken_for_dead
 from fsdp_optim.storage.objects.writer import Address, SharedFile
 
@@ -34,13 +35,14 @@ class ObjectStaging(Staging):
         token: str | None = None,
     ) -> None:
         self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
-        self._check_free(overwrite)
+        check_free(bucket, place, judge, overwrite=overwrite)
         found = remove_dead(bucket, place, judge, dead_after)
         self._token, self._shared = token or new_token(), dict[str, SharedFile]()
         self._has_folder, self._committed = True, False
+        self._is_kept, self._sealed = False, set[str]()
         self._claim = Claim(bucket, place, self._token, dead_after)
         try:
-            self._before = self._check_free(overwrite)
+            self._before = check_free(bucket, place, judge, overwrite=overwrite)
             is_empty = all(found.key.startswith(place.saving) for found in bucket.list(place.inside))
             # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
             # not dead, may still put objects where nobody else has a folder.
@@ -52,20 +54,6 @@ class ObjectStaging(Staging):
         except BaseException:
             self.abandon()
             raise
-
-    def _check_free(self, overwrite: bool) -> OpenedObjects | None:
-        found = current(self._bucket, self._place, self._judge)
-        if found is not None and not overwrite:
-            raise CheckpointError(
-                f"{self._place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
-            )
-        for other in self._judge.others if found is None else ():
-            if self._bucket.look(self._place.manifest(other)) is not None:
-                raise CheckpointError(
-                    f"{self._place.where}: has a checkpoint of another format, because {other} is there: save to another path, "
-                    "or remove it"
-                )
-        return found
 
     @property
     def _address(self) -> Address:
@@ -113,9 +101,28 @@ class ObjectStaging(Staging):
                 raise CheckpointError(
                     f"{self._place.where}/{name}: nobody has put part {missing[0]} of its {num} parts"
                 )
-            if file.upload:
+            if file.upload and name not in self._sealed:
                 parts = [its[number] for number in range(num)]
-                self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
+                version = self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
+                if self._is_kept:
+                    self._bucket.put(self._note_of_sealed(name), version.encode())
+
+    def keep_parts(self, note: str) -> None:
+        content = json.dumps({"note": note, "address": self.address})
+        self._bucket.put(self._place.note(self._token, KEPT), content.encode())
+        self._is_kept = True
+
+    def leave_parts(self) -> None:
+        with contextlib.suppress(OSError):  # then its age shows that nobody goes on with it
+            self._claim.leave()
+        self._claim.stop()
+
+    def has_parts_of(self, files: Mapping[str, int], part_nbytes: Mapping[str, int]) -> bool:
+        found = {name: (one.nbytes, one.part_nbytes) for name, one in self._shared.items()}
+        return found == {name: (nbytes, part_nbytes[name]) for name, nbytes in files.items()}
+
+    def _note_of_sealed(self, name: str) -> str:
+        return self._place.note(self._token, f"sealed-{name}")
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
         self._bucket.put(self._key(name), data, only_if=self._address.only_if)
@@ -187,6 +194,8 @@ class ObjectStaging(Staging):
         if self._committed:
             return
         with contextlib.suppress(OSError):
+            if self._is_kept:  # first: nobody goes on with a save whose uploads are gone
+                self._bucket.delete([self._place.note(self._token, KEPT)])
             for name, file in self._shared.items():
                 if file.upload:
                     self._bucket.drop_upload(self._key(name), file.upload)
@@ -202,3 +211,18 @@ class ObjectStaging(Staging):
         """Whether the manifest may be that of this save, though its `put` seemed to fail."""
         found = current(self._bucket, self._place, self._judge)
         return found is not None and own_token(self._judge.token_in(found)) in (self._token, None)
+
+
+def check_free(bucket: Bucket, place: Place, judge: Judge[Any], *, overwrite: bool) -> OpenedObjects | None:
+    """The checkpoint that is there. Raises CheckpointError for one that may not be replaced, and for one of another format."""
+    found = current(bucket, place, judge)
+    if found is not None and not overwrite:
+        raise CheckpointError(
+            f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
+        )
+    for other in judge.others if found is None else ():
+        if bucket.look(place.manifest(other)) is not None:
+            raise CheckpointError(
+                f"{place.where}: has a checkpoint of another format, because {other} is there: save to another path, or remove it"
+            )
+    return found
