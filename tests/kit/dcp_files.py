@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import pickle
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 Box = tuple[Sequence[int], Sequence[int]]
+_VERSION = {"version": "1.0.0"} if any(field.name == "version" for field in dataclasses.fields(Metadata)) else {}
+"""torch 2.6 writes no version."""
 
 
 class DcpFiles:
@@ -31,7 +34,7 @@ class DcpFiles:
     def __init__(self, folder: Path, num_files: int = 2) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.metadata = Metadata({}, {}, {}, StorageMeta(folder, "save"), "1.0.0")
+        self.metadata = Metadata({}, {}, {}, StorageMeta(folder, "save"), **_VERSION)
         self._files = [f"__{number}_0.distcp" for number in range(num_files)]
         self._data = {name: bytearray() for name in self._files}
         self._next = itertools.cycle(self._files)

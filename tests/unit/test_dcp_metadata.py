@@ -216,7 +216,7 @@ class MetadataTest(InFolder):
             self.check_model(reader)
         files = fill(DcpFiles(self.folder))
         for field in ("storage_meta", "version"):
-            del files.metadata.__dict__[field]
+            files.metadata.__dict__.pop(field, None)  # torch 2.6 has no version
         with closing(opened(files.finish())) as reader:
             self.check_model(reader)
 

@@ -114,7 +114,7 @@ class DcpTest(InFolders, unittest.TestCase):
         saved = {"model": weights, "optimizer": {"state": state, "param_groups": groups}, "epoch": 3}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.distributed.checkpoint.save(saved, checkpoint_id=folder, no_dist=True)
+            torch.distributed.checkpoint.save(saved, checkpoint_id=folder)
         return Written(weights, list(state["große"].values()), {"epoch": 3})
 
 

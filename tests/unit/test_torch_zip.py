@@ -45,6 +45,8 @@ class TorchZipTest(unittest.TestCase):
     @parameterized.expand(NAMES)
     def test_one_tensor(self, name: str) -> None:
         """The same pickle as torch.save writes, and elements that torch.load reads, mapped and plain, without a pickle's code."""
+        if not hasattr(torch, name):
+            self.skipTest(f"this torch has no {name}")
         for shape in SHAPES:
             dtype = getattr(torch, name)
             numbers = torch.randint(0, 2, (prod(shape) * dtype.itemsize,), dtype=torch.uint8)
