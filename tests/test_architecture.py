@@ -136,8 +136,9 @@ PARTS = {"adapters", "transport", "formats"}
 
 
 PROTOCOLS = {f"{PACKAGE}.storage.base", f"{PACKAGE}.storage.objects.base"}
-OF_CLIENTS = {  # packages of an object store's client, and the number of the process that its connections belong to
+OF_CLIENTS = {  # packages of an object store's client; the process that its connections or a claim belong to
     f"{PACKAGE}.storage.objects.fs_open": {"fsspec"},
+    f"{PACKAGE}.storage.objects.owner": {"os", "pathlib"},  # for /proc alone
     f"{PACKAGE}.storage.objects.s3_client": {"boto3", "botocore", "os"},
     f"{PACKAGE}.storage.objects.s3_errors": {"botocore", "urllib3"},
     f"{PACKAGE}.storage.posix.blocks": {"xxhash"},
