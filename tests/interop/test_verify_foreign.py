@@ -24,6 +24,9 @@ WRITERS = [
     *(one for one in vars(of_ranks).values() if isinstance(one, type) and getattr(one, "kind", "")),
 ]
 
+UNREAD = ("config.yaml", "zero_pp_rank_1_mp_rank_00_model_states.pt")
+"""Files that have nothing for a load: OLMo's config, and ZeRO 3's copy of the buffers where no rank has given a client_state."""
+
 
 class VerifyForeignTest(unittest.TestCase):
     @parameterized.expand([(one.__name__, one) for one in WRITERS])
@@ -39,9 +42,8 @@ class VerifyForeignTest(unittest.TestCase):
             self.assertEqual((found.format, found.has_checksums), (info.format, False))
             self.assertGreaterEqual(found.num_tensors, len(written.model))
             self.assertEqual(info.has_optim, bool(written.optim))
-            for file in sorted(
-                path for path in folder.rglob("*") if path.stat().st_size > 9 and path.suffix != ".json"
-            ):
+            files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in UNREAD)
+            for file in (path for path in files if path.stat().st_size > 9 and path.suffix != ".json"):
                 data = file.read_bytes()
                 file.write_bytes(data[: len(data) // 2])
                 with self.subTest(file.name):
