@@ -301,6 +301,7 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer
+    "fsdp_optim.checkpoint.pending": {"_register_atexit"},  # of threading: before pools of threads end
     # The keys of values in files of others.
     "fsdp_optim.formats.olmo_local": {
         *("_flat_param", "_fqns", "_shapes", "_shard_indices", "_shard_param_offsets", "_shard_param_infos"),

@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.fairscale_units import MAKES, UNITS
 from kit.rank_files import Buffered, save_fairscale
-from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu
+from kit.wrapping import STEPS, Oracle, Trained, check_same, cpu
 from parameterized import parameterized
-from test_fairscale_writer import UNITS, TwoGroups
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.testing import run_on_ranks
-
-MAKES: dict[str, Any] = {"one group": adam, "two groups": TwoGroups}
 
 
 def save_all(root: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
+from kit.fairscale_units import MAKES, UNITS
 from kit.rank_files import Buffered, save_fairscale
 from kit.scripts import TRAINING, run
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu
@@ -20,30 +21,6 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.testing import run_on_ranks
-
-UNITS = {
-    "": ["scale", "mix", "head.weight", "head.bias"],
-    "stem": ["stem.weight", "stem.bias"],
-    "block": ["block.1.weight", "block.1.bias", "block.2.weight"],
-    "block.0": ["block.0.weight", "block.0.bias"],
-}
-"""The units of the kit's net, in the order of the wrapped model's parameters."""
-
-
-def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    named = list(model.named_parameters())
-    stem = [param for name, param in named if "stem" in name.split(".")]
-    rest = [param for name, param in named if "stem" not in name.split(".")]
-    return torch.optim.AdamW([{"params": stem, "lr": 0.5}, {"params": rest}], lr=0.125, weight_decay=0.25)
-
-
-class TwoGroups:
-    """An optimizer of the whole model, as `kit.trained.OfModel`, which pickles."""
-
-    of_model = staticmethod(two_groups)
-
-
-MAKES: dict[str, Any] = {"one group": adam, "two groups": TwoGroups}
 
 
 def save_all(root: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit.rank_files import save_fairscale, save_olmo_local, save_sharded, weights_of
+from kit.verified import VerifiedConformance
 from kit.wrapping import STEPS, Oracle, Trained, adam, cpu
 from torch import nn
 
@@ -23,7 +24,7 @@ from fsdp_optim.formats.olmo_local import OLMO_LOCAL
 from fsdp_optim.formats.rank_tensors import RANK_TENSORS
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import ReaderConformance, Written, run_on_ranks
+from fsdp_optim.testing import Written, run_on_ranks
 
 
 class Tiny(nn.Module):
@@ -61,7 +62,7 @@ def tiny() -> tempfile.TemporaryDirectory[str]:
     return root
 
 
-class RankFilesConformance(ReaderConformance):
+class RankFilesConformance(VerifiedConformance):
     kind = ""
 
     def open_any(self, folder: Path) -> Opened:

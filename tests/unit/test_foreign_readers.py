@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint
+from kit.verified import VerifiedConformance
 from kit.zero_files import write_zero
 from safetensors.torch import save_file
 
@@ -22,7 +23,7 @@ from fsdp_optim.formats.hugging_face import HUGGING_FACE
 from fsdp_optim.formats.torch_file import TORCH_FILE
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import ReaderConformance, Written
+from fsdp_optim.testing import Written
 
 WEIGHTS = {
     "größe": torch.arange(35, dtype=torch.float32).reshape(7, 5),
@@ -33,7 +34,7 @@ WEIGHTS = {
 }
 
 
-class InFolders(ReaderConformance):
+class InFolders(VerifiedConformance):
     num_flips, num_cuts = 60, 10
 
     @pytest.mark.slow

@@ -1,0 +1,50 @@
+"""What `verify`, `inspect` and `convert` promise of a checkpoint of another library, for the tests of its reader."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsdp_optim
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.testing import ReaderConformance
+
+UNREAD = ("config.yaml", "zero_pp_rank_1_mp_rank_00_model_states.pt")
+"""Files that have nothing for a load: OLMo's config, and ZeRO 3's copy of the buffers where no rank has given a client_state."""
+
+
+class VerifiedConformance(ReaderConformance):
+    """`ReaderConformance`, and the calls that need no model."""
+
+    def test_it_is_verified_and_inspected(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            written = self.write(Path(folder))
+            found, info = fsdp_optim.verify(folder, progress=False), fsdp_optim.inspect(folder)
+            shapes = {name: tuple(tensor.shape) for name, tensor in written.model.items()}
+            self._case.assertEqual({name: tuple(tensor.shape) for name, tensor in info.model.items()}, shapes)
+            self._case.assertEqual((found.format, found.has_checksums), (info.format, False))
+            self._case.assertGreaterEqual(found.num_tensors, len(shapes))
+            self._case.assertEqual(info.has_optim, bool(written.optim))
+
+    def test_a_file_that_was_cut_short_is_not_converted(self) -> None:
+        with tempfile.TemporaryDirectory() as root:
+            folder, target = Path(root) / "theirs", Path(root) / "ours"
+            folder.mkdir()
+            self.write(folder)
+            for file in _files_that_are_read(folder):
+                data = file.read_bytes()
+                file.write_bytes(data[: len(data) // 2])
+                with self._case.subTest(file.name):
+                    with self._case.assertRaises(CheckpointError):
+                        fsdp_optim.verify(folder, progress=False)
+                    with self._case.assertRaises((CheckpointError, fsdp_optim.StateError)):
+                        fsdp_optim.convert(folder, target, durable=False)
+                    self._case.assertFalse(target.exists())
+                file.write_bytes(data)
+
+
+def _files_that_are_read(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in UNREAD and path.stat().st_size > 9 and path.suffix != ".json":
+            yield path
