@@ -107,7 +107,7 @@ class CommandLineTest(unittest.TestCase):
         units = self.folder / "units"
         units.write_text('{"": ["a.weight", "b.weight"]}')
         given = ["--format", "dcp", "--world-size", "4", "--key-by", "id", "--memory", "1GiB"]
-        given += ["--overwrite", "--allow-pickle", "--quiet"]
+        given += ["--overwrite", "--allow-pickle", "--quiet", "--not-flattened"]
         more = [
             "--units",
             str(units),
@@ -130,6 +130,7 @@ class CommandLineTest(unittest.TestCase):
             memory=1 << 30,
             names=["a.weight", "b.weight"],
             units={"": ["a.weight", "b.weight"]},
+            flatten_parameters=False,
             overwrite=True,
             durable=True,
             max_file_size=4_000_000_000,

@@ -113,7 +113,10 @@ class ResumeTest(unittest.TestCase):
         self.assertNotIn("fsdp_optim.json", os.listdir(f"{folder}/checkpoint-2"))
         begun = [one["begun"] for one in run_on_ranks(go_on_from_old, 2, kind, folder, options)]
         check_same(f"{kind}, {kept}", begun[0]["weights"], oracle[0]["second"]["weights"])
-        check_same(f"{kind}, {kept}", begun[0]["state"], oracle[0]["second"]["state"])
+        # In a sharded folder, which is one of torch.distributed.checkpoint, the values of a parameter are sorted.
+        check_same(
+            f"{kind}, {kept}", begun[0]["state"], oracle[0]["second"]["state"], in_order=kept != "SHARDED_STATE_DICT"
+        )
         names = os.listdir(f"{folder}/checkpoint-4")  # which the plug-in has replaced
         self.assertIn("fsdp_optim.json", names)
         self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer"))])
