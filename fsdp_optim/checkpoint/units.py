@@ -21,7 +21,7 @@ from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.local_extents import bytes_of
 from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd, StoredValue
-from fsdp_optim.formats.base import FormatReader, StoredTensor, hashes_in
+from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.checksums import Rows, hash_of
 from fsdp_optim.formats.extents import DataSection, Extent, write_extents
 from fsdp_optim.layout import FlatRuns, Whole
@@ -162,7 +162,7 @@ class Copier:
 
     def copy(self, unit: Unit) -> Rows:
         """Read a unit, write it, and return its segments."""
-        base, values, extents, same = unit.start - _MARGIN, list[StoredValue](), list[Extent](), _SameBytes()
+        base, values, extents = unit.start - _MARGIN, list[StoredValue](), list[Extent]()
         for value, begin, first, last in unit.values():
             size, num = value.dtype.itemsize, last - first
             start = begin + first * size
@@ -171,8 +171,6 @@ class Copier:
                 self._memory[start - base : start - base + size] = bytes_of(value.constant.view(1))
                 continue
             stored = self._stored[value.key]
-            if stored.chunks is None:
-                same.add(max(start, unit.start), min(start + num * size, unit.stop), stored.file, stored.start - begin)
             flat = torch.frombuffer(self._memory, dtype=value.dtype, count=num, offset=start - base)
             is_whole = num == value.placement.numel
             cut = Whole(stored.shape, (0,)) if is_whole else FlatRuns(stored.shape, (first,), (last,), (0,))
@@ -183,7 +181,7 @@ class Copier:
             raise failure.error
         for place, content in unit.others or ():
             self._writer.write(unit.file.name, [content], place)
-        return self._hashed(unit, extents, self._section(unit), same.hashes(self._source.checkpoint))
+        return self._hashed(unit, extents, self._section(unit))
 
     def staged(self, unit: Unit, files: Opened) -> Rows | None:
         """The segments of a unit that has been written already; None if the frames beside it were not written."""
@@ -220,44 +218,8 @@ class Copier:
             start = extents.pop().start
         extents.append(Extent(start, self._memory[start - base : stop - base]))
 
-    def _hashed(
-        self,
-        unit: Unit,
-        extents: Sequence[Extent],
-        section: DataSection,
-        known: Mapping[tuple[int, int], int] | None = None,
-    ) -> Rows:
-        return write_extents(section, extents, _grid_of(unit.file), known)
-
-
-class _SameBytes:
-    """Ranges of a new file whose bytes come in one piece from a file of the source, where they were compared with checksums.
-
-    A segment that is the same in both files is hashed once: the hash that its bytes were compared with is that of the new file.
-    """
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int, str, int]] = []
-
-    def add(self, start: int, stop: int, file: str, offset: int) -> None:
-        """Add bytes [start, stop) of the new file. `offset`: what leads from them to those of the source's `file`."""
-        if start >= stop:
-            return
-        if self._ranges and self._ranges[-1][1:] == (start, file, offset):
-            start = self._ranges.pop()[0]
-        self._ranges.append((start, stop, file, offset))
-
-    def hashes(self, source: FormatReader) -> dict[tuple[int, int], int]:
-        """The hashes of the segments of the source that lie inside of these ranges, by their bytes in the new file."""
-        known: dict[tuple[int, int], int] = {}
-        for start, stop, file, offset in self._ranges:
-            segments = hashes_in(source, file, start + offset, stop + offset)
-            if segments is None:
-                continue
-            for (first, last), one in zip(itertools.pairwise(segments.borders), segments.hashes, strict=True):
-                if first - offset >= start and last - offset <= stop:
-                    known[first - offset, last - offset] = one
-        return known
+    def _hashed(self, unit: Unit, extents: Sequence[Extent], section: DataSection) -> Rows:
+        return write_extents(section, extents, _grid_of(unit.file))
 
 
 def _nowhere(pieces: Sequence[memoryview], offset: int) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import SavedWeights, StoredTensor, replaced_error
 from fsdp_optim.formats.bools import BOOL, check_bools
-from fsdp_optim.formats.checksums import SegmentRange, Sums, hex_of, num_segments, sums_of, table_nbytes
+from fsdp_optim.formats.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
 from fsdp_optim.formats.description import OptimDescription, decoded
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.extents import DataSection, Extent, read_extents
@@ -238,12 +238,6 @@ class Checkpoint:
                 )
                 read_extents(section, ranges, sums, did_read)
                 check_bools(section.name, file.bools, ranges)
-
-    def hashes_in(self, file: str, start: int, stop: int) -> SegmentRange | None:
-        """As `formats.base.hashes_in`."""
-        with self._noticing_replacement():
-            sums = self._table(self.files[file])
-        return None if sums is None else sums.segments_in(start, stop)
 
     def verified(self) -> Checkpoint:
         """The same checkpoint, read with verification. Closing this reader closes both."""

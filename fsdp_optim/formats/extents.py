@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -53,17 +53,8 @@ class DataSection:
     num_reads: int = 1
 
 
-def write_extents(
-    section: DataSection,
-    extents: Iterable[Extent],
-    segment_nbytes: int,
-    known: Mapping[tuple[int, int], int] | None = None,
-) -> Rows:
-    """Write ranges, and return their segments. `segment_nbytes` 0: nothing is hashed, and all hashes are 0.
-
-    `known`: the hashes of segments (start, stop) that need not be hashed, because the bytes were compared with them.
-    """
-    known = known or {}
+def write_extents(section: DataSection, extents: Iterable[Extent], segment_nbytes: int) -> Rows:
+    """Write ranges, and return their segments. `segment_nbytes` 0: nothing is hashed, and all hashes are 0."""
     rows: list[tuple[int, int, int]] = []
     unwritten: list[memoryview] = []
     unwritten_start = at = 0
@@ -77,13 +68,10 @@ def write_extents(
         pieces = [extent.memory for extent in segment]
         if segment_nbytes and at - start > segment_nbytes:  # several whole segments, whose hashes take less than a loop
             (memory,), starts = pieces, range(start, at, segment_nbytes)
-            for first in starts:
-                stop = first + segment_nbytes
-                found = known.get((first, stop))
-                rows.append((first, stop, hash_of(memory[first - start : stop - start]) if found is None else found))
+            hashes = map(hash_of, [memory[first - start : first - start + segment_nbytes] for first in starts])
+            rows += zip(starts, range(start + segment_nbytes, at + 1, segment_nbytes), hashes, strict=True)
         else:
-            found = known.get((start, at)) if segment_nbytes else 0
-            rows.append((start, at, _hash_of_pieces(pieces) if found is None else found))
+            rows.append((start, at, _hash_of_pieces(pieces) if segment_nbytes else 0))
         unwritten += pieces
     if unwritten:
         section.move(unwritten, section.offset + unwritten_start)
