@@ -33,6 +33,7 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.base import Format, FormatReader, FormatWriter, Half
 from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.ours import OURS
+from fsdp_optim.memory import Budget
 from fsdp_optim.options import ConvertOptions, Model, Options, SaveOptions
 from fsdp_optim.storage.base import (
     Opened,
@@ -352,7 +353,8 @@ class _Work:
 
     def _join(self, begun: _Begun) -> Any:
         who = f"rank {self.callers.rank}"
-        return begun.store.join(begun.address, durable=begun.durable, who=who, budget_nbytes=self.options.memory // 2)
+        budget = Budget(self.options.memory).share(2, "units, and what the store keeps of them")
+        return begun.store.join(begun.address, durable=begun.durable, who=who, budget_nbytes=budget.nbytes)
 
     def _num_lanes(self, begun: _Begun) -> int:
         """The number of threads: one for each core, more where requests of a store are waited for, one where parts are sent."""
