@@ -34,7 +34,7 @@ from typing import Any, Literal, Protocol
 
 from fsdp_optim.errors import ReplacedError
 from fsdp_optim.formats.brief import ManagerRecord, content_of
-from fsdp_optim.formats.checksums import Rows, SegmentRange
+from fsdp_optim.formats.checksums import Rows
 from fsdp_optim.formats.description import OptimDescription
 from fsdp_optim.formats.extents import DataSection, Extent
 from fsdp_optim.formats.frames import Frames, Pieces
@@ -225,16 +225,6 @@ class FormatReader(Protocol):
 
     def close(self) -> None:
         """Close the files."""
-
-
-def hashes_in(reader: FormatReader, file: str, start: int, stop: int) -> SegmentRange | None:
-    """The segments with any of the bytes [start, stop) of a file, counted as `read` counts, whose hashes `read` compares.
-
-    None: the reader compares none there. The range is not empty.
-    """
-    its = getattr(reader, "hashes_in", None)
-    found: SegmentRange | None = its(file, start, stop) if its is not None else None
-    return found
 
 
 def weights_in(reader: FormatReader) -> SavedWeights:

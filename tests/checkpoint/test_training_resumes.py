@@ -36,7 +36,7 @@ def made(kind: str, seed: int) -> tuple[Any, Any]:
 
 
 def train(model: Any, optim: Any, first: int, last: int) -> list[torch.Tensor]:
-    """Steps of which each rank has a batch of its own. Returns the losses of this rank."""
+    """Train some steps, on another batch on each rank. Returns the losses of this rank."""
     losses = []
     for step in range(first, last):
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))

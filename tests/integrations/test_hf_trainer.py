@@ -341,7 +341,7 @@ class SaveTest(unittest.TestCase):
 
 
 def train_until_killed(point: str, folder: str, background: bool) -> None:
-    """The process ends without a word in the save of step 4. The process is of no use afterwards."""
+    """Kill this process, without an error, during the save of step 4. The process cannot be used afterwards."""
 
     def dies(owner: Any, name: str, when: Callable[[Any], bool]) -> None:
         original = getattr(owner, name)
