@@ -80,7 +80,7 @@ def linked(docstring: str, public: dict[str, str], own: set[str]) -> str:
             return match[0]
         return f"{says}[`{name}`][{public[name]}]"
 
-    return re.sub(r"(as for |)(?<!\[)`(\w+)`", link, docstring)
+    return re.sub(r"(as for |)(?<!\[)`([\w.]+)`", link, docstring)
 
 
 def with_value(function: griffe.Function) -> None:
@@ -117,6 +117,7 @@ class Docstrings(griffe.Extension):
                 own = {one.name} | (set(one.parent.members) if isinstance(one.parent, griffe.Class) else set())
                 own |= set(one.members) if isinstance(one, griffe.Class) else set()
                 known = {**public, **defined_in(one.module)}
+                known |= {path: path for path in known.values()}  # `fsdp_optim.save`
                 one.docstring.value = linked(rewritten(one.docstring.value), known, own)
             if isinstance(one, griffe.Function):
                 with_value(one)

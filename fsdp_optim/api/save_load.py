@@ -75,8 +75,8 @@ def save(
         path: the folder to make, on a file system that all ranks share. A relative one counts from the working directory of
             the lowest rank; `~` is the home folder. Or a URL: `s3://bucket/run/step-1000` needs boto3; every other scheme
             (`gs://`, `az://`, `file://`) needs fsspec and the package that fsspec names.
-        model, optim: as for `gather_full_optim_state_dict`; several optimizers as a list, which may not be empty; None: weights
-            and buffers only.
+        model: as for `gather_full_optim_state_dict`.
+        optim: as for `gather_full_optim_state_dict`; a list of several may not be empty. None: weights and buffers only.
         step: the step of the trainer. It is recorded, and `restored.summary.step` returns it.
         extra: values of the trainer: JSON values, tuples, tensors, numpy arrays. The values of the lowest rank are saved.
         per_rank_extra: as `extra`, but every rank saves its own values.
@@ -257,8 +257,9 @@ def load(
 
     Args:
         path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
-        model, optim: as for `save`; `optim` None: weights and buffers only; both None: the extras only, on this process alone
-            (the index of this process in `process_group` then selects the `per_rank_extra`).
+        model: as for `save`. None, with `optim` None: the extras only, on this process alone (the index of this process in
+            `process_group` then selects the `per_rank_extra`).
+        optim: as for `save`. None: weights and buffers only.
         weights: the weights that this load has to fill, of any checkpoint that has them. "all": all of the model. "trainable":
             the parameters that require gradients now, and buffers and values of modules; frozen parameters stay as they are.
             "none": no weights, the optimizer alone. A checkpoint of `save(weights="none")` is an error with any other value.

@@ -62,9 +62,11 @@ class CheckpointManager:
         rng: save and load the random states of each rank: those of Python, numpy, torch and the current accelerator. A rank that
             had none at the save keeps its own, and a warning says so.
         every: save when a multiple of this number of steps is reached. None: only `save` and signals save.
-        keep_last, keep_every, keep_best: which checkpoints stay: the newest ones, so many; those whose step is a multiple; those
-            with the best metric, so many. One that any rule keeps stays; the newest always stays. Without a rule all stay. Only
-            checkpoints that a manager made count and are removed: its manifest says so, and its name is that of its step.
+        keep_last: the number of the newest checkpoints that stay. One that any of the three rules keeps stays, and the newest
+            always stays; without a rule all stay. Only checkpoints that a manager made count and are removed: the manifest says
+            so, and the name is that of the step.
+        keep_every: checkpoints whose step is a multiple of this number stay.
+        keep_best: the number of checkpoints with the best metrics that stay.
         best: whether the lowest ("min") or the highest ("max") metric is the best.
         signals: at the end of a step, the ranks save, wait for the save, and `should_stop` is True, if any rank has got one of
             these. The handlers, which only the main thread can have, call those that were there before, and `close` puts those

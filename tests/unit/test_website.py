@@ -11,7 +11,7 @@ from parameterized import parameterized
 import fsdp_optim
 import fsdp_optim.testing
 from website import links, reference, stage
-from website.docstrings import rewritten
+from website.docstrings import linked, rewritten
 
 PAGES = stage.ROOT / "website" / "reference"
 GOOD = '''
@@ -117,6 +117,19 @@ class TestReference(unittest.TestCase):
                 *["Raises:", "    A: why.", "    B: why.", ""],
             ],
         )
+
+    @parameterized.expand(
+        [
+            ("name", "as `load` does", "as [`load`][one.load] does"),
+            ("whole name", "as `one.load` does", "as [`one.load`][one.load] does"),
+            ("its own", "`save` and", "`save` and"),
+            ("that of another", "as for `save`.", "as for [`save`][one.save]."),
+            ("attribute", "`load.step` and `x.load`", "`load.step` and `x.load`"),
+        ]
+    )
+    def test_public_names_become_links(self, _, text, expected):
+        public = {"save": "one.save", "load": "one.load", "one.load": "one.load"}
+        self.assertEqual(linked(text, public, {"save"}), expected)
 
 
 class TestPages(unittest.TestCase):
