@@ -16,6 +16,7 @@ from fsdp_optim.errors import counted_noun
 from fsdp_optim.formats.base import COMMON, MODULES, FormatReader, StoredTensor, weights_in
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.memory import dtype_name
 
 
@@ -139,7 +140,8 @@ def _optimizer(checkpoint: FormatReader) -> tuple[_State, tuple[GroupInfo, ...],
     if not checkpoint.has_optim:
         return {}, (), ()
     if checkpoint.full_dict is not None:
-        return _of_full_dict(checkpoint.full_dict)
+        with distrusted(checkpoint.where):
+            return _of_full_dict(checkpoint.full_dict)
     return _of_description(checkpoint, checkpoint.description(allow_pickle=False, records=RECORDS))
 
 

@@ -39,9 +39,8 @@ class OfAllRanks:
             files = [
                 checkpoint.extra(name, verify=self.verify) if name in checkpoint.extras else None for name in names
             ]
-        if not any(files):
-            return ()
-        return tuple(file.decoded(allow_pickle=self.allow_pickle) if file is not None else None for file in files)
+        values = [file.decoded(allow_pickle=self.allow_pickle) if file is not None else None for file in files]
+        return tuple(values) if any(value is not None for value in values) else ()
 
 
 class Guarded(dict[str, Any]):
@@ -144,7 +143,7 @@ def read_extras(
     restored._of_all = OfAllRanks(store, checkpoint.identity, options.verify, options.allow_pickle, format)
     if mine in names:
         restored._per_rank = guarded(read(mine))
-    elif first in names:
+    elif first in names and (of_first := read(first)) is not None:
         log.warning(
             "rank %d had no per_rank_extra when %s was saved by %d ranks, so it gets that of rank 0: give this rank a random "
             "state of its own (restored.all_ranks has the per_rank_extra of every rank)",
@@ -152,5 +151,5 @@ def read_extras(
             checkpoint.where,
             checkpoint.world_size,
         )
-        restored._per_rank = guarded(read(first))
+        restored._per_rank = guarded(of_first)
     return restored

@@ -25,6 +25,7 @@ from fsdp_optim.formats.description import (
     OptimDescription,
     ParamDescription,
 )
+from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.layout import Shape, Whole
 from fsdp_optim.memory import dtype_named
@@ -90,10 +91,10 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         weights = _renamed(checkpoint, parts)
         aliases = {_without(parts, alias): _without(parts, fqn) for alias, fqn in aliases.items()}
         shapes = {fqn: one.shape for fqn, one in weights.items()}
-        found = StoredState.of(
-            checkpoint, _names(checkpoint, naming, weights, parts), shapes, allow_pickle=allow_pickle
-        )
-        description, state, tensors = _described(checkpoint, found, shapes)
+        with distrusted(checkpoint.where):
+            names = _names(checkpoint, naming, weights, parts)
+            found = StoredState.of(checkpoint, names, shapes, allow_pickle=allow_pickle)
+            description, state, tensors = _described(checkpoint, found, shapes)
         stored = {**_stored(weights, {}), **tensors}
     elif checkpoint.has_optim:
         description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
@@ -116,7 +117,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
     files = dict(prepared.files)
     for name in sorted(checkpoint.extras):
         value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
-        if not writer.keeps_extra(name, value, allow_pickle=allow_pickle):
+        if value is not None and not writer.keeps_extra(name, value, allow_pickle=allow_pickle):
             files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
     has_optim = description is not None
     return Transcript(_values(weights, is_state=False), state, stored, prepared, files, has_optim, which)

@@ -186,10 +186,8 @@ class ModelFiles:
         return {**found, **added}
 
     def rank_extras(self) -> Sequence[ForeignValues]:
-        """The values that each rank gave by itself; none where only the first rank has a file, or gave none."""
-        if len(self.names) == 1 or not _of_rank(self.first):
-            return ()
-        return _RankExtras(self)
+        """The values that each rank gave by itself, None for a rank that gave none; empty where only the first rank has a file."""
+        return _RankExtras(self) if len(self.names) > 1 else ()
 
     def pickled(self, extra: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:
         """A function that returns the values with real objects in the place of those that were not read."""
@@ -210,7 +208,7 @@ class _RankExtras(Sequence[ForeignValues]):
             return [self[position] for position in range(len(self))[index]]
         archive = self._models.of_rank(range(len(self))[index])
         values = _of_rank(archive)
-        return ForeignValues(values, _pickled(archive, values))
+        return ForeignValues(values or None, _pickled(archive, values))
 
 
 def _of_rank(archive: TorchArchive) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint.formats import WRITTEN
 from fsdp_optim.errors import CheckpointError, StateError
 
 Parts = Any  # a model and its optimizer
@@ -131,12 +132,36 @@ class ConvertForeignTest(unittest.TestCase):
         with self.assertRaisesRegex(StateError, "count the parameters by FSDP unit.*give names="):
             self.convert(self.root / "full.pt", model=self.model)
 
+    @parameterized.expand([("params", {"params": 3}), ("names", {"params": [0], "param_names": 3})])
+    def test_groups_that_no_optimizer_has(self, _: str, group: dict[str, Any]) -> None:
+        optim = {"state": {}, "param_groups": [group]}
+        torch.save({"model": self.model.state_dict(), "optimizer": optim}, self.root / "full.pt")
+        for call in (self.convert, fsdp_optim.inspect):
+            with self.assertRaisesRegex(CheckpointError, "full.pt: is not written as it should be"):
+                call(self.root / "full.pt")
+        self.assertFalse(self.target.exists())
+
     def test_values_that_need_pickle(self) -> None:
         saved = {"model": self.model.state_dict(), "args": unittest.TestCase}
         torch.save(saved, self.root / "full.pt")
         with self.assertRaisesRegex(CheckpointError, "allow_pickle"):
             self.convert(self.root / "full.pt")
         self.assertFalse(self.target.exists())
+
+    def test_no_folder_is_left_empty(self) -> None:
+        """Nor by a save."""
+        save_file({"a": torch.ones(3)}, self.root / "model.safetensors")
+        units = {"units": {"": ["a"]}, "world_size": 2}
+        for format in WRITTEN:
+            options = units if format == "fairscale_shards" else {}
+            fsdp_optim.convert(
+                self.root / "model.safetensors", self.target / format, format=format, durable=False, **options
+            )
+        fsdp_optim.save(self.target / "saved", self.model, durable=False)
+        fsdp_optim.save(self.target / "with extra", self.model, extra={"epoch": 3}, durable=False)
+        folders = [path for path in self.target.rglob("*") if path.is_dir()]
+        self.assertEqual([str(path) for path in folders if not any(path.iterdir())], [])
+        self.assertTrue((self.target / "with extra" / "extra" / "common.safetensors").is_file())
 
     def test_every_dtype_of_the_field(self) -> None:
         """Dtypes of one byte, of which torch makes no tensor by itself, and numbers that begin at any byte."""

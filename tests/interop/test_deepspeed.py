@@ -275,6 +275,25 @@ class TestRuns(unittest.TestCase):
                     with self.assertRaisesRegex(CheckpointError, path.name):
                         fsdp_optim.load(folder, of_zeros(), cast=True)
 
+    def test_values_that_only_a_later_rank_gave(self) -> None:
+        """In ZeRO 3 the first rank's file does not say what is in those of the others, so each is read, verified and converted."""
+        folder, target = self.root / "of rank 1", self.root / "of rank 1 converted"
+        weights = {"weight": torch.ones(3, 2)}
+        write_zero(folder, 3, 2, [weights], {"exp_avg": [weights]}, step=1)
+        model = nn.Linear(2, 3, bias=False)
+        with self.assertNoLogs("fsdp_optim", "WARNING"):
+            restored = fsdp_optim.load(folder, model)
+        check_same("none gave any", (restored.per_rank, restored.all_ranks), (None, ()))
+        path = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+        torch.save({**torch.load(path, weights_only=True), "seen": 7}, path)
+        fsdp_optim.convert(folder, target, durable=False, progress=False)
+        for place in (folder, target):
+            check_same("one gave some", fsdp_optim.load(place, model).all_ranks, (None, {"seen": 7}))
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with self.assertRaisesRegex(CheckpointError, path.name):
+            fsdp_optim.verify(folder, progress=False)
+
     # ------------------------------------------------------------------------------------------- what is refused
 
     def test_files_that_do_not_belong_together(self) -> None:

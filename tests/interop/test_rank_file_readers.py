@@ -1,4 +1,4 @@
-"""The formats of per-rank files pass `ReaderConformance`: files of real ranks, read in one process, whole, in parts, damaged."""
+"""Formats that take several ranks to write pass `ReaderConformance`: their files, read in one process, whole, in parts, damaged."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from kit.dcp import olmo_core
 from kit.rank_files import save_fairscale, save_olmo_local, save_sharded, weights_of
 from kit.verified import VerifiedConformance
 from kit.wrapping import STEPS, Oracle, Trained, adam, cpu
 from torch import nn
 
 from fsdp_optim.formats.base import Format
+from fsdp_optim.formats.dcp import DCP
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.formats.foreign import NO_JUDGE, tensors_in
 from fsdp_optim.formats.olmo_local import OLMO_LOCAL
@@ -53,6 +56,11 @@ def write_tiny(root: str) -> None:
             trained = Trained(wrap, adam, STEPS, Tiny)
             trained.forget_gradients()
             save(str(folder), model=trained.model, optim=trained.optim)
+        folder = Path(root, "OLMo-core")
+        if not dist.get_rank():
+            folder.mkdir(exist_ok=True)
+        dist.barrier()
+        olmo_core(Trained("FSDP2", adam, STEPS, Tiny), folder)
 
 
 @functools.lru_cache(maxsize=1)
@@ -77,7 +85,7 @@ class RankFilesConformance(VerifiedConformance):
         }
         with closing(self.make_format().open(self.open_any(folder), verify=True)) as reader:
             keys = [stored.key for stored in tensors_in(reader.full_dict)]
-        listed = [values["step" if key.endswith(".step") else key] for key in keys]
+        listed = [values["step" if key.endswith(".step") else key.removeprefix("optim.")] for key in keys]
         return Written(weights_of(oracle.model), listed)
 
     @pytest.mark.slow
@@ -108,9 +116,18 @@ class DTensorTest(RankFilesConformance, unittest.TestCase):
 
 class OlmoLocalTest(RankFilesConformance, unittest.TestCase):
     kind = "OLMo"
+    unread = ("config.yaml",)
 
     def make_format(self) -> Format:
         return OLMO_LOCAL
+
+
+class OlmoCoreTest(RankFilesConformance, unittest.TestCase):
+    kind = "OLMo-core"
+    unread = ("train/rank0.pt",)
+
+    def make_format(self) -> Format:
+        return DCP
 
 
 if __name__ == "__main__":

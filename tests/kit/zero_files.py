@@ -1,5 +1,6 @@
 """A writer of files that DeepSpeed's ZeRO would write, independent of DeepSpeed and of the reader; it follows the writers in
-deepspeed 0.19.8 (`stage_1_and_2.state_dict`, `stage3.state_dict`, `engine._save_checkpoint`), for shapes of any kind.
+deepspeed 0.19.8 (`stage_1_and_2.state_dict`, `stage3.state_dict`, `engine._save_checkpoint`, `ds_to_universal`), for shapes of
+any kind.
 """
 
 from __future__ import annotations
@@ -47,6 +48,25 @@ def write_zero(
         }
         if rank == 0 or stage == 3:
             torch.save(model, folder / f"{prefix}mp_rank_00_model_states.pt")
+
+
+def write_universal(folder: Path, stage: int, groups: Groups, state: Mapping[str, Groups], step: int) -> None:
+    """Write a universal checkpoint, of a save of two ranks. From stage 3, tensors are flat and there is no `step.pt`."""
+    write_zero(folder, stage, 2, groups, state, step=step)
+    saved = torch.load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=True)["optimizer_state_dict"]
+    for path in folder.glob("*optim_states.pt"):
+        path.unlink()
+    for index, group in enumerate(groups):
+        for fqn, weight in group.items():
+            of_param = folder / "zero" / fqn
+            of_param.mkdir(parents=True)
+            for name, value in {"fp32": weight, **{key: values[index][fqn] for key, values in state.items()}}.items():
+                torch.save(value.flatten() if stage == 3 else {"cat_dim": 0, "param": value}, of_param / f"{name}.pt")
+            if stage < 3:
+                torch.save(torch.tensor(float(step)), of_param / "step.pt")
+    inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+    common = {"param_groups": inner["param_groups"], **({"optimizer_state_dict": inner} if stage == 3 else {})}
+    torch.save({"zero_stage": stage, **common}, folder / "zero" / "optimizer_state.pt")
 
 
 def _groups_of(options: Mapping[str, Any], ids: Sequence[Sequence[int]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from kit.verified import VerifiedConformance
-from kit.zero_files import write_zero
+from kit.zero_files import write_universal, write_zero
 from safetensors.torch import save_file
 
 from fsdp_optim.formats.base import Format
@@ -135,6 +135,23 @@ class ZeroTest(InFolders, unittest.TestCase):
 
 
 class Zero3Test(ZeroTest):
+    stage = 3
+
+
+class UniversalTest(ZeroTest):
+    """What DeepSpeed's converter to universal checkpoints makes of files of two ranks."""
+
+    num_flips, num_cuts = 12, 2
+
+    def write(self, folder: Path) -> Written:
+        weights = {"a": torch.arange(35.0).reshape(7, 5), "b": torch.arange(3.0)}
+        moments = {name: weight + 0.5 for name, weight in weights.items()}
+        write_universal(folder, self.stage, [weights], {"exp_avg": [moments]}, step=3)
+        steps = {name: [torch.tensor(3.0)] if self.stage < 3 else [] for name in weights}
+        return Written(weights, [value for name in weights for value in (moments[name], *steps[name])])
+
+
+class Universal3Test(UniversalTest):
     stage = 3
 
 

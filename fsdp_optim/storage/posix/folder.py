@@ -34,6 +34,7 @@ from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, is_there
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 _ATTEMPTS = 10  # times
+_EXTRA = "extra"  # the folder of small files, which goes where a save has written none
 _REFUSALS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 log = logging.getLogger("fsdp_optim")
@@ -223,6 +224,8 @@ class FolderStaging(ResumableStaging):
                 self.filling.carry_into(self.folder, self.judge, durable=durable)
             else:
                 self._carry_over()
+            with contextlib.suppress(OSError):  # it has files
+                (self.folder / _EXTRA).rmdir()
             if durable:
                 _sync_folders(self.folder)
             if self.overwrite and is_there(self.path):
@@ -317,7 +320,7 @@ def _make_parents(folder: Path, *, durable: bool) -> None:
 
 
 def _sync_folders(folder: Path) -> None:
-    for written in (folder / "extra", folder):
+    for written in (folder / _EXTRA, folder):
         if written.is_dir():
             sync_folder(written)
 
