@@ -13,12 +13,14 @@ one connection. Requests reach the server as they are, with the Host that the cl
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import random
 import re
 import socket
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ Kind = Literal[
     "Answer",  # `status`, with `body`
     "ResetRequest",  # the connection breaks in the middle of the body of the request
     "ResetAnswer",  # the server has done what it was asked for, and the connection breaks in the middle of its answer
+    "Damage",  # a byte of the body changes on the way; the answer is 400 BadDigest, as that of S3, where a checksum shows it
     "Truncate",  # the body of the answer ends too early, and the connection is closed in order
     "Delay",  # `seconds` before the answer
     "Stale",  # the answer to the same request before
@@ -106,6 +109,7 @@ class Proxy:
     ) -> None:
         self._nbytes_per_second = nbytes_per_second
         self.script, self.seen = list(script), list[Seen]()
+        self.num_refused = 0  # bodies that did not fit their checksums
         self._to, self._rng, self._lock = port, random.Random(seed), threading.Lock()
         self._num_open, self._is_idle = 0, threading.Condition(self._lock)
         self._before: dict[str, bytes] = {}
@@ -215,6 +219,8 @@ class Proxy:
             elif fault is not None and kind == "ResetRequest":
                 sent = self._pass_body(client, None, request, int(request.nbytes * self._where(fault)))
                 _reset(client)
+            elif fault is not None and kind == "Damage":
+                sent, received = self._damage(client, request, fault)
             elif kind == "Stale":
                 sent = self._pass_body(client, None, request, request.nbytes)
                 client.sendall(self._before[request.target])
@@ -248,6 +254,32 @@ class Proxy:
         client.sendall("\r\n".join([*head, "", body]).encode())
         return sent
 
+    def _damage(self, client: socket.socket, request: _Request, fault: Fault) -> tuple[int, int]:
+        """Answer what S3 would to a body that came damaged; to one whose checksum is right, or that has none, the server does."""
+        body = self._taken(client, request)
+        if body:
+            body[min(int(len(body) * self._where(fault)), len(body) - 1)] ^= 1
+        if _fits_checksum(request.head, bytes(body)):
+            return self._forward(client, request, fault, bytes(body))
+        with self._lock:
+            self.num_refused += 1
+        error = _error("BadDigest", "The CRC32 you specified did not match the calculated checksum.")
+        head = f"HTTP/1.1 400 No\r\nConnection: close\r\nContent-Type: application/xml\r\nContent-Length: {len(error)}\r\n\r\n"
+        client.sendall((head + error).encode())
+        return len(body), 0
+
+    def _taken(self, client: socket.socket, request: _Request) -> bytearray:
+        """The whole body of a request."""
+        if request.waits and request.nbytes:
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = bytearray()
+        while len(body) < request.nbytes:
+            block = client.recv(min(_BLOCK, request.nbytes - len(body)))
+            if not block:
+                raise ConnectionError("the client has gone")
+            body += block
+        return body
+
     def _pass_body(self, client: socket.socket, server: socket.socket | None, request: _Request, nbytes: int) -> int:
         """Take the beginning of the body of a request, and send it on, if there is a server to send it to."""
         if request.waits and request.nbytes:
@@ -273,10 +305,15 @@ class Proxy:
 
         return wait
 
-    def _forward(self, client: socket.socket, request: _Request, fault: Fault | None) -> tuple[int, int]:
+    def _forward(
+        self, client: socket.socket, request: _Request, fault: Fault | None, taken: bytes | None = None
+    ) -> tuple[int, int]:
+        """Let the server answer. `taken`: the body, if it was taken from the client already."""
         with socket.create_connection(("127.0.0.1", self._to)) as server, self._kept(server):
             server.sendall(request.head)
-            sent = self._pass_body(client, server, request, request.nbytes)
+            if taken is not None:
+                server.sendall(taken)
+            sent = self._pass_body(client, server, request, request.nbytes) if taken is None else len(taken)
             answer, rest = _read_head(server)
             while answer.split(b" ", 2)[1:2] == [b"100"]:
                 answer, rest = _read_head(server, rest)
@@ -318,6 +355,12 @@ class Proxy:
 
 def _fits(request: Any, method: str, key: str, query: str) -> bool:
     return method in ("", request.method) and request.key.endswith(key) and query in request.query
+
+
+def _fits_checksum(head: bytes, body: bytes) -> bool:
+    """Whether a body has the CRC32 that its head names, or its head names none."""
+    found = re.search(rb"(?im)^x-amz-checksum-crc32: *([^\r]*)\r$", head)
+    return found is None or base64.b64decode(found[1]) == zlib.crc32(body).to_bytes(4, "big")
 
 
 def _error(code: str, message: str) -> str:

@@ -73,13 +73,16 @@ class TestFaultsThatPass(unittest.TestCase):
             ("requests that break", Fault("ResetRequest", method="PUT", times=-1, share=0.5)),
             ("answers that end too early", Fault("Truncate", times=-1, share=0.3)),
             ("expired credentials", Fault("ExpiredToken", times=3, every=4)),
+            ("bodies that come damaged", Fault("Damage", method="PUT", times=3)),
             ("delays", Fault("Delay", times=3, seconds=0.05)),
         ]
     )
     def test_everything_is_right_in_the_end(self, _: str, fault: Fault) -> None:
-        with through(fault, seed=3) as (bucket, _proxy):
+        with through(fault, seed=3) as (bucket, proxy):
             use(bucket)
+            refused = proxy.num_refused
         self.assertGreater(fault.num_done, 0)
+        self.assertEqual(refused, fault.num_done if fault.kind == "Damage" else 0)
 
     @parameterized.expand([("put_object",), ("complete",)])
     def test_an_answer_that_is_lost(self, which: str) -> None:
@@ -180,6 +183,23 @@ class TestFaultsThatStay(unittest.TestCase):
                 self.assertIn(words, text)
                 self.assertNotIn("\n", text)
                 self.assertFalse(is_sure_that_not(caught.exception), text)
+
+    def test_a_body_that_is_damaged_each_time(self) -> None:
+        """The store refuses it by its checksum: one error that names the object, and nothing is there."""
+        with through(Fault("Damage", method="PUT", times=-1), retry_seconds=1) as (bucket, proxy):
+            upload = bucket.begin_upload("run/object")
+            for call in (
+                lambda: bucket.put_part("run/object", upload, 0, memoryview(DATA)),
+                lambda: bucket.put("run/object", DATA),
+            ):
+                began, before = time.monotonic(), proxy.num_refused
+                with self.assertRaisesRegex(
+                    CheckpointError, "run/object: cannot write.* BadDigest .*400.* repeated for"
+                ):
+                    call()
+                self.assertLess(time.monotonic() - began, 1 + SLACK)
+                self.assertGreater(proxy.num_refused, before + 1)
+            self.assertIsNone(bucket.look("run/object"))
 
     def test_an_expired_credential_that_stays_expired(self) -> None:
         """It is asked for once, and not for as long as throttling lasts."""

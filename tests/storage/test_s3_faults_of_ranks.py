@@ -63,6 +63,7 @@ class FaultsTest(unittest.TestCase):
             Fault("TooMany", method="PUT", times=2, every=4),
             Fault("ResetRequest", method="PUT", key=".safetensors", times=2, every=5),
             Fault("ResetAnswer", method="PUT", key=".safetensors", times=1, skip=4),
+            Fault("Damage", method="PUT", key=".safetensors", times=2, skip=2, every=3),
             Fault("Truncate", method="GET", key=".safetensors", times=3, every=2),
             Fault("Delay", times=3, every=7, seconds=0.2),
         ]
@@ -71,11 +72,13 @@ class FaultsTest(unittest.TestCase):
             run_on_ranks(save_and_load, 3, f"s3://{name}/run/step-1", proxy.options(self.options))
         for fault in script:
             self.assertGreater(fault.num_done, 0, fault)
+        self.assertEqual(proxy.num_refused, 2, "damaged parts that their checksums have shown")
 
     @parameterized.expand(
         [
             ("save", "SlowDown", "PUT", "optim.safetensors", "HTTP 503"),
             ("save", "ResetRequest", "PUT", "model.safetensors", "model.safetensors"),
+            ("save", "Damage", "PUT", "optim.safetensors", "BadDigest"),
             ("load", "TooMany", "GET", "optim.safetensors", "HTTP 429"),
             ("load", "Truncate", "GET", "model.safetensors", "model.safetensors"),
             ("load", "ExpiredToken", "GET", "model.safetensors", "credentials"),

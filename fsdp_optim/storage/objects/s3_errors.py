@@ -19,7 +19,14 @@ _PASSING_CODES = {
         "ServiceUnavailable",
         "OperationAborted",
     ),
-    *("ConditionalRequestConflict", "IncompleteBody", "BadDigest", "PriorRequestNotComplete", "TooManyRequests"),
+    *(
+        "ConditionalRequestConflict",
+        "IncompleteBody",
+        "BadDigest",
+        "XAmzContentSHA256Mismatch",
+        "PriorRequestNotComplete",
+        "TooManyRequests",
+    ),
     *("Throttling", "ThrottlingException", "RequestThrottled", "RequestLimitExceeded", "BandwidthLimitExceeded"),
 }
 _OF_ACCESS = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden"}
