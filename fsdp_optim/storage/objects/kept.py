@@ -111,10 +111,10 @@ class ResumedStaging(ObjectStaging):
         claim: Claim,
         before: OpenedObjects | None,
     ) -> None:
-        self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
-        self._before, self._claim, self._committed = before, claim, False
-        self._token, self._shared, self._has_folder = address.token, dict(address.shared), address.has_folder
-        self._is_kept, self._sealed = True, set()
+        folder, shared = address.has_folder, address.shared
+        super().__init__(
+            *(bucket, place, judge, capabilities, claim), before=before, has_folder=folder, shared=shared, is_kept=True
+        )
         claim.is_plain = not address.has_folder
         for name in self._shared:
             with contextlib.suppress(MissingObjectError):

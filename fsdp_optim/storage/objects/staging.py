@@ -29,31 +29,56 @@ class ObjectStaging(Staging):
         place: Place,
         judge: Judge[Any],
         capabilities: Capabilities,
+        claim: Claim,
+        *,
+        before: OpenedObjects | None = None,
+        has_folder: bool = True,
+        shared: Mapping[str, SharedFile] = {},
+        is_kept: bool = False,
+    ) -> None:
+        """A save that has its claim.
+
+        `before`: the checkpoint that it replaces. `has_folder`: whether its files have a folder of their own. `shared`: the files
+        that it has begun. `is_kept`: whether another process can go on with it.
+        """
+        self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
+        self._claim, self._token, self._before, self._has_folder = claim, claim.token, before, has_folder
+        self._shared, self._sealed = dict(shared), set[str]()
+        self._is_kept, self._committed = is_kept, False
+
+    @classmethod
+    def begun(
+        cls,
+        bucket: Bucket,
+        place: Place,
+        judge: Judge[Any],
+        capabilities: Capabilities,
         *,
         overwrite: bool,
         dead_after: float,
         token: str | None = None,
-    ) -> None:
-        self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
+    ) -> ObjectStaging:
+        """Begin a save, and remove what dead saves have left in the place."""
         check_free(bucket, place, judge, overwrite=overwrite)
         found = remove_dead(bucket, place, judge, dead_after)
-        self._token, self._shared = token or new_token(), dict[str, SharedFile]()
-        self._has_folder, self._committed = True, False
-        self._is_kept, self._sealed = False, set[str]()
-        self._claim = Claim(bucket, place, self._token, dead_after)
+        staging = cls(bucket, place, judge, capabilities, Claim(bucket, place, token or new_token(), dead_after))
         try:
-            self._before = check_free(bucket, place, judge, overwrite=overwrite)
-            is_empty = all(found.key.startswith(place.saving) for found in bucket.list(place.inside))
-            # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
-            # not dead, may still put objects where nobody else has a folder.
-            self._has_folder = (
-                self._before is not None or not is_empty or bool(found.dead) or bool(self._claim.others())
-            )
-            if not self._has_folder:
-                self._claim.mark_plain()
+            staging._find_room(overwrite=overwrite, has_dead=bool(found.dead))
         except BaseException:
-            self.abandon()
+            staging.abandon()
             raise
+        return staging
+
+    def _find_room(self, *, overwrite: bool, has_dead: bool) -> None:
+        """Find the checkpoint that is replaced, and decide whether the files get a folder of their own."""
+        self._before = check_free(self._bucket, self._place, self._judge, overwrite=overwrite)
+        listed = self._bucket.list(self._place.inside)
+        is_empty = all(found.key.startswith(self._place.saving) for found in listed)
+        # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
+        # not dead, may still put objects where nobody else has a folder.
+        self._has_folder = self._before is not None or not is_empty or has_dead or bool(self._claim.others())
+        if not self._has_folder:
+            self._claim.mark_plain()
 
     @property
     def _address(self) -> Address:

@@ -74,7 +74,7 @@ class ObjectStore(Store):
         """As a Store does. An object store knows no durability: what it has answered for is stored."""
         siblings = [sibling for sibling in self.shelf().places() if sibling != self.place]
         remove_all_dead(self.bucket, siblings, self.place.parent, self._judge, self._dead_after)
-        return ObjectStaging(
+        return ObjectStaging.begun(
             self.bucket,
             self.place,
             self._judge,

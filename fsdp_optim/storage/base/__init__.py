@@ -1,0 +1,104 @@
+"""The protocols of a storage that keeps checkpoints, one screen each.
+
+A `Store` is one place for one checkpoint, which consists of named files: `model.safetensors`, `extra/common.safetensors`.
+
+Reading, on any process:
+
+    with store.open() as opened:                 # the checkpoint that is there now, even if another one replaces it meanwhile
+        opened.size_of(name)
+        opened.read_into(name, pieces, offset)   # as often as needed, into memory of the caller
+
+Writing. One process leads. It sends `staging.address`, a string, to the other processes:
+
+    staging = store.begin(overwrite=..., durable=...)           # the leader
+    staging.create(name, nbytes, head)                          # files that several processes write, if `Capabilities` allow that
+    writer = store.join(staging.address, ...)                   # every process, including the leader
+    writer.create(name, nbytes, head)                           # files that only this process writes
+    writer.write(name, pieces, offset)                          # as often as needed
+    writer.put(name, data)                                      # small whole files, each by one process
+    receipt = writer.finish()                                   # or writer.discard(), after a failure
+    staging.seal(names, receipts)                               # the leader, when all have finished: completes the files `names`
+    staging.put(name, data)                                     # files that depend on the others: checksums, an index
+    staging.commit(name, manifest)                              # makes the files a checkpoint, atomically; or staging.abandon()
+
+`open` sees none of these files before `commit` returns, and the previous checkpoint stays whole until then. Every failure is a
+CheckpointError that names the place.
+"""
+
+from fsdp_optim.storage.base.completion import (
+    Completion,
+)
+from fsdp_optim.storage.base.names import (
+    MOST_DEPTH,
+    MOST_FILES,
+    NOT_THERE,
+    Undecided,
+    check_inside,
+    check_name,
+    is_sure_that_not,
+)
+from fsdp_optim.storage.base.opened import (
+    Opened,
+)
+from fsdp_optim.storage.base.resumable import (
+    UNTIL_COMMIT,
+    PartsStaging,
+    PartsStore,
+    PartsWriter,
+    ResumableStaging,
+    ResumableStore,
+    can_be_left,
+    is_resumable,
+    keeps_parts,
+    resumes_parts,
+)
+from fsdp_optim.storage.base.shelf import (
+    BriefLike,
+    BriefT,
+    Judge,
+    Listed,
+    Shelf,
+    Shelved,
+    Standing,
+)
+from fsdp_optim.storage.base.staging import (
+    Capabilities,
+    Staging,
+    StoreWriter,
+)
+from fsdp_optim.storage.base.store import (
+    Store,
+)
+
+__all__ = [
+    "MOST_DEPTH",
+    "MOST_FILES",
+    "NOT_THERE",
+    "UNTIL_COMMIT",
+    "BriefLike",
+    "BriefT",
+    "Capabilities",
+    "Completion",
+    "Judge",
+    "Listed",
+    "Opened",
+    "PartsStaging",
+    "PartsStore",
+    "PartsWriter",
+    "ResumableStaging",
+    "ResumableStore",
+    "Shelf",
+    "Shelved",
+    "Staging",
+    "Standing",
+    "Store",
+    "StoreWriter",
+    "Undecided",
+    "can_be_left",
+    "check_inside",
+    "check_name",
+    "is_resumable",
+    "is_sure_that_not",
+    "keeps_parts",
+    "resumes_parts",
+]

@@ -1,0 +1,53 @@
+"""Names of files that stay inside their place, and what an error says about a file."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from fsdp_optim.errors import CheckpointError, causes_of
+
+_NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata")
+
+MOST_DEPTH = 3
+"""The number of folders above a file in a place of any content."""
+
+MOST_FILES = 1_000_000
+"""The number of files that a listing of a place of any content may have."""
+
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""The error numbers that mean a missing file. ELOOP: the name is a symbolic link, and a checkpoint has none."""
+
+
+class Undecided(Exception):
+    """The cause of an error that does not show whether a file is missing or damaged."""
+
+
+def is_sure_that_not(error: BaseException) -> bool:
+    """Whether an error proves that a checkpoint is missing or damaged. False: the checkpoint may be whole, but unreadable now."""
+    return not any(
+        isinstance(cause, (MemoryError, Undecided))
+        or (isinstance(cause, OSError) and cause.errno is not None and cause.errno not in NOT_THERE)
+        for cause in causes_of(error)
+    )
+
+
+def check_name(where: str, name: object) -> str:
+    """Return a file name that stays inside its checkpoint: no folder but `extra`, no `..`, nothing absolute.
+
+    Raises CheckpointError for any other name. `where`: the place that gave the name, for the error.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CheckpointError(f"{where}: names the file {name!r}, which is not one of a checkpoint's own")
+    return name
+
+
+def check_inside(where: str, name: object) -> str:
+    """Return a file name of any format that stays inside its place: relative, with "/" between folders, and without `..`.
+
+    Raises CheckpointError for any other name. `where`: the place that gave the name, for the error.
+    """
+    parts = name.split("/") if isinstance(name, str) and "\0" not in name else [""]
+    if any(part in ("", ".", "..") for part in parts):
+        raise CheckpointError(f"{where}: names the file {name!r}, which is not inside the checkpoint")
+    return str(name)

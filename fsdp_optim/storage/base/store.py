@@ -1,0 +1,57 @@
+"""One place for one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base.completion import Completion
+from fsdp_optim.storage.base.opened import Opened
+from fsdp_optim.storage.base.shelf import Shelf
+from fsdp_optim.storage.base.staging import Staging, StoreWriter
+
+
+class Store(Protocol):
+    """One place for one checkpoint. `where`: the name of the place, for errors and for comparing places."""
+
+    @property
+    def where(self) -> str: ...
+
+    def open(self) -> Opened:
+        """Open the checkpoint that is there now. Raises CheckpointError where there is none."""
+
+    def open_any(self) -> Opened:
+        """Open the files that are there now, whoever wrote them. Symbolic links are followed, and a file's name may be any path
+        inside the place. Where the place is one file, or the common beginning of the names of files, `selected` names it.
+
+        Raises CheckpointError where there is nothing.
+        """
+        raise CheckpointError(f"{self.where}: this store opens no files of other libraries")
+
+    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> Staging:
+        """Begin a save, and remove the leftovers of saves that died.
+
+        Raises CheckpointError where something is there, unless `overwrite` is True, and where nothing can be written.
+        `durable`: `commit` returns only when the checkpoint survives a power cut. `token`: 16 hexadecimal digits at the end of
+        the token that the manifest has, where the manifest was made for another place; None: a new one.
+        """
+
+    def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> StoreWriter:
+        """Take part in a save that another process has begun.
+
+        `who`: the name of this process, for errors. `budget_nbytes`: memory for bytes on their way to a store that takes parts;
+        one part is held in any case.
+        """
+
+    def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> Completion:
+        """The means by which processes learn how a background save ends. `ranks`: the processes by number, the leader first."""
+
+    def machine_id(self) -> str:
+        """A string that is equal on processes that can share a file where `writes_ranges` is "on one machine"."""
+
+    def shelf(self) -> Shelf[Any]:
+        """The folder, or the prefix, that this place and its siblings are in."""
+
+    def siblings(self) -> Iterator[Opened]:
+        """All possible checkpoints in the same folder or under the same prefix, including this one. The caller closes each."""
