@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
-from fsdp_optim.plan import copies_of
+from fsdp_optim.plan import Copy, copies_of
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.messages import Streams
@@ -69,6 +69,16 @@ def test_all_elements_arrive(name: str, longer: int) -> None:
                     to.copy_(view)
     assert torch.equal(taken[:30].view(6, 5), elements)
     assert taken[30:].tolist() == [-2.0] * longer
+
+
+def test_runs_in_another_order_than_in_the_target() -> None:
+    elements, taken = torch.arange(7.0), torch.full((7,), -2.0)
+    copies = [Copy("a", 0, 0, (4,), 0, (1,), 3, (1,)), Copy("a", 0, 0, (3,), 4, (1,), 0, (1,))]
+    streams, failure = Streams(0, 1 << 10), Failure()
+    streams.add(Item(copies, torch.float32, elements, taken), failure)
+    streams.copy_here()
+    assert failure.error is None
+    assert taken.tolist() == [4, 5, 6, 0, 1, 2, 3]
 
 
 def test_a_target_that_is_too_short_keeps_the_place_of_its_messages() -> None:
