@@ -164,9 +164,12 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_plain(value: object) -> bool:
     """Whether a value is a torch.Tensor or Parameter and not of another subclass, so that its bytes are the whole value."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
+    return type(value) in _PLAIN
 
 
 def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:

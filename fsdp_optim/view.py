@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class Handle:
 
     @property
     def local_numel(self) -> int:
-        return int(torch.Size(self.local_shape).numel())
+        return prod(self.local_shape)
 
     @property
     def is_cut(self) -> bool:

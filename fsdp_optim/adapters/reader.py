@@ -153,7 +153,16 @@ def _wrapper_children(adapters: Sequence[Adapter]) -> IsWrapperChild:
     by_name = [one for one in adapters if type(one).is_wrapper_child is Adapter.is_wrapper_child]
     names = frozenset[str]().union(*(one.wrapper_parts for one in by_name))
     others = [one.is_wrapper_child for one in adapters if one not in by_name]
-    return lambda module, name: name in names or any(is_child(module, name) for is_child in others)
+
+    def is_wrapper_child(module: nn.Module, name: str) -> bool:
+        if name in names:
+            return True
+        for is_child in others:  # noqa: SIM110  # any() would make a generator for every module
+            if is_child(module, name):
+                return True
+        return False
+
+    return is_wrapper_child
 
 
 def _renamed_by(name_of: NameOf | None) -> Rename:

@@ -186,7 +186,7 @@ class ModelFiles:
         return {**found, **added}
 
     def rank_extras(self) -> Sequence[ForeignValues]:
-        """The values that each rank gave by itself, None for a rank that gave none; empty where only the first rank has a file."""
+        """The values that each rank gave, None for a rank that gave none; empty where only the first rank has a file."""
         return _RankExtras(self) if len(self.names) > 1 else ()
 
     def pickled(self, extra: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]] | None:

@@ -276,7 +276,7 @@ class TestRuns(unittest.TestCase):
                         fsdp_optim.load(folder, of_zeros(), cast=True)
 
     def test_values_that_only_a_later_rank_gave(self) -> None:
-        """In ZeRO 3 the first rank's file does not say what is in those of the others, so each is read, verified and converted."""
+        """In ZeRO 3 the first rank's file does not say what is in those of the others: each is read, verified and converted."""
         folder, target = self.root / "of rank 1", self.root / "of rank 1 converted"
         weights = {"weight": torch.ones(3, 2)}
         write_zero(folder, 3, 2, [weights], {"exp_avg": [weights]}, step=1)

@@ -1,4 +1,4 @@
-"""Formats that take several ranks to write pass `ReaderConformance`: their files, read in one process, whole, in parts, damaged."""
+"""Formats of several ranks pass `ReaderConformance`: their files are read in one process, whole, in parts, damaged."""
 
 from __future__ import annotations
 
