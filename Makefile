@@ -10,9 +10,10 @@ DOCS_VENV ?= .venv-docs
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 OLDEST_VENV ?= .venv-oldest
 OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
-# What needs no other package, and training in every wrapper. The two that are left out test the site and the distributions.
+# What needs no other package, and every wrapper of torch and fairscale. The two that are left out test the site and the distributions.
 NOT_ON_OLDEST := website packaging
-TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py
+TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
+	tests/checkpoint/test_checkpoint.py tests/adapters/test_torch_wrappers.py tests/adapters/test_fairscale_reshard.py
 # Processes that run tests, each a file at a time, on ranks of its own.
 JOBS ?= 2
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import check_same
+from kit.torch_limits import NO_FORWARD
 from kit.wrapping import cpu
 from kit.wraps import WRAPPERS, Net
 from parameterized import parameterized
@@ -21,8 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
-FSDP2_RUNS = hasattr(torch.cpu.Stream(), "record_event")
-"""Whether FSDP2 has a forward pass on CPU: that of torch 2.6 calls this method, which is not there."""
 KINDS = ("DDP", "FSDP1 flat", "FSDP1 orig", "fairscale flat", "fairscale non-flat", "FSDP2", "HSDP")
 
 
@@ -40,7 +39,7 @@ def train(model: Any, optim: Any, first: int, last: int) -> list[torch.Tensor]:
     losses = []
     for step in range(first, last):
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
-        if isinstance(model, FSDPModule) and not FSDP2_RUNS:
+        if isinstance(model, FSDPModule) and NO_FORWARD:
             for param in model.parameters():
                 param.grad = param.detach() * (step + 1)
         else:
