@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
+import time
 import unittest
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.accelerate_loop import Loop, load_and_go_on
-from kit.compare import check_same, error_text
+from kit.compare import check_same, error_text, refused
 from kit.hugging_face import enabled, on_cpu
 from kit.pretrained import transformers
 from kit.scripts import TRAINING, run
@@ -21,8 +23,10 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim import CheckpointError
 from fsdp_optim.integrations import accelerate as plugin
 from fsdp_optim.integrations.needed import version_of
+from fsdp_optim.storage.posix.writer import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)
@@ -67,12 +71,12 @@ def several(kind: str, folder: str, shared: bool) -> None:
         check_same("several models", after, before)
 
 
-def named_by_number(folder: str, background: bool) -> list[list[str]]:
+def named_by_number(folder: str, background: bool, limit: int) -> list[list[str]]:
     from accelerate.utils import ProjectConfiguration
 
     seen = []
     with on_cpu("FSDP2"), enabled({"background": background}):
-        naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
+        naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=limit)
         loop = Loop("FSDP2", project_config=naming)
         for _ in range(3):
             loop.step()
@@ -84,17 +88,20 @@ def named_by_number(folder: str, background: bool) -> list[list[str]]:
         other = Loop("FSDP2", seed=1, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
         other.accelerator.load_state()
         check_same("the newest", other.state, wanted)
+        naming.iteration = 2
+        refused(loop.accelerator.save_state, CheckpointError, "checkpoint_2: exists already", "iteration")
     return seen
 
 
-def with_hooks(folder: str) -> None:
-    """A hook that saves the models by itself takes them off the list, as Accelerate says."""
-    with on_cpu("DDP"), enabled({}):
-        loop = Loop("DDP")
+def with_hooks(kind: str, folder: str) -> None:
+    """A hook that saves the models by itself takes them off the list, as Accelerate says. With FSDP it gets no weights."""
+    with on_cpu(kind), enabled({}):
+        loop = Loop(kind)
         loop.step()
 
         def hook(models: list[Any], weights: list[Any], path: str) -> None:
-            weights.pop()
+            while weights:
+                weights.pop()
             Path(path, f"mine-{dist.get_rank()}").touch()
 
         loop.accelerator.register_save_state_pre_hook(hook)
@@ -102,12 +109,13 @@ def with_hooks(folder: str) -> None:
 
 
 def failed_in_the_background(folder: str) -> tuple[str, str]:
-    from fsdp_optim.storage.posix.writer import FolderWriter
-
     with on_cpu("FSDP2"), enabled({"background": True}):
         loop = Loop("FSDP2")
         loop.step()
-        loop.accelerator.state.destroy_process_group = lambda group=None: None  # the pool of ranks does that
+        ended: list[Any] = []
+        loop.accelerator.state.destroy_process_group = lambda group=None: ended.append(
+            group
+        )  # the pool of ranks does that
         full = mock.patch.object(FolderWriter, "write", side_effect=OSError(28, "No space left on device"))
         with full if dist.get_rank() == 1 else mock.MagicMock():
             loop.accelerator.save_state(f"{folder}/first")
@@ -116,7 +124,62 @@ def failed_in_the_background(folder: str) -> tuple[str, str]:
             at_the_end = ": ".join(error_text(loop.accelerator.end_training))
         loop.accelerator.save_state(f"{folder}/fourth")
         loop.accelerator.end_training()
+        check_same("the process group ends after an error too", len(ended), 2)
         return message, at_the_end
+
+
+def slow_write(self: FolderWriter, *args: Any) -> None:
+    time.sleep(0.2)
+    write(self, *args)
+
+
+write = FolderWriter.write
+
+
+def load_what_is_under_way(folder: str) -> None:
+    """A load waits for the save that is still written, also where it has to find the newest folder."""
+    from accelerate.utils import ProjectConfiguration
+
+    naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    with on_cpu("DDP"), enabled({"background": True}), mock.patch.object(FolderWriter, "write", slow_write):
+        loop = Loop("DDP", project_config=naming)
+        wanted = loop.state
+        loop.accelerator.save_state()
+        loop.step()
+        loop.accelerator.load_state()
+        check_same("loaded", loop.state["weights"], wanted["weights"])
+
+
+class Grown(nn.Linear):
+    """A model that has got a parameter since it was saved."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.more = nn.Parameter(torch.full((2,), 5.0))
+
+
+def alone(folder: str) -> None:
+    """In one process: what `strict=False` leaves as it is, a save on each node, and an Accelerator without models."""
+    import accelerate
+    from accelerate.utils import ProjectConfiguration
+
+    def made(model: nn.Module | None, **options: Any) -> Any:
+        accelerator = accelerate.Accelerator(cpu=True, **options)
+        if model is not None:
+            accelerator.prepare(model)
+        return accelerator
+
+    with on_cpu("none"), enabled({"cast": True}):
+        saved, grown = nn.Linear(3, 2), Grown().double()
+        made(saved).save_state(f"{folder}/step")
+        refused(lambda: made(grown).load_state(f"{folder}/step"), fsdp_optim.StateError, "more")
+        made(grown).load_state(f"{folder}/step", strict=False)
+        check_same("loaded, and cast", grown.weight.detach(), saved.weight.detach().double())
+        check_same("left", grown.more.tolist(), [5.0, 5.0])
+        made(saved, project_config=ProjectConfiguration(save_on_each_node=True)).save_state(f"{folder}/nodes")
+        made(None).save_state(f"{folder}/empty")
+        for name in ("nodes", "empty"):
+            check_same(name, "fsdp_optim.json" in os.listdir(f"{folder}/{name}"), False)
 
 
 class StateTest(unittest.TestCase):
@@ -138,6 +201,9 @@ class StateTest(unittest.TestCase):
         names = os.listdir(folder)
         self.assertIn("model.safetensors", names)
         self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer"))])
+        self.assertIn("generation_config.json", names)
+        config = json.loads(Path(folder, "config.json").read_text())
+        self.assertEqual(config["architectures"], ["LlamaForCausalLM"])  # FSDP2 makes a class of another name
         opened = transformers().AutoModelForCausalLM.from_pretrained(folder).state_dict()
         check_same("from_pretrained", dict(opened), oracle[0]["third"]["weights"])
         other = {"DDP": ("FSDP2", 3), "FSDP2": ("none", 1), "FSDP1": ("FSDP2", 1)}[kind]
@@ -158,17 +224,24 @@ class StateTest(unittest.TestCase):
     def test_several_models(self, shared: bool) -> None:
         run_on_ranks(several, 2, "DDP", f"{self.root}/several-{shared}", shared)
 
-    @parameterized.expand([(False,), (True,)])
-    def test_checkpoints_that_accelerate_names(self, background: bool) -> None:
-        seen = run_on_ranks(named_by_number, 2, f"{self.root}/named-{background}", background)[0]
-        self.assertEqual(seen, [["checkpoint_0"], ["checkpoint_1"], ["checkpoint_2"]])
+    @parameterized.expand([(False, 1), (True, 2)])
+    def test_checkpoints_that_accelerate_names(self, background: bool, limit: int) -> None:
+        seen = run_on_ranks(named_by_number, 2, f"{self.root}/named-{background}", background, limit)[0]
+        self.assertEqual(seen, [[f"checkpoint_{n}" for n in range(max(0, at - limit + 1), at + 1)] for at in range(3)])
 
-    def test_hooks_that_save_the_models_go_on_to_do_so(self) -> None:
-        folder = f"{self.root}/hooks"
-        run_on_ranks(with_hooks, 2, folder)
+    @parameterized.expand([("DDP", "optimizer.bin", "fsdp_optim.json"), ("FSDP2", "fsdp_optim.json", "optimizer.bin")])
+    def test_hooks_that_save_the_models_go_on_to_do_so(self, kind: str, there: str, not_there: str) -> None:
+        folder = f"{self.root}/hooks-{kind}"
+        run_on_ranks(with_hooks, 2, kind, folder)
         names = os.listdir(folder)
-        self.assertLessEqual({"mine-0", "mine-1", "optimizer.bin"}, set(names))
-        self.assertNotIn("fsdp_optim.json", names)
+        self.assertLessEqual({"mine-0", "mine-1", there}, set(names))
+        self.assertNotIn(not_there, names)
+
+    def test_a_load_waits_for_the_save_in_the_background(self) -> None:
+        run_on_ranks(load_what_is_under_way, 2, f"{self.root}/under-way")
+
+    def test_strict_and_cast_and_what_is_left_to_accelerate(self) -> None:
+        run_on_ranks(alone, 1, f"{self.root}/alone")
 
     def test_a_failure_in_the_background_is_raised_by_the_next_save(self) -> None:
         folder = f"{self.root}/failed"

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
 from kit.checkpoints import InFolder
-from kit.compare import error_text
+from kit.compare import error_text, refused
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.trainer_files import FolderSave, Settings
+from fsdp_optim import CheckpointError
+from fsdp_optim.checkpoint import trainer_files
+from fsdp_optim.checkpoint.trainer_files import FolderSave, Settings, is_sharded_by_accelerate, optimizer_inside
+from fsdp_optim.integrations import trainer_folder
 from fsdp_optim.storage.posix import folder
 from fsdp_optim.storage.posix.writer import FolderWriter
+from fsdp_optim.testing import run_on_ranks
 
 OURS = {"fsdp_optim.json", "model.safetensors", "model.safetensors.sums", "extra"}
 
@@ -146,6 +155,91 @@ class FolderSaveTest(InFolder):
         self.assertEqual(error_text(lambda: self.save({}, "checkpoint-3"))[0], "CheckpointError")
         self.check_only("checkpoint-2", "checkpoint-3", "elsewhere")
         self.assertEqual(os.listdir(self.root / "elsewhere"), [])
+
+
+def begin_apart(root: Path) -> None:
+    """Rank 1 does not see the folder that rank 0 makes."""
+    unseen = mock.patch.object(trainer_files, "has_file", return_value=False)
+    with unseen if dist.get_rank() == 1 else contextlib.nullcontext():
+        words = (
+            "rank 1 does not see",
+            "checkpoint-2.new-",
+            "which rank 0 has made",
+            "a file system that all ranks share",
+        )
+        refused(lambda: FolderSave.begin(f"{root}/checkpoint-2", Settings(progress=False)), CheckpointError, *words)
+
+
+class RanksTest(InFolder):
+    def test_a_folder_that_not_all_ranks_see(self) -> None:
+        run_on_ranks(begin_apart, 2, self.root)
+        self.check_only()
+
+
+class SettingsTest(unittest.TestCase):
+    def test_every_setting_reaches_the_calls(self) -> None:
+        given: dict[str, Any] = {"durable": False, "checksums": False, "max_file_size": 5, "strategy": "in_place"}
+        given |= {"allow_pickle": True, "progress": True}
+        call: dict[str, Any] = {"timeout": 7, "bucket_nbytes": 4096, "on_replica_mismatch": "lowest_rank"}
+        settings = Settings(background=True, cast=True, **given, **call)
+        saving, loading = settings.saving(3, "trainable"), settings.loading("none", strict=False)
+        for name, value in given.items():
+            self.assertEqual(getattr(saving, name), value, name)
+        for one in (saving, loading):
+            for name, value in call.items():
+                self.assertEqual(getattr(one.call, name), value, name)
+            self.assertEqual((one.allow_pickle, one.progress), (True, True))
+        self.assertEqual((saving.step, saving.weights, saving.overwrite), (3, "trainable", True))
+        self.assertEqual((loading.cast, loading.weights, loading.call.strict), (True, "none", False))
+
+
+class FoldersTest(InFolder):
+    def test_which_folders_are_sharded_ones_of_accelerate(self) -> None:
+        def there(*names: str) -> tuple[bool, bool]:
+            path = self.root / "-".join(names)
+            for name in names:
+                (path / name).mkdir(parents=True)
+                (path / name / ".metadata").touch()
+            with_optim, without = (is_sharded_by_accelerate(str(path), with_optim=one) for one in (True, False))
+            return with_optim, without
+
+        model, optim = "pytorch_model_fsdp_0", "optimizer_0"
+        self.assertEqual(there(model, optim), (True, True))
+        self.assertEqual(there(model), (False, True))
+        self.assertEqual(there(optim), (False, False))
+        self.assertEqual(there(model, optim, "pytorch_model_fsdp_1"), (False, False), "one of two models")
+
+    def test_the_last_checkpoint_is_by_its_number(self) -> None:
+        """A folder without the trainer's state is passed over, and only then."""
+        for step in (9, 10, 11):
+            (self.root / f"checkpoint-{step}").mkdir()
+            (self.root / f"checkpoint-{step}" / "trainer_state.json").touch()
+
+        def last(found: str | None) -> str:
+            path = f"{self.root}/{found}" if found is not None else None
+            return str(trainer_folder.get_last_checkpoint(lambda folder: path, self.root)).rpartition("/")[2]
+
+        self.assertEqual(last("checkpoint-11"), "checkpoint-11")
+        (self.root / "checkpoint-11" / "trainer_state.json").unlink()
+        with self.assertLogs("fsdp_optim", "WARNING") as logs:
+            self.assertEqual(last("checkpoint-11"), "checkpoint-10")
+        self.assertIn("checkpoint-11 has no trainer_state.json", logs.output[0])
+        self.assertEqual(last(None), "None")
+
+
+class WrappedTest(unittest.TestCase):
+    def test_the_model_and_the_optimizer_inside_their_wrappers(self) -> None:
+        class AcceleratedOptimizer:
+            def __init__(self, optimizer: Any) -> None:
+                self.optimizer = optimizer
+
+        model = nn.Linear(2, 2)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        twice = AcceleratedOptimizer(AcceleratedOptimizer(optim))
+        self.assertIs(optimizer_inside(twice), optim)
+        for wrapped, wanted in ((model, model), (nn.DataParallel(model), model)):
+            trainer = SimpleNamespace(model=model, model_wrapped=wrapped)
+            self.assertIs(trainer_folder.model_of(trainer), wanted)
 
 
 if __name__ == "__main__":
