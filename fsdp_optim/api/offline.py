@@ -67,7 +67,8 @@ def convert(
         world_size: the number of ranks, for formats that have a part for each rank.
         key_by: "id" or "name", for formats whose optimizer dict may have either.
         memory: the most bytes of elements that each process holds at a time, at least 16 MiB. The description of the checkpoint
-            (names, shapes) comes on top.
+            (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or not in
+            row-major order.
         names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
         model: in the place of `names`: a model whose parameters have this order; it may be on the meta device.
         units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the

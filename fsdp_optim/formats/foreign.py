@@ -7,6 +7,7 @@ strips what wrappers add to names, and reads the elements that a rank needs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -38,8 +39,8 @@ class Source:
     Attributes:
         file: the file.
         start: the byte of the file at which the part begins, or a function that finds it out, called at the first read.
-        memory: the bytes themselves, of a tensor that cannot be read by ranges, or a function that returns them, called at the
-            first read; then there is no file.
+        memory: the bytes themselves, of a tensor that cannot be read by ranges, or a function that makes them; then there is no
+            file.
     """
 
     file: str = ""
@@ -51,10 +52,16 @@ class Source:
         """The byte of the file at which the part begins."""
         return self.start() if callable(self.start) else self.start
 
-    @cached_property
-    def data(self) -> memoryview | None:
-        """The bytes of `memory`; None if a file has them."""
+    def made(self) -> memoryview | None:
+        """The bytes of `memory`, which this call may make; None if a file has them."""
         return self.memory() if callable(self.memory) else self.memory
+
+
+class _LastMade(threading.local):
+    """The bytes that a thread has made last, because it reads a tensor in several parts. `name`: those of which source."""
+
+    name = ""
+    data: memoryview | None = None
 
 
 class NoJudge(Judge[Any]):
@@ -130,6 +137,7 @@ class ForeignReader:
     flattens: bool = True
     files: Sequence[str] = field(default=(), repr=False)
     _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: _LastMade = field(default_factory=_LastMade, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
@@ -216,9 +224,10 @@ class ForeignReader:
         for name, ranges in extents.items():
             source = self._source(name)
             path = self.opened.named(source.file)
-            if source.data is not None:
+            data = self._made(name, source)
+            if data is not None:
                 for extent in ranges:
-                    extent.memory[:] = source.data[extent.start : extent.stop]
+                    extent.memory[:] = data[extent.start : extent.stop]
                     did_read(len(extent.memory))
             else:
                 fill = partial(self.opened.read_into, source.file)
@@ -230,6 +239,15 @@ class ForeignReader:
                     first, last = max(start, extent.start), min(stop, extent.stop)
                     if first < last:
                         check_bytes(path, key, extent.memory[first - extent.start : last - extent.start])
+
+    def _made(self, name: str, source: Source) -> memoryview | None:
+        """The bytes of a source without a file. A thread keeps one, so that many do not fill the memory."""
+        last = self._last
+        if source.memory is not None and last.name != name:
+            last.name, last.data = "", None  # freed before the next one is made
+            last.data = source.made()
+            last.name = name
+        return last.data if source.memory is not None else None
 
     @cached_property
     def _bools(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:

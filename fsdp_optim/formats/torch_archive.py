@@ -26,7 +26,7 @@ from fsdp_optim.formats.legacy_archive import HEAD_NBYTES, LegacyStorages, is_le
 from fsdp_optim.formats.torch_globals import Storage, Tensors, View, storage_of, table_of
 from fsdp_optim.formats.tree import check_tree, mapped
 from fsdp_optim.formats.zip_records import Part, Records
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.memory import dtype_named, in_pages
 from fsdp_optim.storage.base import Opened
 
 __all__ = ["TorchArchive", "Unread", "is_torch_archive", "read_archive"]
@@ -221,21 +221,21 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -
             "elements share memory (expand): save a copy of it"
         )
     first = view.offset * view.itemsize
-    data = source.data
-    data = (
-        memoryview(opened.read(source.file, source.first_byte + first, nbytes))
-        if data is None
-        else data[first:][:nbytes]
-    )
+    made = source.made()
+    if made is None:
+        read = in_pages((nbytes,), torch.uint8)
+        made = read.numpy().data
+        opened.read_into(source.file, [made], source.first_byte + first)
+        first = 0
     with distrusted(opened.named(name)):
-        flat = torch.frombuffer(bytearray(data), dtype=dtype_named(view.dtype))
+        flat = torch.frombuffer(made[first:][:nbytes], dtype=dtype_named(view.dtype))
         tensor = torch.as_strided(flat, view.shape, view.stride)
         if view.is_conj:
             tensor = tensor.conj()
         if view.is_neg:
-            tensor = torch.neg(tensor)
-        tensor = tensor.resolve_conj().contiguous()
-        return tensor.view(-1).view(torch.uint8).numpy().data
+            tensor = torch._neg_view(tensor)
+        in_order = in_pages(view.shape, tensor.dtype).copy_(tensor)
+        return in_order.view(-1).view(torch.uint8).numpy().data
 
 
 def materialised(opened: Opened, sources: Mapping[str, Source], value: Any) -> Any:
@@ -249,7 +249,7 @@ def read_tensor(opened: Opened, sources: Mapping[str, Source], stored: StoredTen
     if not nbytes:
         return torch.empty(stored.shape, dtype=dtype)
     source = sources.get(stored.file, Source(stored.file))
-    data = source.data
+    data = source.made()
     if data is None:
         data = memoryview(opened.read(source.file, source.first_byte + stored.start, nbytes))
     else:

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import Source
+from fsdp_optim.memory import in_pages
 from fsdp_optim.storage.base import Opened
 
 _BLOCK_NBYTES = 64 << 10  # read at once: the end of an archive, and its first records
@@ -163,11 +166,15 @@ class Records:
         where = f"{self.where}: the record {info.filename}"
         if info.file_size > info.compress_size * _MOST_RATIO + _BLOCK_NBYTES:
             raise CheckpointError(f"{where}: has {info.file_size} bytes, which no {info.compress_size} bytes can hold")
-        with _trusting_nothing(where):
-            data = self._zip.read(info)
-        if len(data) != info.file_size:
-            raise CheckpointError(f"{where}: has {len(data)} bytes, not {info.file_size}: it was changed")
-        return memoryview(data)
+        with _trusting_nothing(where), self._zip.open(info) as record:
+            memory, at = in_pages((info.file_size,), torch.uint8).numpy().data, 0
+            while num := record.readinto(
+                memory[at : at + _BLOCK_NBYTES] or bytearray(1)
+            ):  # one more byte than there may be
+                at += num
+        if at != info.file_size:
+            raise CheckpointError(f"{where}: has {at} bytes, not {info.file_size}: it was changed")
+        return memory
 
 
 def _encoded_name(info: zipfile.ZipInfo) -> bytes:

@@ -1,9 +1,10 @@
-"""Values of another library's checkpoint: those of one element that are cut like their parameter, and those that share memory."""
+"""Values of another library's checkpoint: of one element, cut like their parameter; in shared memory; made for each read."""
 
 from __future__ import annotations
 
 import tempfile
 import unittest
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from kit.compare import check_same
 
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.formats.base import StoredTensor
-from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader
+from fsdp_optim.formats.extents import Extent
+from fsdp_optim.formats.foreign import NO_JUDGE, ForeignFormat, ForeignReader, Source
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.base import Opened
+from fsdp_optim.storage.posix.store import Folder
 
 
 class Model(torch.nn.Module):
@@ -62,6 +65,23 @@ class ForeignValueTest(unittest.TestCase):
         check_same("weights", [param.detach() for param in model.parameters()], values)
         found = [optim.state[param] for param in model.parameters()]
         check_same("state", found, [{"step": numbers[4], "exp_avg": one, "exp_avg_sq": one} for one in values])
+
+    def test_what_is_made_for_a_read_is_kept_until_the_next_one(self) -> None:
+        """A tensor that is read in parts is made once, and only the last one takes memory."""
+        made: list[str] = []
+
+        def make(name: str) -> memoryview:
+            made.append(name)
+            return memoryview(name.encode() * 8)
+
+        sources = {name: Source(memory=partial(make, name)) for name in "ab"}
+        with tempfile.TemporaryDirectory() as folder, Folder(folder, NO_JUDGE).open_any() as opened:
+            reader = ForeignReader(opened, "raw", {}, sources=sources)
+            found = bytearray(8)
+            for name, start in (("a", 0), ("a", 4), ("b", 2), ("b", 6), ("a", 4)):
+                reader.read({name: [Extent(start, memoryview(found)[start : start + 2])]})
+        self.assertEqual(made, ["a", "b", "a"])
+        self.assertEqual(bytes(found), b"aabbaabb")
 
 
 if __name__ == "__main__":

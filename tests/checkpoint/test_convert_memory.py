@@ -1,0 +1,64 @@
+"""`memory=` bounds what a conversion takes, from every kind of checkpoint and into every format, however large it is."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+from kit.cases import expand, those
+from kit.conversions import MEMORY
+from kit.large import NAMES, SOURCES, ours
+from kit.scripts import run
+
+from fsdp_optim.checkpoint.formats import WRITTEN
+
+SOON = ("torch transposed", "ZeRO 3", "fairscale_shards")
+ROWS = 2304
+"""81 MiB of tensors, five times MEMORY."""
+
+SLACK = 8  # MiB: the interpreter's, and those of threads
+
+SCRIPT = """
+from kit.peaks import Peak
+import torch, fsdp_optim
+root, options = {root!r}, {options!r}
+fsdp_optim.convert(root + "/small", root + "/small-to", durable=False, **options)
+torch.set_num_threads(4)
+with Peak() as peak:
+    done = fsdp_optim.convert(root + "/big", root + "/to", memory={memory}, durable=False, progress=False, **options)
+print(done.nbytes, peak.mib)
+"""
+
+
+class ConvertMemoryTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+
+    def check(self, **options: Any) -> None:
+        """In a process that has converted something already, so that no import counts."""
+        code = SCRIPT.format(root=str(self.root), options=options, memory=MEMORY)
+        done = run(code, preload=("torch", "fsdp_optim"))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        nbytes, mib = map(float, done.stdout.split())
+        self.assertGreater(nbytes, 5 * MEMORY)
+        self.assertLess(mib, MEMORY / 2**20 + SLACK)
+
+    @expand(*those([(name,) for name in SOURCES], soon=lambda name: name in SOON))
+    def test_from(self, source: str) -> None:
+        for name, rows in (("small", 8), ("big", ROWS)):
+            SOURCES[source](self.root / name, rows)
+        self.check()
+
+    @expand(*those([(name,) for name in WRITTEN], soon=lambda name: name in SOON))
+    def test_to(self, target: str) -> None:
+        for name, rows in (("small", 8), ("big", ROWS)):
+            ours(self.root / name, rows)
+        self.check(format=target, **({"units": {"": NAMES}, "world_size": 2} if target == "fairscale_shards" else {}))
+
+
+if __name__ == "__main__":
+    unittest.main()
