@@ -168,10 +168,9 @@ class Records:
             raise CheckpointError(f"{where}: has {info.file_size} bytes, which no {info.compress_size} bytes can hold")
         with _trusting_nothing(where), self._zip.open(info) as record:
             memory, at = in_pages((info.file_size,), torch.uint8).numpy().data, 0
-            while num := record.readinto(
-                memory[at : at + _BLOCK_NBYTES] or bytearray(1)
-            ):  # one more byte than there may be
-                at += num
+            while piece := record.read(_BLOCK_NBYTES):
+                memory[at : at + len(piece)] = piece
+                at += len(piece)
         if at != info.file_size:
             raise CheckpointError(f"{where}: has {at} bytes, not {info.file_size}: it was changed")
         return memory
