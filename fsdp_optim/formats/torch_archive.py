@@ -233,7 +233,7 @@ def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -
         if view.is_conj:
             tensor = tensor.conj()
         if view.is_neg:
-            tensor = torch._neg_view(tensor)
+            tensor = torch.neg(tensor)
         in_order = in_pages(view.shape, tensor.dtype).copy_(tensor)
         return in_order.view(-1).view(torch.uint8).numpy().data
 
