@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kit.cases import expand
 from kit.checkpoint_damage import flip
 from kit.compare import Differs, check_refused, check_same, error_text
 from kit.torchtitan_cpu import (
@@ -75,27 +76,24 @@ class TestResume(unittest.TestCase):
         cls.addClassCleanup(made.cleanup)
         cls.folder = Path(made.name)
 
-    @parameterized.expand(
-        [
-            ("disabled", {}),
-            ("async", {"fuse_qkv": True}),
-            ("async_with_pinned_mem", {"parallelism": {"pipeline_parallel_degree": 2}}),
-        ]
+    @expand(
+        soon=[("disabled", {}), ("async", {"fuse_qkv": True})],
+        later=[("async_with_pinned_mem", {"parallelism": {"pipeline_parallel_degree": 2}})],
     )
     def test_a_run_that_stopped_goes_on_as_if_it_had_not(self, mode: str, spec: dict[str, Any]) -> None:
         """Two optimizers, the loader of each rank, the schedule, random states; parameters that a hook joins; a pipeline."""
         run_on_ranks(stop_and_resume, 2, self.folder / mode, async_mode=mode, spec=spec)
 
-    def test_other_numbers_of_ranks(self) -> None:
+    @expand(soon=[(4,)], later=[(1,), (3,)])
+    def test_other_numbers_of_ranks(self, world_size: int) -> None:
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
-        [(saved, whole), _] = run_on_ranks(saved_alike, 2, self.folder / "alike")
-        for world_size in (1, 3, 4):
-            with self.subTest(world_size):
-                for loaded, resumed in run_on_ranks(loaded_and_resumed, world_size, self.folder / "alike"):
-                    loaded, whole = (without(one, "random", "num_drawn") for one in (loaded, whole))
-                    check_same(f"loaded on {world_size}", loaded, without(saved, "random", "num_drawn"))
-                    if world_size != 3:
-                        check_same(f"trained on {world_size}", without(resumed, "random", "num_drawn"), whole)
+        folder = self.folder / f"alike {world_size}"
+        [(saved, whole), _] = run_on_ranks(saved_alike, 2, folder)
+        for loaded, resumed in run_on_ranks(loaded_and_resumed, world_size, folder):
+            loaded, whole = (without(one, "random", "num_drawn") for one in (loaded, whole))
+            check_same(f"loaded on {world_size}", loaded, without(saved, "random", "num_drawn"))
+            if world_size != 3:
+                check_same(f"trained on {world_size}", without(resumed, "random", "num_drawn"), whole)
 
 
 # ------------------------------------------------------------------------------------------ errors
@@ -321,7 +319,7 @@ class TestOptions(unittest.TestCase):
             for got in run_on_ranks(seeded, 2, Path(folder)):
                 check_same("the seed", got, wanted)
 
-    @parameterized.expand([(False,), (True,)])
+    @expand(soon=[(True,)], later=[(False,)])
     def test_transformers_opens_the_weights(self, fuse_qkv: bool) -> None:
         """Llama's queries and keys are in another order there, so that names alone are not enough."""
         with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
-"""The programs in examples/ run as their users run them: from processes that are there already, as torchrun starts them.
+"""The programs in examples/ train, save and go on, on ranks that are there already.
 
-torchrun itself starts one of them in `make test-long`, and the program of README.md in `make test` (test_readme.py).
+torchrun itself starts all of them in `make test-long`, and the program of README.md in `make test` (test_readme.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from kit.checkpoints import InFolder
 from kit.launched import alone, launched
+from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -45,14 +46,27 @@ def on_rank(example: str, *arguments: str) -> int:
     return int(runpy.run_path(str(ROOT / "examples" / example))["main"](list(arguments)))
 
 
-class ManagerTest(InFolder):
-    @pytest.mark.slow
-    def test_train_by_torchrun(self) -> None:
-        done = torchrun(2, "fsdp2_manager.py", "--root", str(self.root), "--every", "2", "--last", "6")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("trained from step 0 to step 6", done.stdout)
-        self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)][:1], [2])
+FOLDER, FILE = ("--every", "2", "--root"), ("--file",)
+BY_TORCHRUN: list[tuple[str, int, tuple[str, ...], str]] = [
+    ("fsdp2_manager.py", 2, FOLDER, "trained from step 0 to step 2"),
+    ("pipeline.py", 2, FOLDER, "trained from step 0 to step 2 in 4 stages"),
+    ("moe_experts.py", 4, FOLDER, "trained from step 0 to step 2 with 4 experts a group"),
+    ("fairscale_fsdp.py", 2, FILE, "trained from step 0 to step 2"),
+]
 
+
+@pytest.mark.slow
+class TorchrunTest(InFolder):
+    @parameterized.expand(BY_TORCHRUN)
+    def test_train(self, program: str, num_ranks: int, arguments: tuple[str, ...], words: str) -> None:
+        place = self.root / "saved"
+        done = torchrun(num_ranks, program, "--last", "2", *arguments, str(place))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(words, done.stdout)
+        self.assertTrue(place.exists())
+
+
+class ManagerTest(InFolder):
     def test_train_and_go_on_with_fewer_ranks(self) -> None:
         arguments = ("--root", str(self.root), "--every", "2", "--last")
         self.assertEqual(run_on_ranks(on_rank, 2, "fsdp2_manager.py", *arguments, "6"), [6, 6])
@@ -81,9 +95,7 @@ class TrainerTest(InFolder):
 class PipelineTest(InFolder):
     def test_train_and_go_on_in_another_pipeline(self) -> None:
         arguments = ("--root", str(self.root), "--every", "2", "--last")
-        done = launched(2, "examples/pipeline.py", *arguments, "2")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("trained from step 0 to step 2 in 4 stages", done.stdout)
+        self.assertEqual(run_on_ranks(on_rank, 2, "pipeline.py", *arguments, "2"), [0] * 2)
         self.assertEqual(run_on_ranks(on_rank, 4, "pipeline.py", *arguments, "4"), [2] * 4)
         self.assertEqual(run_on_ranks(on_rank, 1, "pipeline.py", *arguments, "5"), [4])
         self.assertEqual([one.world_size for one in fsdp_optim.checkpoints(self.root)], [1, 4])
@@ -94,9 +106,7 @@ class PipelineTest(InFolder):
 class ExpertsTest(InFolder):
     def test_train_and_go_on_with_other_experts_on_each_rank(self) -> None:
         arguments = ("--root", str(self.root), "--every", "2", "--last")
-        done = launched(4, "examples/moe_experts.py", *arguments, "2")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("trained from step 0 to step 2 with 4 experts a group", done.stdout)
+        self.assertEqual(run_on_ranks(on_rank, 4, "moe_experts.py", *arguments, "2"), [0] * 4)
         self.assertEqual(run_on_ranks(on_rank, 2, "moe_experts.py", *arguments, "4"), [2, 2])
         self.assertEqual(run_on_ranks(on_rank, 1, "moe_experts.py", *arguments, "5"), [4])
         weights = safetensors.torch.load_file(self.root / "step-00000004" / "model.safetensors")
@@ -120,9 +130,7 @@ class ExpertsTest(InFolder):
 class FairscaleTest(InFolder):
     def test_one_file_goes_on_at_another_world_size_and_without_fairscale(self) -> None:
         file = self.root / "full.pt"
-        done = launched(2, "examples/fairscale_fsdp.py", "--file", str(file), "--last", "3")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("trained from step 0 to step 3", done.stdout)
+        run_on_ranks(on_rank, 2, "fairscale_fsdp.py", "--file", str(file), "--last", "3")
         run_on_ranks(on_rank, 3, "fairscale_fsdp.py", "--file", str(file), "--last", "5")
         saved = torch.load(file)
         self.assertEqual(saved["step"], 5)

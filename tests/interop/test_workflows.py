@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import boto3
+import pytest
 import torch
 import torch.distributed as dist
 from kit import dcp as dcp_layouts
@@ -158,6 +159,7 @@ class WorkflowsTest(unittest.TestCase):
                 run_on_ranks(resume, 2, one, "fairscale flat")
                 self.assertEqual(fsdp_optim.load(root / "both.pt")["step"], BEFORE)
 
+    @pytest.mark.slow  # test_s3_checkpoints.py and test_checkpoint_hugging_face.py have its two halves in `make test`
     def test_asynchronous_to_a_bucket(self) -> None:
         """Sharded asynchronous saves resume at another shard degree; a whole checkpoint is opened by Hugging Face."""
         options = shared("moto")

@@ -29,7 +29,7 @@ from fsdp_optim.storage.objects.s3 import S3Bucket
 
 SEED = 20251122
 MODES = ("steps", "async steps", "overwrite", "async overwrite", "uploaded steps")
-FEW_MOMENTS, MOMENTS = 3, 50
+FEW_MOMENTS, MOMENTS = 1, 50
 ONE_DIES = (2, 3)  # of every five moments; otherwise all die
 PATIENCE = 3.0  # seconds that a rank waits for one that is dead, at least
 MANY = 10  # times what an undisturbed save takes, which counts for a rank that does not come, and for a hang

@@ -27,7 +27,7 @@ from fsdp_optim.storage.objects.memory import MemoryBucket
 from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
-KEEP_LAST, NUM_SAVES = 2, 4
+KEEP_LAST, NUM_SAVES = 2, 3
 
 
 def check_at(url: str, options: Options, numbers: range) -> int:

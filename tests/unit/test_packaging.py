@@ -13,6 +13,8 @@ from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
+import pytest
+
 import fsdp_optim
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,7 @@ class DistributionsTest(unittest.TestCase):
         self.assertNotIn("```python ranks", text)
         self.assertIn(f"({REPOSITORY}/blob/v9/docs/concepts.md)", text)
 
+    @pytest.mark.slow  # ci.yml installs the wheel in an environment of its own
     def test_the_installed_wheel_works_without_the_sources(self) -> None:
         target = Path(self.folder.name) / "installed"
         with zipfile.ZipFile(self.wheel) as archive:
