@@ -138,6 +138,9 @@ class ObjectStaging(Staging):
         self._is_kept = True
 
     def leave_parts(self) -> None:
+        if not self._is_kept:  # nobody could go on with it
+            self.abandon()
+            return
         with contextlib.suppress(OSError):  # then its age shows that nobody goes on with it
             self._claim.leave()
         self._claim.stop()
