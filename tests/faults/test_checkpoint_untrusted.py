@@ -283,9 +283,9 @@ class GrowthTest(InFolder):
     @expand(
         *some(
             (
-                ("empty lists", "[" + ",".join(["[]"] * 100_000) + "]"),
-                ("empty objects", "[" + ",".join(["{}"] * 100_000) + "]"),
-                ("small objects", "[" + ",".join(['{"":0}'] * 50_000) + "]"),
+                ("empty lists", "[" + ",".join(["[]"] * 30_000) + "]"),
+                ("empty objects", "[" + ",".join(["{}"] * 30_000) + "]"),
+                ("small objects", "[" + ",".join(['{"":0}'] * 15_000) + "]"),
                 ("lists in lists", "[" + ",".join(["[" * 50 + "]" * 50] * 3_000) + "]"),
             ),
             every=2,

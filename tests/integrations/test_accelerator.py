@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from kit.accelerate_loop import Loop, load_and_go_on
@@ -334,10 +335,16 @@ class EnableTest(unittest.TestCase):
             self.assertEqual(version_of(package), version)
             self.assertIn(f"{package}=={version}\n", pinned)
 
-    def test_what_is_not_used_is_not_imported(self) -> None:
-        """The plug-in alone imports neither package, and enable() does not import transformers' Trainer."""
-        code = "import sys\nimport fsdp_optim.integrations.accelerate as plugin\n"
+    def test_the_plug_in_alone_imports_neither_package(self) -> None:
+        code = "import sys\nimport fsdp_optim.integrations.accelerate\n"
         code += "assert not {'accelerate', 'transformers'} & set(sys.modules)\n"
+        done = run(code, preload=TRAINING)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    @pytest.mark.slow
+    def test_enable_does_not_import_the_trainer(self) -> None:
+        """A Trainer that is imported afterwards is replaced then."""
+        code = "import sys\nimport fsdp_optim.integrations.accelerate as plugin\n"
         code += "plugin.enable()\nassert 'accelerate' in sys.modules and 'transformers.trainer' not in sys.modules\n"
         code += "import transformers.trainer, accelerate\naccelerate.Accelerator(cpu=True)\n"
         code += "assert plugin.is_replaced(transformers.Trainer, '_save_checkpoint')\n"

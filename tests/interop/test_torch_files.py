@@ -685,20 +685,20 @@ class TorchFilesTest(unittest.TestCase):
         self.assertEqual((dtype, tuple(shape)), (torch.float32, (7, 5)))
         self.assertEqual([one.shape for one in tensors_in(found.state)], [(4, 5)])
 
-    def test_accelerates_folders(self) -> None:
+    @expand(soon=[(True,)], later=[(False,)])
+    def test_accelerates_folders(self, safe: bool) -> None:
         """Written by Accelerate, in a process of its own, with and without safetensors."""
-        for safe in (True, False):
-            folder = self.root / f"accelerate-{safe}"
-            done = run(ACCELERATE.format(folder=str(folder), safe=safe), preload=TRAINING)
-            self.assertEqual(done.returncode, 0, done.stderr)
-            wanted = torch.load(folder / "wanted.zip")  # no name of a checkpoint
-            model = nn.Linear(3, 2)
-            optim = torch.optim.AdamW(model.parameters(), lr=9.0)
-            restored = fsdp_optim.load(folder, model, optim, check="bitwise")
-            check_same("model", dict(model.state_dict()), dict(wanted["model"]))
-            check_same("optimizer", optim.state_dict()["state"], wanted["optim"]["state"])
-            self.assertEqual(optim.param_groups[0]["lr"], wanted["optim"]["param_groups"][0]["lr"])
-            self.assertEqual(restored["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
+        folder = self.root / f"accelerate-{safe}"
+        done = run(ACCELERATE.format(folder=str(folder), safe=safe), preload=TRAINING)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        wanted = torch.load(folder / "wanted.zip")  # no name of a checkpoint
+        model = nn.Linear(3, 2)
+        optim = torch.optim.AdamW(model.parameters(), lr=9.0)
+        restored = fsdp_optim.load(folder, model, optim, check="bitwise")
+        check_same("model", dict(model.state_dict()), dict(wanted["model"]))
+        check_same("optimizer", optim.state_dict()["state"], wanted["optim"]["state"])
+        self.assertEqual(optim.param_groups[0]["lr"], wanted["optim"]["param_groups"][0]["lr"])
+        self.assertEqual(restored["scheduler"]["last_epoch"], wanted["scheduler"]["last_epoch"])
 
     @pytest.mark.slow
     def test_lightnings_checkpoint(self) -> None:
