@@ -70,7 +70,7 @@ class WrittenFairscaleShards(Format):
     needs_names: bool = True
 
     def recognises(self, opened: Opened) -> bool:
-        return FAIRSCALE_SHARDS.recognises(opened)
+        return opened.has(self.judge.manifest) and opened.has(f"{STEM}-shard0.pt")
 
     def open(self, opened: Opened, *, verify: bool) -> FormatReader:
         return FAIRSCALE_SHARDS.open(opened, verify=verify)

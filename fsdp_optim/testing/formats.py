@@ -28,6 +28,7 @@ from fsdp_optim.formats.base import (
     Format,
     FormatReader,
     Half,
+    PlannedFile,
     PlannedTensor,
     Stamp,
     StoredTensor,
@@ -101,10 +102,7 @@ def save_as(
     for file in files:
         store_writer.create(file.name, file.nbytes, file.head)
         section = file.section(partial(store_writer.write, file.name))
-        extents = [
-            Extent(start, _bytes_of(halves[one.half][one.key]))
-            for one, start in zip(file.tensors, file.starts, strict=True)
-        ]
+        extents = [Extent(start, _bytes_in(file, index, halves)) for index, start in enumerate(file.starts)]
         rows[file.name] = [write_extents(section, extents, file.segment_nbytes)]
     for name, data in small.items():
         store_writer.put(name, data)
@@ -338,6 +336,16 @@ def _planned(half: Half, tensors: Tensors) -> list[PlannedTensor]:
     """The tensors with the widest elements first, as the library orders them."""
     ordered = sorted(tensors, key=lambda key: -tensors[key].itemsize)
     return [PlannedTensor(key, dtype_name(tensors[key].dtype), tuple(tensors[key].shape), half) for key in ordered]
+
+
+def _bytes_in(file: PlannedFile, index: int, halves: Mapping[Half, Tensors]) -> memoryview:
+    """The bytes of one of a file's tensors, or of the slice of it that the file has."""
+    one = file.tensors[index]
+    tensor = halves[one.half][one.key]
+    if not file.slices:
+        return _bytes_of(tensor)
+    first, stop = file.slices[index]
+    return _bytes_of(tensor)[first * tensor.itemsize : stop * tensor.itemsize]
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import unittest
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from fsdp_optim.formats.base import Format
+import torch
+
+from fsdp_optim.formats.base import Format, Half
 from fsdp_optim.formats.dcp_format import DCP_FOLDER, TORCHTITAN_FOLDER
+from fsdp_optim.formats.description import SCALAR
+from fsdp_optim.formats.fairscale_writer import WrittenFairscaleShards
 from fsdp_optim.formats.foreign import NO_JUDGE
 from fsdp_optim.formats.torch_writer import WrittenTorchFiles
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix.store import Folder
-from fsdp_optim.testing import WrittenConformance
+from fsdp_optim.testing import Written, WrittenConformance
+from fsdp_optim.testing.foreign_readers import Tensors
+
+STEP = torch.tensor(3.0)
 
 
 class InFolders(WrittenConformance):
@@ -51,6 +60,32 @@ class TorchFilesByNameTest(TorchFilesTest):
 class OneTorchFileTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return WrittenTorchFiles(in_one=True)
+
+
+class FairscaleTest(TorchFilesTest):
+    def make_format(self) -> Format:
+        return WrittenTorchFiles(is_fairscales=True)
+
+
+class FairscaleShardsTest(InFolders, unittest.TestCase):
+    """Files of two ranks, in which one weight is flattened. 0-dim tensors of the state are in each of them."""
+
+    def make_format(self) -> Format:
+        return WrittenFairscaleShards(2, {"": ["große"]})
+
+    def write(self, folder: Path) -> Written:
+        written = super().write(folder)
+        return replace(written, optim=[*written.optim, STEP])
+
+    def _values(self) -> tuple[tuple[Any, str, Any], ...]:
+        return (
+            *(value for value in super()._values() if value[0] != "step"),
+            ("step", SCALAR, STEP),
+        )
+
+    def _halves(self) -> dict[Half, Tensors]:
+        halves = super()._halves()
+        return {**halves, "optim": {key: one for key, one in halves["optim"].items() if one.shape}}
 
 
 if __name__ == "__main__":
