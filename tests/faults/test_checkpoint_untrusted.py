@@ -285,7 +285,7 @@ class GrowthTest(InFolder):
             (
                 ("empty lists", "[" + ",".join(["[]"] * 30_000) + "]"),
                 ("empty objects", "[" + ",".join(["{}"] * 30_000) + "]"),
-                ("small objects", "[" + ",".join(['{"":0}'] * 15_000) + "]"),
+                ("small objects", "[" + ",".join(['{"":0}'] * 50_000) + "]"),
                 ("lists in lists", "[" + ",".join(["[" * 50 + "]" * 50] * 3_000) + "]"),
             ),
             every=2,
