@@ -223,6 +223,8 @@ class _Leading:
         undo.callback(claim.release)
         staging = store.begin(overwrite=options.overwrite, durable=options.durable)
         undo.callback(staging.abandon)
+        if managed is not None:
+            managed.known.tokens.add(staging.token)
         can, durable = staging.capabilities, options.durable or staging.replaces
         if not durable and managed is not None:
             durable = bool(managed.outdated(store, listed, prepared.content, options.step or 0))

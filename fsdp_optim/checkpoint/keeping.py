@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from fsdp_optim.checkpoint.listing import ListedCheckpoint, number_in
@@ -116,6 +116,20 @@ def entries_of(ones: Iterable[ListedCheckpoint]) -> list[Entry]:
     return [Entry.of(where, b, b.manager) for where, b in briefs if b is not None and b.manager is not None]
 
 
+@dataclass
+class KnownSaves:
+    """The checkpoints of a folder that a run knows, on the leading rank: those that were there when it resumed, and its own."""
+
+    tokens: set[str] = field(default_factory=set)
+
+    def see(self, listed: Iterable[ListedCheckpoint]) -> None:
+        """The run resumes, and knows what is in the folder."""
+        self.tokens.update(one.brief.token for one in listed if one.brief is not None)
+
+    def has(self, one: ListedCheckpoint) -> bool:
+        return one.brief is not None and one.brief.token in self.tokens
+
+
 @dataclass(frozen=True)
 class ManagedSave:
     """What a CheckpointManager adds to a save.
@@ -123,11 +137,13 @@ class ManagedSave:
     Attributes:
         record: its record in the manifest.
         rules: which checkpoints stay when this one is complete.
+        known: the checkpoints that the run knows. Those of another run are neither counted nor removed.
         has_resumed: whether the manager knows which checkpoint of the folder the run goes on from.
     """
 
     record: ManagerRecord
     rules: KeepRules
+    known: KnownSaves
     has_resumed: bool = True
 
     def check(self, store: Store) -> list[ListedCheckpoint]:
@@ -146,11 +162,17 @@ class ManagedSave:
                 f"{store.where}: is there already, and no CheckpointManager made it, so it is not replaced: move it away, or "
                 "give another folder"
             )
-        own = own_in(listed)
-        if own and not self.has_resumed:
+        others = [one for one in own_in(listed) if not self.known.has(one)]
+        if others and not self.has_resumed:
             raise CheckpointError(
-                f"{store.where}: the folder has checkpoints of an earlier run, {len(own)} of them, and this manager has not "
+                f"{store.where}: the folder has checkpoints of an earlier run, {len(others)} of them, and this manager has not "
                 "resumed: call manager.resume() before the first step, or give another folder"
+            )
+        newer = [(one.brief.order, one.where) for one in others if one.brief is not None]
+        if newer:
+            raise CheckpointError(
+                f"{store.where}: another run saves into this folder: it has made {max(newer)[1]} since this manager resumed. "
+                "Give each run a folder of its own; if the other run has ended, manager.resume() goes on from its checkpoint"
             )
         return listed
 
@@ -164,7 +186,7 @@ class ManagedSave:
         """
         shelf: Shelf[Brief] = store.shelf()
         others = [one for one in listed if is_own(one) and one.base != store.where and one.can_go]
-        own = [one for one in others if one.brief is None or one.brief.content == content]
+        own = [one for one in others if one.brief is None or (one.brief.content == content and self.known.has(one))]
         highest = max((one.brief.sequence for one in own if one.brief is not None), default=0)
         number = highest + 1 if sequence is None else sequence
         order = (number, step, 0, "")

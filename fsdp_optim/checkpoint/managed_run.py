@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_optim.checkpoint.agreeing import Rhythm
 from fsdp_optim.checkpoint.background import async_save
-from fsdp_optim.checkpoint.keeping import KeepRules, ManagedSave, metric_of, name_of_step, own_in
+from fsdp_optim.checkpoint.keeping import KeepRules, KnownSaves, ManagedSave, is_own, metric_of, name_of_step, own_in
 from fsdp_optim.checkpoint.listing import newest_first
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.preemption import Signals
@@ -103,6 +103,7 @@ class ManagedRun:
         self._model, self._optim, self._options, self._ranks = model, optim, options, callers.ranks
         self._rhythm = Rhythm(len(callers.ranks), options.agree_every)
         self._saving: _Saving | None = None
+        self._known = KnownSaves()
         self._at: int | None = None  # the step of the checkpoint that this run goes on from
         self._last_step: int | None = None
         self._next_meeting = 0
@@ -254,7 +255,7 @@ class ManagedRun:
                 saving, step=step, extra=objects.extra(), per_rank_extra=objects.per_rank_extra(group.position)
             )
             agree(group, "objects")
-        managed = ManagedSave(record, self._options.rules, self._has_resumed or self._at is not None)
+        managed = ManagedSave(record, self._options.rules, self._known, self._has_resumed or self._at is not None)
         place = f"{self._root}/{name_of_step(step)}"
         with checkpoint_errors(place):
             handle = async_save(place, self._model, self._optim, options, managed=managed)
@@ -263,6 +264,7 @@ class ManagedRun:
     def _candidates(self, to: int | None) -> list[Candidate]:
         """The checkpoints of a manager in the folder that a load may take, the newest first."""
         listed = shelf_at(self._root, self._options.saving.storage_options).listed()
+        self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:
             if not own and listed:

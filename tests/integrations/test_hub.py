@@ -66,6 +66,7 @@ def pushed(kind: str, root: str, background: bool) -> dict[str, Any]:
         keep.trainer = trainer_of(kind, f"{root}/run", callbacks=[keep], **options)
         keep.trainer.train()
         keep.trainer.push_to_hub()
+        keep.trainer.save_model()  # which pushes too
     return {"uploads": hub.uploads if dist.get_rank() == 0 else [], "weights": weights}
 
 
@@ -77,8 +78,8 @@ class HubTest(unittest.TestCase):
             self.addCleanup(shutil.rmtree, root)
             done = run_on_ranks(pushed, 2, "FSDP2", root, background)[0]
             places = [place for place, _ in done["uploads"]]
-            self.assertEqual(places, ["", "checkpoint-2", "", "checkpoint-4", ""])
-            for (place, copy), step in zip(done["uploads"], (2, 2, 4, 4, 4), strict=True):
+            self.assertEqual(places, ["", "checkpoint-2", "", "checkpoint-4", "", ""])
+            for (place, copy), step in zip(done["uploads"], (2, 2, 4, 4, 4, 4), strict=True):
                 check_same(f"{place} of step {step}", dict(opened(copy).state_dict()), done["weights"][step])
                 if place:
                     self.assertTrue(Path(copy, "trainer_state.json").is_file())
