@@ -627,7 +627,7 @@ MIXES: dict[str, Callable[[Any], Any]] = {
 
 
 class MixesTest(unittest.TestCase):
-    @expand(*some([(kind, n) for kind in ("FSDP1", "FSDP1 orig", "FSDP2", "fairscale") for n in (2, 4)], every=2))
+    @expand(*some([(kind, n) for kind in ("FSDP1", "FSDP1 orig", "FSDP2", "fairscale") for n in (2, 4)], every=3))
     def test_experts_of_sub_groups(self, kind: str, num_groups: int) -> None:
         run_on_ranks(experts, 4, kind, 4, num_groups)
 

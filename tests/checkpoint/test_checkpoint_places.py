@@ -178,7 +178,7 @@ class MachinesTest(InFolder):
                 ("as the caller says", 2, "fuse.gcsfuse", True, {"strategy": "in_place"}, True),
                 ("as the caller says, the other", 1, "ext4", True, {"strategy": "per_rank_files"}, False),
             ),
-            every=2,
+            every=3,
         )
     )
     def test_files_that_only_one_rank_writes_to(

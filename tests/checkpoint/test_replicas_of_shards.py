@@ -311,7 +311,7 @@ class ReplicasOfShardsTest(unittest.TestCase):
                 *((wrapper, "a weight", RANKS - 1) for wrapper in ("FSDP2", "FSDP1")),
                 *(("FSDP2", "a moment", rank) for rank in range(RANKS - 1)),
             ],
-            every=2,
+            every=3,
         )
     )
     def test_what_differs_is_named(self, wrapper: str, what: str, rank: int) -> None:

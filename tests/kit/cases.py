@@ -20,7 +20,10 @@ Case = Any
 
 
 def some(cases: Iterable[Case], every: int, first: int = 0) -> tuple[list[Case], list[Case]]:
-    """Every so manieth case, from the `first` on, and the others. Take a number that meets every value of each axis."""
+    """Every so manieth case, from the `first` on, and the others.
+
+    `every`: a number that shares no factor with the length of an inner axis, so that every value of each axis is met.
+    """
     listed = list(cases)
     return listed[first::every], [case for number, case in enumerate(listed) if number % every != first]
 

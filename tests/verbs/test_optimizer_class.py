@@ -69,7 +69,7 @@ def full_of(model: nn.Module, made: optim.Optimizer, recorded: bool = True) -> d
 class PairsTest(unittest.TestCase):
     """Every class of torch.optim for every other, on a plain module."""
 
-    @expand(*some(list(itertools.product((0, 2), (True, False))), every=2))
+    @expand(*some(list(itertools.product((0, 2), (True, False))), every=3))
     def test_another_class_is_refused(self, steps: int, recorded: bool) -> None:
         fulls = {saved: full_of(*trained(saved), recorded) for saved in MAKERS}
         for saved, live in itertools.permutations(MAKERS, 2):
