@@ -26,6 +26,7 @@ from fsdp_optim.options import (
     LoadOptions,
     OnReplicaMismatch,
     Options,
+    Rename,
     SaveOptions,
     Strategy,
     WhichWeights,
@@ -97,11 +98,14 @@ class Settings:
             progress=self.progress,
         )
 
-    def loading(self, weights: WhichWeights = "all", *, strict: bool = True) -> LoadOptions:
+    def loading(
+        self, weights: WhichWeights = "all", *, strict: bool = True, rename: Rename | None = None
+    ) -> LoadOptions:
         """The options of a load."""
         return LoadOptions(
             self.call(strict=strict),
             weights=weights,
+            rename=rename,
             cast=self.cast,
             allow_pickle=self.allow_pickle,
             progress=self.progress,
@@ -252,10 +256,11 @@ def load_folder(
     *,
     weights: WhichWeights = "all",
     strict: bool = True,
+    rename: Rename | None = None,
 ) -> None:
     """Load a checkpoint of this library, or one that its readers know. Called by all ranks."""
     with checkpoint_errors(path):
-        restore.restore(absolute(path), model, optim, settings.loading(weights, strict=strict))
+        restore.restore(absolute(path), model, optim, settings.loading(weights, strict=strict, rename=rename))
 
 
 def optimizer_inside(optim: Any) -> Any:

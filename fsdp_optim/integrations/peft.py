@@ -187,6 +187,11 @@ class AdapterNames:
             )
         return cls({clean_name(name_of[id(mark)]): clean_name(key) for key, mark in given.items()})
 
+    @classmethod
+    def of_active(cls, model: nn.Module) -> AdapterNames:
+        """The names of the adapter that trains."""
+        return cls.of(model, str(_peft_model(model).active_adapter))
+
     def check_trains(self, model: nn.Module, adapter: str) -> None:
         """Raise StateError for a parameter of the adapter that `weights="trainable"` would leave out."""
         for name, tensor in _named_tensors(_peft_model(model, adapter)).items():
@@ -225,7 +230,7 @@ def _job_of(model: nn.Module, adapter: str, base: bool, options: Mapping[str, An
     return asked, Wanted(weights_name=_WEIGHTS, beside=config)
 
 
-def _peft_model(model: nn.Module, adapter: str) -> Any:
+def _peft_model(model: nn.Module, adapter: str | None = None) -> Any:
     """The PeftModel inside the wrappers of a model. Raises an error where there is none, or without this adapter."""
     inner: Any = model
     while not isinstance(inner, PeftModel):
@@ -236,7 +241,7 @@ def _peft_model(model: nn.Module, adapter: str) -> Any:
                 "get_peft_model, as it is wrapped"
             )
         inner = children[0]
-    if adapter not in inner.peft_config:
+    if adapter is not None and adapter not in inner.peft_config:
         has: Sequence[str] = sorted(inner.peft_config)
         raise StateError(f"the model has no adapter {adapter!r}; it has {', '.join(map(repr, has))}: give adapter=")
     return inner

@@ -26,8 +26,9 @@ from fsdp_optim.checkpoint.trainer_files import (
     optimizer_inside,
     wait_on_all,
 )
+from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.integrations.patches import standing_in
-from fsdp_optim.options import GatherOptions, WhichWeights
+from fsdp_optim.options import GatherOptions, Rename, WhichWeights
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filled import folders_by_age, has_file, remove_files, remove_folders
 
@@ -201,12 +202,41 @@ def save_optimizer_and_scheduler(
 def load_from_checkpoint(
     original: Callable[..., Any], trainer: Any, settings: Settings, path: str, model: Any = None
 ) -> None:
-    """Load the weights of a checkpoint. Adapters that Accelerate has saved have PEFT's names, which its own function knows."""
-    which = _which_weights(trainer)
-    if not is_ours(path) and not (which == "all" and is_sharded_by_accelerate(path, with_optim=False)):
-        original(path, model)
-        return
-    load_folder(path, model if model is not None else trainer.model, None, settings, weights=which)
+    """Load the weights of a checkpoint."""
+    which, target = _which_weights(trainer), model if model is not None else trainer.model
+    rename: Rename | None = None
+    if not is_ours(path):
+        if not is_sharded_by_accelerate(path, with_optim=False):
+            original(path, model)
+            return
+        if which == "trainable":
+            _check_adapters(path)
+            rename = _names_in_model(target)
+            if rename is None:
+                original(path, model)
+                return
+    load_folder(path, target, None, settings, weights=which, rename=rename)
+
+
+def _check_adapters(path: str) -> None:
+    """Refuse a folder of adapters without weights, of which Accelerate's own function would load none, without an error."""
+    if not inspect(path).model:
+        raise CheckpointError(
+            f"{path}: has no weights: Accelerate saves none of PEFT's adapters with FSDP1 and SHARDED_STATE_DICT, so that no run "
+            "can go on from this checkpoint; take an earlier one, or begin anew"
+        )
+
+
+def _names_in_model(model: Any) -> Rename | None:
+    """The function from PEFT's names, under which Accelerate saves adapters alone, to the model's.
+
+    None for adapters whose values PEFT makes when it saves, and takes apart when it loads.
+    """
+    peft = importlib.import_module("fsdp_optim.integrations.peft")
+    try:
+        return peft.AdapterNames.of_active(model).fqn_of  # type: ignore[no-any-return]
+    except StateError:
+        return None
 
 
 def load_optimizer_and_scheduler(

@@ -25,10 +25,19 @@ class Counter:
         self.number = state["number"]
 
 
-class Loop:
-    """A training loop as users of Accelerate write it. Inside `on_cpu`."""
+def with_lora(model: Any, seed: int = 0) -> Any:
+    """The model with adapters of PEFT, whose values depend on the seed; the base is frozen."""
+    import peft
 
-    def __init__(self, kind: str, seed: int = 0, scaler: bool = False, **options: Any) -> None:
+    torch.manual_seed(20 + seed)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+class Loop:
+    """A training loop as users of Accelerate write it. Inside `on_cpu`. `adapters`: only those of PEFT train."""
+
+    def __init__(self, kind: str, seed: int = 0, scaler: bool = False, adapters: bool = False, **options: Any) -> None:
         import accelerate
 
         transformers()
@@ -39,14 +48,15 @@ class Loop:
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
                 sync_module_states=False,
+                **({"use_orig_params": True} if adapters and kind == "FSDP1" else {}),
             )
         self.accelerator = accelerate.Accelerator(cpu=not kind.startswith("FSDP"), **options)
         if scaler:
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        model = tiny_llama(seed)
+        model = with_lora(tiny_llama(seed), seed) if adapters else tiny_llama(seed)
         if kind == "FSDP1":  # makes other parameters, which an optimizer has to get
             model = self.accelerator.prepare(model)
-        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optim = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
         sched = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
         if kind != "FSDP1":
             model, optim, sched = self.accelerator.prepare(model, optim, sched)
@@ -78,9 +88,11 @@ class Loop:
         return {"lr": self.optim.param_groups[0]["lr"], "number": self.counter.number, "scale": scale}
 
 
-def load_and_go_on(kind: str, folder: str, settings: Any, scaler: bool, steps: int = 2) -> dict[str, Any]:
+def load_and_go_on(
+    kind: str, folder: str, settings: Any, scaler: bool, steps: int = 2, adapters: bool = False
+) -> dict[str, Any]:
     with on_cpu(kind), enabled(settings):
-        loop = Loop(kind, seed=1, scaler=scaler)
+        loop = Loop(kind, seed=1, scaler=scaler, adapters=adapters)
         loop.accelerator.load_state(folder)
         third, rest = loop.state, loop.rest
         losses = [loop.step() for _ in range(steps)]
