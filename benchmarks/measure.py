@@ -36,15 +36,19 @@ class Series:
 
 
 def run_in_turn(
-    contestants: dict[str, Callable[[], object]], rounds: int, before: Callable[[str], None] = lambda name: None
+    contestants: dict[str, Callable[[], object]],
+    rounds: int,
+    before: Callable[[str], None] = lambda name: None,
+    *,
+    warm_up: bool = True,
 ) -> dict[str, Series]:
-    """All contestants in turn, `rounds` times after one that does not count: a noisy minute hits them all.
+    """All contestants in turn, `rounds` times: a noisy minute hits them all.
 
-    `before`: called before each of them, outside the measured time.
+    `before`: called before each of them, outside the measured time. `warm_up`: begin with a round that does not count.
     """
     series = {name: Series() for name in contestants}
     order = list(contestants.items())
-    for index in range(rounds + 1):
+    for index in range(0 if warm_up else 1, rounds + 1):
         random.Random(index).shuffle(order)  # alike on all ranks; nobody always comes after the same one
         for name, call in order:
             before(name)

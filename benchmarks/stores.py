@@ -45,18 +45,19 @@ import fsdp_optim
 from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
-PART_NBYTES, LEAST_NBYTES, THREADS = 8 << 20, 1 << 20, 8
+PART_NBYTES, READ_NBYTES, LEAST_NBYTES = 5 << 20, 8 << 20, 1 << 20
+WRITERS, READERS = 10, 16  # threads: as many requests as ours has under way, with the usual bucket_nbytes
 PATIENCE = {"read_timeout": 3600, "connect_timeout": 60}  # seconds
 LARGE_BUCKET_NBYTES = 256 << 20
 
 Options = dict[str, Any]
 
 
-def share(nbytes: int) -> list[tuple[int, int]]:
+def share(nbytes: int, part_nbytes: int = PART_NBYTES) -> list[tuple[int, int]]:
     """This rank's parts of so many bytes, as (number, length)."""
-    num = -(-nbytes // PART_NBYTES)
+    num = -(-nbytes // part_nbytes)
     first, last = (num * (dist.get_rank() + k) // dist.get_world_size() for k in (0, 1))
-    return [(number, min(PART_NBYTES, nbytes - number * PART_NBYTES)) for number in range(first, last)]
+    return [(number, min(part_nbytes, nbytes - number * part_nbytes)) for number in range(first, last)]
 
 
 def bare_parts(bucket: S3Bucket, memory: torch.Tensor, nbytes: int) -> None:
@@ -68,7 +69,7 @@ def bare_parts(bucket: S3Bucket, memory: torch.Tensor, nbytes: int) -> None:
         index, (number, length) = one
         return number, bucket.put_part("bare/data", upload[0], number, view[index * PART_NBYTES :][:length])
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(WRITERS) as pool:
         receipts = list(pool.map(put, enumerate(share(nbytes))))
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(receipts, by_rank if dist.get_rank() == 0 else None)
@@ -85,7 +86,7 @@ def own_ranges(model: Iterable[DTensor]) -> list[tuple[int, int]]:
         share = 4 * -(-param.shape[0] // dist.get_world_size()) * param[0].numel()
         start, stop = (min(share * (dist.get_rank() + k), 4 * param.numel()) for k in (0, 1))
         if 4 * param.numel() > LEAST_NBYTES:
-            ranges += [(at + first, min(PART_NBYTES, stop - first)) for first in range(start, stop, PART_NBYTES)]
+            ranges += [(at + first, min(READ_NBYTES, stop - first)) for first in range(start, stop, READ_NBYTES)]
         at += 4 * param.numel()
     return ranges
 
@@ -99,7 +100,7 @@ def bare_reads(bucket: S3Bucket, ranges: Sequence[tuple[int, int]]) -> torch.Ten
     def read(place: int, start: int, length: int) -> None:
         bucket.read_into("bare/data", [view[place : place + length]], start)
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(read, starts, *zip(*ranges, strict=True)))
     return memory
 
@@ -151,7 +152,9 @@ def dcp_calls(new: Subject, subject: Subject, options: Options, bucket: str) -> 
     return {"save": save, "load": load}
 
 
-def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Series], dict[str, Series]]:
+def contest(
+    options: Options, bucket: str, rounds: int, warm_up: bool, only: Sequence[str]
+) -> tuple[dict[str, Series], dict[str, Series]]:
     """Runs on every rank: saves, then loads at the same number of ranks."""
     from botocore.config import Config
 
@@ -160,6 +163,7 @@ def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Serie
     with fairscale_on_cpu():
         subject, fairscale, new = Subject(in_fsdp2), Subject(in_fairscale), Subject(in_fsdp2, step=False)
         theirs = S3Bucket(bucket, options)
+        theirs.look("nothing")  # connects
         nbytes = 3 * 4 * sum(param.numel() for param in subject.model.parameters())
         memory = torch.ones(sum(length for _, length in share(nbytes)), dtype=torch.uint8)
 
@@ -184,14 +188,19 @@ def contest(options: Options, bucket: str, rounds: int) -> tuple[dict[str, Serie
         loads: dict[str, Callable[[], object]] = {
             "fsdp_optim, FSDP2": load,
             "fsdp_optim, FSDP2, verify=False": lambda: load(verify=False),
-            "bare reads": lambda: bare_reads(theirs, [(one * PART_NBYTES, length) for one, length in share(nbytes)]),
+            "bare reads": lambda: bare_reads(
+                theirs, [(one * READ_NBYTES, length) for one, length in share(nbytes, READ_NBYTES)]
+            ),
             "bare reads of own rows": lambda: bare_reads(theirs, own_ranges(new.model.parameters())),
         }
         if peers:
             saves["DCP through fsspec"], loads["DCP through fsspec"] = peers["save"], peers["load"]
-        saved = run_in_turn(saves, rounds)
+        saves, loads = (
+            {name: call for name, call in calls.items() if not only or name in only} for calls in (saves, loads)
+        )
+        saved = run_in_turn(saves, rounds, warm_up=warm_up)
         memory.resize_(0)
-        return saved, run_in_turn(loads, rounds, before=lambda name: new.optim.state.clear())
+        return saved, run_in_turn(loads, rounds, before=lambda name: new.optim.state.clear(), warm_up=warm_up)
 
 
 def main() -> None:
@@ -199,6 +208,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--limit", type=float, default=None, help="MB/s over each connection, by a proxy")
+    parser.add_argument("--cold", action="store_true", help="no round before those that count")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WHO", help="the names of some contestants, as in the table"
+    )
     asked = parser.parse_args()
     header = ("call", "who", "median s", "range s", "time / bare", "most extra MiB on a rank")
     for world_size in asked.worlds:
@@ -208,7 +221,9 @@ def main() -> None:
             if asked.limit is not None:
                 proxy = stack.enter_context(Proxy(port_of(options), nbytes_per_second=1e6 * asked.limit))
                 options, limited = proxy.options(options), f", {asked.limit:g} MB/s a connection"
-            by_rank = run_on_ranks(contest, world_size, options, bucket, asked.rounds, timeout=3600.0)
+            by_rank = run_on_ranks(
+                contest, world_size, options, bucket, asked.rounds, not asked.cold, asked.only, timeout=3600.0
+            )
             rows = rows_of(f"save, {world_size} ranks{limited}", [saves for saves, _ in by_rank], "bare parts")
             rows += rows_of(
                 f"load, {world_size} ranks{limited}", [loads for _, loads in by_rank], "bare reads of own rows"

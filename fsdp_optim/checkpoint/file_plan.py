@@ -73,14 +73,14 @@ class FilePlan:
                 total = sum(tensor.nbytes for tensor in contents.tensors)
                 most = min(most, max(-(-total // len(ranks)), 1))
             files += planned_files(writer, half, contents.tensors, shared, most_nbytes=most, num_ranks=len(ranks))
-        assigned = dict.fromkeys(ranks, 0)  # bytes
+        assigned, loads = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)  # bytes
         owners, parted = {}, []
         for file in files:
             if strategy == PER_RANK:
                 owner = owners[file.name] = min(assigned, key=lambda rank: (assigned[rank], rank))
                 assigned[owner] += file.plan.nbytes
             elif strategy == IN_PARTS:
-                parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), assigned))
+                parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), loads))
         return cls(tuple(files), owners, tuple(parted), len(ranks) == 1)
 
     def own_files(self, rank: int) -> list[File]:
@@ -97,8 +97,8 @@ class FilePlan:
         """What a rank uploads of the frames of files in parts, by file."""
         return {parted.file.name: parted.frames_on(rank) for parted in self.parted if parted.file.plan.between}
 
-    def stretches_on(self, rank: int) -> Mapping[Key, Stretch]:
-        """The stretch of each value that a rank uploads, of the files in parts."""
+    def stretches_on(self, rank: int) -> Mapping[Key, Sequence[Stretch]]:
+        """The stretches of each value that a rank uploads, of the files in parts."""
         return {} if self.is_alone else stretches_on(self.parted, rank)
 
     @cached_property

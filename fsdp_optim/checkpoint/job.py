@@ -70,13 +70,13 @@ class Job:
 
     @property
     def budget(self) -> Budget:
-        """The budget for elements on their way to the ranks that write them. Uploads of parts take three times as much.
+        """The budget for elements on their way to the ranks that write them. Uploads of parts take seven times as much.
 
         Stores limit each connection, so that a rank is as fast as it has parts under way.
         """
         whole = self._whole_budget
         return (
-            whole.share(4, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
+            whole.share(8, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
         )
 
     @property

@@ -2,7 +2,7 @@
 
 # file    | head | weight 0 . . . . . . . | weight 1 . | weight 2 . . . |
 # parts   |      0       |       1       |       2        |     3       |     equal, but for the last one
-# put by  |    rank 0    |    rank 1     |     rank 1     |   rank 0    |     whoever has the most of a part already
+# put by  |    rank 0    |    rank 1     |     rank 1     |   rank 0    |     who has some of a part, and put the least so far
 
 Every rank computes the same owners from the placements. Only elements that lie in a part of another rank are sent. Bytes of
 values are counted in the data, without the head and the frames, so that the parts have different numbers of these bytes.
@@ -17,15 +17,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fsdp_optim.checkpoint.files import File
-from fsdp_optim.layout import FlatRuns, Placement
+from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
 from fsdp_optim.move import Key, StateValue
 
 _MOST_LOOKED_AT = 16
 """Shards, and holders of a shard, that are counted in one part. More of them have small shares of it."""
-
-_AS_GOOD = 0.9
-"""A rank that has this share of what the best one has may put a part too, where it has less to do."""
-
 
 FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
 """What one rank puts of a file's frames, by their index: each range's first byte in the file, and its bytes."""
@@ -50,15 +46,18 @@ class PartedFile:
     owners: tuple[int, ...]
 
     @classmethod
-    def of(cls, file: File, part_nbytes: int, loads: dict[int, int]) -> PartedFile:
-        """Choose the owners. `loads`: by rank the bytes that it puts already, to which those of this file are added."""
+    def of(cls, file: File, part_nbytes: int, loads: dict[int, float]) -> PartedFile:
+        """Choose the owners. `loads`: by rank the bytes that it puts beyond those that it has, to which this file's are added."""
         owners: list[int] = []
         values = _Values(file)
         borders = _borders(file, part_nbytes)
         for number, (start, stop) in enumerate(itertools.pairwise(borders)):
-            owner = _owner(values, start, stop, owners, borders, loads)
+            shares, excluded = _shares_of_part(values, start, stop, owners, borders)
+            owner = _owner(shares, excluded, owners, loads)
             owners.append(owner)
             loads[owner] += min(part_nbytes, file.plan.nbytes - number * part_nbytes)
+            for rank, share in shares.items():
+                loads[rank] -= share
         return cls(file, part_nbytes, tuple(owners))
 
     def head_on(self, rank: int) -> Iterator[tuple[int, memoryview]]:
@@ -79,22 +78,22 @@ class PartedFile:
             if self.owners[number] == rank and first < last:
                 yield first, memory[first - start : last - start]
 
-    def stretches(self) -> Iterator[tuple[StateValue, dict[int, Stretch]]]:
-        """Each value of the file, with the stretch of every rank that puts some of it, in the order of the elements."""
+    def stretches(self) -> Iterator[tuple[StateValue, list[tuple[int, Stretch]]]]:
+        """Each value of the file, with its stretches, each with the rank that puts it, in the order of the elements."""
         borders = _borders(self.file, self.part_nbytes)
         for value, begin in zip(self.file.values, self.file.plan.starts, strict=True):
             yield value, self._stretches_of(value, begin, borders)
 
-    def _stretches_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> dict[int, Stretch]:
+    def _stretches_of(self, value: StateValue, begin: int, borders: Sequence[int]) -> list[tuple[int, Stretch]]:
         size, end = value.dtype.itemsize, begin + value.nbytes
-        found: dict[int, Stretch] = {}
+        found: list[tuple[int, Stretch]] = []
         if begin == end:
             return found
         numbers = range(_part_with(begin, borders), _part_with(end - 1, borders) + 1)
         for owner, its in itertools.groupby(numbers, self.owners.__getitem__):
             listed = list(its)
             start, stop = max(borders[listed[0]], begin), min(borders[listed[-1] + 1], end)
-            found[owner] = Stretch(start, stop, (start - begin) // size, -((begin - stop) // size))
+            found.append((owner, Stretch(start, stop, (start - begin) // size, -((begin - stop) // size))))
         return found
 
 
@@ -109,20 +108,27 @@ def _part_with(byte: int, borders: Sequence[int]) -> int:
     return bisect.bisect_right(borders, byte) - 1
 
 
-def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns]:
+def cuts_of(files: Sequence[PartedFile]) -> dict[Key, FlatRuns | SplitRuns]:
     """The cut of every value in which its elements reach the ranks that put them."""
-    found = {}
+    found: dict[Key, FlatRuns | SplitRuns] = {}
     for file in files:
         for value, stretches in file.stretches():
-            runs = stretches.values()
-            starts, stops = tuple(run.first for run in runs), tuple(run.last for run in runs)
-            found[value.key] = FlatRuns(value.placement.shape, starts, stops, tuple(stretches))
+            by = tuple(rank for rank, _ in stretches)
+            starts, stops = tuple(run.first for _, run in stretches), tuple(run.last for _, run in stretches)
+            kind = FlatRuns if len({*by}) == len(by) else SplitRuns
+            found[value.key] = kind(value.placement.shape, starts, stops, by)
     return found
 
 
-def stretches_on(files: Sequence[PartedFile], rank: int) -> Mapping[Key, Stretch]:
-    """The stretch of each value that one rank puts, if any."""
-    return {value.key: stretches[rank] for file in files for value, stretches in file.stretches() if rank in stretches}
+def stretches_on(files: Sequence[PartedFile], rank: int) -> Mapping[Key, tuple[Stretch, ...]]:
+    """The stretches of each value that one rank puts, if any, in the order in which its local tensor has their elements."""
+    found = {}
+    for file in files:
+        for value, stretches in file.stretches():
+            its = tuple(run for owner, run in stretches if owner == rank)
+            if its:
+                found[value.key] = its
+    return found
 
 
 class _Values:
@@ -145,27 +151,35 @@ class _Values:
                 yield begin, end, value
 
 
-def _owner(
-    values: _Values, start: int, stop: int, owners: Sequence[int], borders: Sequence[int], loads: Mapping[int, int]
-) -> int:
-    """The rank that puts the part with the bytes [start, stop) of the data, after the parts that have `owners`."""
+def _shares_of_part(
+    values: _Values, start: int, stop: int, owners: Sequence[int], borders: Sequence[int]
+) -> tuple[dict[int, float], set[int]]:
+    """How many bytes each rank has of the part with the bytes [start, stop) of the data, and the ranks that cannot put it.
+
+    `owners`: those of the parts before. Of one value, a rank puts one stretch, and the beginning, which is in the part that has
+    the end of the value before.
+    """
     shares: dict[int, float] = {}
-    excluded: set[int] = set()  # a rank's stretch of one value has no holes
+    excluded: set[int] = set()
     for begin, end, value in values.within(start, stop) if start < stop else ():
         size = value.dtype.itemsize
         if begin < start:
-            excluded = {*owners[_part_with(begin, borders) :]}
+            excluded = {*owners[_part_with(begin, borders) + 1 :]}
         first, last = max(start - begin, 0) // size, -((begin - min(stop, end)) // size)
         for rank, numel in _shares(value.placement, first, last):
             shares[rank] = shares.get(rank, 0) + numel * size
-    if owners:
-        excluded.discard(owners[-1])
+    return shares, excluded - {*owners[-1:]}
+
+
+def _owner(shares: Mapping[int, float], excluded: set[int], owners: Sequence[int], loads: Mapping[int, float]) -> int:
+    """The rank that puts a part: of those that have some of it, the one that has put the least of what it had so far.
+
+    So each rank puts as much as it has, in every stretch of a file, and none waits for another one.
+    """
     allowed = {rank: share for rank, share in shares.items() if rank not in excluded}
     if not allowed:
         return owners[-1] if owners else min(loads, key=lambda rank: (loads[rank], rank))
-    most = max(allowed.values())
-    good = [rank for rank, share in allowed.items() if share >= _AS_GOOD * most]
-    return min(good, key=lambda rank: (loads[rank], rank))
+    return min(allowed, key=lambda rank: (loads[rank] - allowed[rank], rank))
 
 
 def _shares(placement: Placement, first: int, last: int) -> Iterator[tuple[int, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy
@@ -22,7 +22,7 @@ from fsdp_optim.formats.base import PlannedFile
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
 from fsdp_optim.formats.frames import Pieces
-from fsdp_optim.layout import FlatRuns, Placement
+from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.plan import Copy, clip_to_source, copies_of
@@ -44,7 +44,7 @@ class RankWriter:
         *,
         checksums: bool,
         budget: Budget,
-        stretches: Mapping[Key, Stretch],
+        stretches: Mapping[Key, Sequence[Stretch]],
         frames: Mapping[str, FramesOfParts] = {},
     ) -> None:
         self.nbytes = 0
@@ -74,11 +74,9 @@ class RankWriter:
                 continue  # earlier windows contain all of it
             (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
             memory = LocalMemory(part.flat) if part.flat is not None else None
-            stretch = self._stretches.get(part.value.key)
-            if isinstance(part.cut, FlatRuns):
-                if stretch is not None and memory is not None and part.flat is not None:
-                    extent = memory.extent(begin + (stretch.first + part.start) * itemsize, 0, part.flat.numel())
-                    extents.setdefault(name, []).append(clipped(extent, stretch.start, stretch.stop))
+            if isinstance(part.cut, (FlatRuns, SplitRuns)):
+                if memory is not None and part.flat is not None:
+                    extents.setdefault(name, []).extend(self._stretched(part, memory, part.flat.numel(), begin))
                 continue
             for base, copy in self._copies(part, begin):
                 if memory is None or part.flat is None:
@@ -92,6 +90,17 @@ class RankWriter:
                     for source, target, numel in ranges_of(piece)
                 )
         return extents
+
+    def _stretched(self, part: Slice, memory: LocalMemory, numel: int, begin: int) -> Iterator[LocalExtent]:
+        """The extents of a part whose local tensor has this rank's stretches of the value, one after the other."""
+        at, size = 0, part.value.dtype.itemsize
+        for stretch in self._stretches.get(part.value.key, ()):
+            num = stretch.last - stretch.first
+            first, last = max(part.start, at), min(part.start + numel, at + num)
+            if first < last:
+                start = begin + (stretch.first + first - at) * size
+                yield clipped(memory.extent(start, first - part.start, last - first), stretch.start, stretch.stop)
+            at += num
 
     def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
         """The copies to storage that this rank writes of a value, each with the first element of its part of storage.

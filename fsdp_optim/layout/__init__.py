@@ -24,6 +24,7 @@ from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, OnMesh, cut_named, cut_of
 from fsdp_optim.layout.placement import Placement, Whole
 from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order
+from fsdp_optim.layout.split_runs import SplitRuns
 from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Run",
     "RunTable",
     "Shape",
+    "SplitRuns",
     "StridedBoxes",
     "Whole",
     "bounds_of_box",

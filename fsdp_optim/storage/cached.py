@@ -14,6 +14,7 @@ BLOCK_NBYTES = 1 << 20
 """The size of a block. The store is asked for whole blocks only."""
 
 _MOST_MISSING = 8  # blocks, in one read of the store
+_MOST_REQUESTS = 8  # at the same time: each holds its blocks
 _MOST_HELD = 4  # blocks in memory: many small reads fall into one block
 
 
@@ -104,7 +105,7 @@ class CachedOpened(Opened):
     def __init__(self, opened: Opened, blocks: Blocks, manifest: str, block_nbytes: int) -> None:
         self._opened, self._blocks, self._manifest, self._block_nbytes = opened, blocks, manifest, block_nbytes
         self._held = _Held()
-        self.request_nbytes, self.num_requests = opened.request_nbytes, opened.num_requests
+        self.request_nbytes, self.num_requests = opened.request_nbytes, min(opened.num_requests, _MOST_REQUESTS)
         self.selected, self.is_any = opened.selected, opened.is_any
 
     @property

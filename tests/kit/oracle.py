@@ -22,6 +22,7 @@ from fsdp_optim.layout import (
     OnMesh,
     Placement,
     Shape,
+    SplitRuns,
     StridedBoxes,
     Whole,
 )
@@ -53,6 +54,11 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                 if chunk < len(group):
                     mine = tensors[group[chunk]]
                     mine[len(mine) if placement.own_tensor else place] = element
+    elif isinstance(placement, SplitRuns):
+        for rank, start, stop in zip(placement.by, placement.starts, placement.stops, strict=True):
+            mine = tensors.setdefault(rank, {})
+            for element in range(start, stop):
+                mine[len(mine)] = element
     elif isinstance(placement, OnMesh):
         for group in placement.replicas:
             for rank, coordinate in zip(group, np.ndindex(placement.mesh_shape), strict=True):
@@ -243,13 +249,26 @@ def strided_placements(draw: st.DrawFn, shape: Shape) -> StridedBoxes:
     return StridedBoxes(mesh.full_shape, mesh.mesh_shape, mesh.splits, mesh.replicas, factors)
 
 
+@st.composite
+def split_placements(draw: st.DrawFn, shape: Shape) -> SplitRuns:
+    """Runs on any ranks, some of them on the same one; sometimes neighbours have elements in common."""
+    borders = sorted(draw(st.sets(st.integers(0, prod(shape)), max_size=6)) | {0, prod(shape)})
+    more = [draw(st.integers(0, 1)) if stop < prod(shape) else 0 for stop in borders[1:]]
+    by = tuple(draw(st.sampled_from(RANKS)) for _ in borders[1:])
+    stops = tuple(
+        stop + one if a != b else stop
+        for stop, one, a, b in zip(borders[1:], more, by, (*by[1:], -1)[: len(by)], strict=True)
+    )
+    return SplitRuns(shape, tuple(borders[:-1]), stops, by)
+
+
 def whole_placements(shape: Shape) -> st.SearchStrategy[Whole]:
     return st.builds(Whole, st.just(shape), some_ranks(4), st.integers(0, 3))
 
 
 @st.composite
 def placements(draw: st.DrawFn, shape: Shape) -> Placement:
-    kinds = [whole_placements, mesh_placements, strided_placements, boxes_placements]
+    kinds = [whole_placements, mesh_placements, strided_placements, boxes_placements, split_placements]
     if draw(st.booleans()):
         return draw(draw(st.sampled_from(kinds))(shape))
     return draw(flat_groups({"before": draw(shapes), "w": shape}))["w"]
@@ -261,6 +280,7 @@ def layouts(draw: st.DrawFn, of: Mapping[str, Shape]) -> Layout:
     kinds: dict[str, Callable[[Shape], st.SearchStrategy[Placement]]]
     kinds = {"boxes": boxes_placements, "mesh": mesh_placements, "strided": strided_placements}
     kinds["whole"] = whole_placements
+    kinds["split"] = split_placements
     kind = {fqn: draw(st.sampled_from(["flat", *kinds])) for fqn in of}
     flat = draw(flat_groups({fqn: shape for fqn, shape in of.items() if kind[fqn] == "flat"}))
     return Layout({fqn: flat[fqn] if fqn in flat else draw(kinds[kind[fqn]](of[fqn])) for fqn in of})

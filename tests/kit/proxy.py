@@ -109,6 +109,7 @@ class Proxy:
     ) -> None:
         self._nbytes_per_second = nbytes_per_second
         self.script, self.seen = list(script), list[Seen]()
+        self.most_delayed = self._num_delayed = 0  # requests at the same time
         self.num_refused = 0  # bodies that did not fit their checksums
         self._to, self._rng, self._lock = port, random.Random(seed), threading.Lock()
         self._num_open, self._is_idle = 0, threading.Condition(self._lock)
@@ -226,13 +227,21 @@ class Proxy:
                 client.sendall(self._before[request.target])
             else:
                 if fault is not None and kind == "Delay":
-                    time.sleep(fault.seconds)
+                    self._delay(fault.seconds)
                 sent, received = self._forward(client, request, fault)
         finally:
             with self._is_idle:
                 self._num_open -= 1
                 self._is_idle.notify_all()
                 self.seen.append(Seen(request.method, request.key, request.query, request.access_key, sent, received))
+
+    def _delay(self, seconds: float) -> None:
+        with self._lock:
+            self._num_delayed += 1
+            self.most_delayed = max(self.most_delayed, self._num_delayed)
+        time.sleep(seconds)
+        with self._lock:
+            self._num_delayed -= 1
 
     def _where(self, fault: Fault) -> float:
         with self._lock:

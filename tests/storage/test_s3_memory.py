@@ -13,6 +13,7 @@ from kit.peaks import MIB, Peak
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Differs, Trained, adam, cpu, local_of
+from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -54,15 +55,16 @@ def measured(url: str, options: Options) -> dict[str, float]:
 
 
 class MemoryTest(unittest.TestCase):
-    def test_extra_memory(self) -> None:
+    @parameterized.expand([(1,), (2,)])
+    def test_extra_memory(self, num_ranks: int) -> None:
         pool = RankPool()  # of its own: what malloc keeps of other tests would be used first
         self.addCleanup(pool.close)
         options = shared("rclone")
         url = f"s3://{new_bucket(options)}/run"
-        slow = Fault("Delay", method="PUT", times=-1, seconds=0.1)  # parts wait: the budget is what holds them back
+        slow = Fault("Delay", method="PUT", times=-1, seconds=0.4)  # parts wait: the budget is what holds them back
         with Proxy(port_of(options), [slow]) as proxy:
             given = {**proxy.options(options), "part_nbytes": PART_MIB * MIB}
-            by_rank = pool.run(measured, 2, url, given)
+            by_rank = pool.run(measured, num_ranks, url, given)
         print(by_rank)
         for one in by_rank:
             # A load reads all of the shard into memory of its own before it changes anything.

@@ -61,6 +61,7 @@ class BucketCan:
         most_parts: how many parts an object can have.
         replaces_at_once: whether a `put` over an object is seen whole or not at all. A store of files may show a file that
             is being written.
+        most_reads: how many `read_into` are best under way at the same time; each may hold a copy of what it reads.
     """
 
     parts_by_many: bool
@@ -68,6 +69,7 @@ class BucketCan:
     most_part_nbytes: int = 5 << 30
     most_parts: int = 10_000
     replaces_at_once: bool = True
+    most_reads: int = 8
 
 
 class Bucket(Protocol):

@@ -21,6 +21,7 @@ from fsdp_optim.storage.objects.s3_errors import Answered
 _LEAST_PART = 5 << 20
 _AT_ONCE = 256 << 10  # bytes that are read from a connection at a time: they stay in the processor's cache
 _KEYS_PER_DELETE = 1000
+_READS = 16  # at the same time; they hold no copy
 _NOT_THERE = (404, "NoSuchKey", "NotFound")
 _OVERTAKEN = (412, "PreconditionFailed")
 _NOT_KNOWN = (501, "NotImplemented")
@@ -56,7 +57,7 @@ class S3Bucket(Bucket):
     ) -> None:
         self._name = f"s3://{bucket}"
         self._requests = Requests(self._name, bucket, shared_clients(options or {}) if clients is None else clients)
-        self._can = BucketCan(True, least_part_nbytes=_least_part_of(self._name, options or {}))
+        self._can = BucketCan(True, least_part_nbytes=_least_part_of(self._name, options or {}), most_reads=_READS)
         self._was_reached = False  # an object or a listing was seen, so the bucket is there
         self._knows_crc = True
 

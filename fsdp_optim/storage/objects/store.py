@@ -18,8 +18,8 @@ from fsdp_optim.storage.objects.shelf import ObjectShelf
 from fsdp_optim.storage.objects.staging import ObjectStaging, check_free
 from fsdp_optim.storage.objects.writer import Address, ObjectWriter
 
-PART_NBYTES = 8 << 20
-"""The size of parts, where a bucket takes it and a file has not too many of them."""
+PART_NBYTES = 5 << 20
+"""The size of parts, where a bucket takes it and a file has not too many of them: what fits into memory is sent at a time."""
 
 DEAD_AFTER = 300.0
 """Seconds without a sign of life after which a save is dead, and what it has left is removed by the next one."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_optim.storage.objects.base import Bucket
 
-_MOST_AT_ONCE = 8
+_MOST_AT_ONCE = 16
 
 
 @dataclass

@@ -13,10 +13,9 @@ class VersionedObjects(Opened):
     """The parent of what opens objects for reading; a child gives the key of each file."""
 
     request_nbytes = 1 << 20
-    num_requests = 8
 
     def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+        self._bucket, self.num_requests = bucket, bucket.can.most_reads
         self._found: dict[str, Found | None] = {}
 
     def _key(self, name: str) -> str:
