@@ -113,12 +113,13 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         units=checkpoint.units if isinstance(checkpoint, ForeignReader) else None,
         flattens=checkpoint.flattens if isinstance(checkpoint, ForeignReader) else True,
     )
-    prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
-    files = dict(prepared.files)
-    for name in sorted(checkpoint.extras):
-        value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
-        if value is not None and not writer.keeps_extra(name, value, allow_pickle=allow_pickle):
-            files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
+    with distrusted(checkpoint.where):
+        prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
+        files = dict(prepared.files)
+        for name in sorted(checkpoint.extras):
+            value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
+            if value is not None and not writer.keeps_extra(name, value, allow_pickle=allow_pickle):
+                files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
     has_optim = description is not None
     return Transcript(_values(weights, is_state=False), state, stored, prepared, files, has_optim, which)
 

@@ -52,7 +52,8 @@ def read_optimizer(archives: Sequence[TorchArchive], param_shapes: object) -> Op
     ranks = [_Rank.of(archive) for archive in archives]
     first = ranks[0]
     for rank in ranks:
-        rank.check_beside(first, len(ranks))
+        with distrusted(rank.file):
+            rank.check_beside(first, len(ranks))
     with distrusted(first.file):
         groups = [
             shapes_of(shapes, "param_shapes") for shapes in listed(_as_list(param_shapes), "param_shapes of the model")

@@ -141,6 +141,9 @@ class ForeignReader:
 
     def __post_init__(self) -> None:
         """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
+        for key in (*self.model, *self.aliases, *self.aliases.values(), *self.optim):
+            if not _is_text(key):
+                raise CheckpointError(f"{self.where}: {key!r:.200} is no name of a tensor")
         sizes: dict[str, int] = {}
         for stored in (*self.model.values(), *self.optim.values()):
             for name, start, nbytes in _places(stored) if stored.chunks is None or not stored.chunks.is_checked else ():
@@ -314,6 +317,14 @@ def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
             (others if apart and extent.start < apart[-1].stop else apart).append(extent)
         yield apart
         rest = others
+
+
+def _is_text(key: object) -> bool:
+    """Whether a name can be written into files."""
+    try:
+        return isinstance(key, str) and key.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _no_names(start: int, stop: int) -> str:

@@ -29,6 +29,7 @@ _NBYTES_EACH = 8  # bytes that a pickle needs for each further container
 _DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
 _KEYS = (str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device)
 _MOST_IN_KEY = 64  # items of a tuple that is a key
+_MOST_BITS = 8192  # of a number; Python refuses to show one of more than 4300 digits
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +117,8 @@ class Unpickler:
                 self._nbytes = (position or start) - start
                 name = code.name
                 if name in _PUSHES:
+                    if type(argument) is int and argument.bit_length() > _MOST_BITS:
+                        raise ValueError(f"a number of {argument.bit_length()} bits")
                     self._stack.append(argument)
                 elif name == "STOP":
                     return self._stack.pop()
@@ -325,6 +328,10 @@ class Unpickler:
             found = getattr(found, part)
         return found
 
+    def _imported(self, what: str) -> Any:
+        module, _, name = what.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
     def do_reduce(self, argument: Any) -> None:
         arguments = self._stack.pop()
         self._push(self._called(self._stack.pop(), arguments, {}))
@@ -362,7 +369,11 @@ class Unpickler:
             return Unread(function.what)
         if isinstance(function, Known):
             self._check_copies(arguments)
-            return function.call(*arguments, **named)
+            made = function.call(*arguments, **named)
+            is_left = self._prepared is not None and type(made) is Unread and made.what == function.what
+            if not is_left or any(isinstance(argument, Known) for argument in arguments):
+                return made
+            function = self._imported(function.what)
         if self._prepared is not None:
             return function(*self._prepared(list(arguments)), **named)
         raise TypeError(f"a call of a {type(function).__name__}")

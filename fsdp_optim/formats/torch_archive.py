@@ -201,6 +201,11 @@ class _Places(Tensors):
             self._of_storages[key] = self._source_of(view.storage)
         source = self._of_storages[key]
         if not view.is_contiguous:
+            if view.numel * view.itemsize > max(_MOST_COPY, 2 * view.num_spanned * view.itemsize):
+                raise ValueError(
+                    f"its shape {list(view.shape)} has {view.numel} elements, and only {view.num_spanned} are in the file, "
+                    "because they share memory (expand): save a copy of it"
+                )
             name = f"{self._prefix}!{key}[{view.dtype},{view.offset},{view.shape},{view.stride},{view.is_conj},{view.is_neg}]"
             self.sources[name] = Source(memory=partial(_in_row_major_order, self._opened, name, source, view))
             return StoredTensor("", view.dtype, view.shape, name, 0)
@@ -215,11 +220,6 @@ class _Places(Tensors):
 def _in_row_major_order(opened: Opened, name: str, source: Source, view: View) -> memoryview:
     """The elements of a tensor in row-major order, from those that it spans in its storage."""
     nbytes = view.num_spanned * view.itemsize
-    if view.numel * view.itemsize > max(_MOST_COPY, 2 * nbytes):
-        raise CheckpointError(
-            f"{opened.named(name)}: a tensor of the shape {list(view.shape)} has only {nbytes} bytes in the file, because its "
-            "elements share memory (expand): save a copy of it"
-        )
     first = view.offset * view.itemsize
     made = source.made()
     if made is None:

@@ -19,6 +19,7 @@ from fsdp_optim.formats.numpy_globals import NUMPY, NUMPY_BUILD
 from fsdp_optim.memory import dtype_name, dtype_named
 
 _MOST = 1 << 62  # elements or bytes
+_MOST_IN_RANGE = 1 << 20
 
 _TYPED = {
     "Double": "float64",
@@ -318,10 +319,12 @@ def _complex(real: Any, imaginary: Any = 0.0) -> complex:
     return complex(real, imaginary)
 
 
-def _range(*numbers: Any) -> range:
-    if not all(type(number) is int for number in numbers):
+def _range(*numbers: Any) -> Any:
+    """A range; one that would take much memory as a list is left out."""
+    if not all(type(number) is int and abs(number) < _MOST for number in numbers):
         raise TypeError("a range whose limits are no numbers")
-    return range(*numbers)
+    made = range(*numbers)
+    return made if len(made) <= _MOST_IN_RANGE else Unread("builtins.range")
 
 
 def _reconstructed(cls: Any, base: Any, state: Any) -> Any:

@@ -64,6 +64,7 @@ class ReplicateFields(Fields):
     """`Replicate` of DTensor's placements."""
 
 
+_MOST_RANKS = 1 << 20
 _SHARDED = "torch.distributed._shard"
 _PLACES = ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
 
@@ -200,6 +201,8 @@ def _mesh(
     where = all_ranks.index(own if own is not None else rank)
     # This rank's place in a mesh of part of the ranks says which part it is.
     place = tuple(mesh["_coordinate_on_dim"] or (0,) * len(axes))
+    if prod(map(len, axes)) > len(all_ranks):
+        raise ValueError(f"a mesh of more ranks than the {len(all_ranks)} of its rank map")
     places = [where - sum(steps[index] for index, steps in zip(place, axes, strict=True))]
     for steps in axes:
         places = [at + step for at in places for step in steps]
@@ -224,6 +227,8 @@ def _axes(layout: Fields) -> list[list[int]]:
     ) in pairs:  # several numbers: dimensions that were flattened into one; none: a dimension of size 1
         steps = [0]
         for size, step in zip(sizes, strides, strict=True):
+            if len(steps) * size > _MOST_RANKS:
+                raise ValueError(f"a mesh of more than {_MOST_RANKS} ranks")
             steps = [at + index * step for at in steps for index in range(size)]
         axes.append(steps)
     return axes
@@ -233,7 +238,7 @@ def _flat(numbers: Any) -> Shape:
     """The numbers in a number, or in nested tuples of them."""
     if isinstance(numbers, (tuple, list)):
         return tuple(number for one in numbers for number in _flat(one))
-    if type(numbers) is not int or not 0 < numbers < 1 << 24:
+    if type(numbers) is not int or not 0 < numbers <= _MOST_RANKS:
         raise ValueError(f"a dimension of a mesh of {numbers!r:.20} ranks")
     return (numbers,)
 

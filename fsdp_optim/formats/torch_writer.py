@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,8 +269,11 @@ def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
 
 
 def unsafe_name_in(value: Any) -> str | None:
-    """The name of a class in a value that `torch.load(weights_only=True)` does not read; None if there is none."""
-    found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
+    """What is in a value that `torch.load(weights_only=True)` does not read, by its class; None if there is nothing."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
+    except pickle.UnpicklingError:
+        return "number or object that takes another operation of pickle"
     return found[0] if found else None
 
 

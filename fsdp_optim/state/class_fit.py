@@ -224,7 +224,7 @@ class _Saved:
 
 def _only(what: str, saved: frozenset[str], live: frozenset[str]) -> str:
     sides = [
-        f"{what} that only {where} has: {', '.join(sorted(names))}"
+        f"{what} that only {where} has: {', '.join(sorted(map(str, names)))}"
         for where, names in (("the state", saved), ("the optimizer", live))
         if names
     ]

@@ -535,9 +535,8 @@ class TestHostile(ArchiveTestCase):
             self.archive(with_pickle(b"\x80\2" + large + again + b"."))
 
     def test_a_tensor_that_expands_far_beyond_its_bytes(self) -> None:
-        archive = self.archive(with_pickle(tensor_pickle(shape=(1 << 30, 4), stride=(0, 1))))
-        with self.assertRaisesRegex(CheckpointError, "share memory"):
-            archive.materialised(archive.value)
+        with self.assertRaisesRegex(CheckpointError, r"a\.pt: the value\['w'\].*share memory"):
+            self.archive(with_pickle(tensor_pickle(shape=(1 << 30, 4), stride=(0, 1))))
 
     def test_big_endian(self) -> None:
         with self.assertRaisesRegex(CheckpointError, "byte order.*big"):
