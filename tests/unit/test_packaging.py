@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from parameterized import parameterized
 
 import fsdp_optim
 
@@ -147,6 +149,20 @@ class ReleaseTest(unittest.TestCase):
         for line in re.findall(r'^    "(\w+>=[^"]+)",$', settings, re.MULTILINE):
             name, oldest = re.match(r"(\w+)>=([\d.]+)", line).groups()  # type: ignore[union-attr]
             self.assertEqual(f"{pins[0][name]}.0"[: len(oldest) + 2], f"{oldest}.0", name)
+
+    @parameterized.expand(["accelerate", "lightning", "peft", "torchtitan", "verl"])
+    def test_the_versions_of_trainers_are_pinned_and_stated(self, plugin: str) -> None:
+        """What a plug-in says that it was tested with is what the tests install, and what its page says; it has an extra."""
+        source = (ROOT / "fsdp_optim" / "integrations" / f"{plugin}.py").read_text()
+        written = re.search(r"^TESTED = (.+)$", source, re.MULTILINE)
+        self.assertIsNotNone(written)
+        tested = ast.literal_eval(written[1])  # type: ignore[index]
+        pins = "".join((ROOT / f"requirements-dev{which}.txt").read_text() for which in ("", "-nodeps"))
+        page = (ROOT / "docs" / "integrations.md").read_text()
+        for package, version in (tested if isinstance(tested, dict) else {plugin: tested}).items():
+            self.assertRegex(pins, rf"(?m)^{package}=={re.escape(version)}(;|$)")
+            self.assertIn(f"{package} {version}", page)
+        self.assertRegex((ROOT / "pyproject.toml").read_text(), rf'(?m)^{plugin} = \["{plugin}')
 
     def test_a_release_keeps_no_token(self) -> None:
         workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
