@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # No deadline: the ranks of another test may have the cores. In CI the same examples are tried every time,
 # but where many times more are asked for.
@@ -37,6 +42,25 @@ LONGEST = (
     *("test_manager.py", "test_optimizer_zoo.py", "test_transport.py", "test_layouts.py", "test_dcp_saves.py"),
 )
 """The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
+
+
+class ByFileOrPackage(LoadFileScheduling):
+    """Processes take a file at a time; one of them takes all files of a trainer's package, which it imports once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return loaded_by(self.config.rootpath / file) or file
+
+
+@functools.cache
+def loaded_by(file: Path) -> str:
+    """The modules that the ranks of a file find imported (`kit.own_ranks`), as the file has them; empty for most files."""
+    found = re.search(r"^LOADED = (.*kit\.loaded\..*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return ByFileOrPackage(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
