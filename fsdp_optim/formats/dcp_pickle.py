@@ -135,7 +135,7 @@ _OF_METADATA: Mapping[str, type] = {
     "MetadataIndex": SavedIndex,
     "StorageMeta": _StorageMeta,
 }
-_WORDS = frozenset(
+WORDS = frozenset(
     {
         "torch.serialization._get_layout",
         *(f"{module}._MEM_FORMAT_ENCODING" for module in _OF_TORCH),
@@ -146,7 +146,7 @@ _WORDS = frozenset(
 )
 """Functions and classes whose results are not needed."""
 
-_CLASSES: Mapping[str, type] = {
+CLASSES: Mapping[str, type] = {
     **{f"{module}.{name}": made for module in _OF_TORCH for name, made in _OF_METADATA.items()},
     **{f"{module}._StorageInfo": Item for module in _OF_WRITERS},
     f"{_SHARDED_TENSORS}.TensorProperties": SavedProperties,
@@ -173,9 +173,9 @@ class _Unpickler(pickle.Unpickler):
         return self._made[what]
 
     def _stand_in(self, what: str) -> Any:
-        if what in _WORDS:
+        if what in WORDS:
             return lambda *args: ""
-        parent = _CLASSES.get(what, Unknown)
+        parent = CLASSES.get(what, Unknown)
         return type(parent.__name__, (parent,), {"__slots__": ()} if parent is Item else {"what": what})
 
 
