@@ -52,6 +52,8 @@ BY_TORCHRUN: list[tuple[str, int, tuple[str, ...], str]] = [
     ("pipeline.py", 2, FOLDER, "trained from step 0 to step 2 in 4 stages"),
     ("moe_experts.py", 4, FOLDER, "trained from step 0 to step 2 with 4 experts a group"),
     ("fairscale_fsdp.py", 2, FILE, "trained from step 0 to step 2"),
+    ("hf_trainer.py", 2, FOLDER, "trained from step 0 to step 2"),
+    ("fsdp2_lora.py", 2, FOLDER, "trained from step 0 to step 2"),
 ]
 
 
