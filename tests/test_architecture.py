@@ -490,7 +490,9 @@ class TestHouse(unittest.TestCase):
         tests = Path(__file__).parent
         shared = {file.stem for file in (tests / "kit").glob("*.py")} - {"__init__"}
         # Only a file with such a line, which may also stand in a string, is worth parsing.
-        line = re.compile(rf"^\s*(from|import)\s.*\b({'|'.join(sorted(shared))}|test_\w+|tests)\b", re.MULTILINE)
+        line = re.compile(
+            rf"^\s*(?:from|import)\s+(?:[\w. ]+,\s*)*(?:{'|'.join(sorted(shared))}|test_\w+|tests)\b", re.MULTILINE
+        )
         files = sorted(tests.rglob("*.py"))
         found = []
         for file in [file for file in files if line.search(file.read_text())]:

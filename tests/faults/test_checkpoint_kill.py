@@ -118,6 +118,7 @@ class KillTest(unittest.TestCase):
         ended = max((number for rank, what, number, _ in found if what == "end"), default=first - 1)
         return ended, max(number for _, what, number, _ in found if what == "begin")
 
+    @pytest.mark.slow
     def test_before_kinds_of_calls(self) -> None:
         self.die_alone(few=True)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand
@@ -26,7 +27,7 @@ from fsdp_optim.storage.objects.s3 import S3Bucket
 from fsdp_optim.testing import run_on_ranks
 
 WRAPS = ("fairscale flat", "fairscale non-flat", "FSDP1 orig", "FSDP1 flat", "FSDP2", "HSDP", "FSDP2 x TP", "DDP")
-FEW = {"moto": ("fairscale flat", "FSDP2", "DDP"), "rclone": ("fairscale non-flat", "FSDP1 flat", "HSDP")}
+FEW = {"moto": ("fairscale flat", "FSDP2", "DDP"), "rclone": ("FSDP1 flat", "HSDP")}
 """What `make test` saves on each server; tests/checkpoint/test_store_checkpoints.py has all of them in a store in memory."""
 
 SPLIT = {"FSDP2", "FSDP1 flat"}  # the wrappers whose checkpoints are split into several files
@@ -179,6 +180,7 @@ class TestServers(unittest.TestCase):
         self.check_bucket(name, options, wraps[-1].replace(" ", "-"))
         self.assertEqual(fsdp_optim.latest(root, storage_options=options), f"{root}/{wraps[-1].replace(' ', '-')}")
 
+    @pytest.mark.slow  # test_manager.py has one whose store is in memory
     def test_a_manager(self) -> None:
         options = self.options["moto"]
         run_on_ranks(manage, 2, f"s3://{new_bucket(options)}/run", options)
