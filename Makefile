@@ -14,8 +14,8 @@ OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 NOT_ON_OLDEST := website packaging
 TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) tests/checkpoint/test_training_resumes.py \
 	tests/checkpoint/test_checkpoint.py tests/adapters/test_torch_wrappers.py tests/adapters/test_fairscale_reshard.py
-# Processes that run tests, each a file at a time, on ranks of its own.
-JOBS ?= 2
+# Processes that run tests, each a file at a time, on ranks of its own. Three keep two cores busy, because some tests wait.
+JOBS ?= 3
 
 .PHONY: help venv test test-gpu test-long test-oldest check format demo bench docs soak package clean
 
@@ -37,7 +37,7 @@ $(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
 test test-long: export PYTHONDONTWRITEBYTECODE =
 
-test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (2)
+test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (3)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL

@@ -19,28 +19,7 @@ settings.register_profile(
 )
 settings.load_profile("fsdp_optim")
 
-LONGEST = (
-    *("test_hf_trainer.py", "test_accelerator.py"),
-    *(
-        "test_checkpoint.py",
-        "test_checkpoint_safety.py",
-        "test_torch_wrappers.py",
-        "test_dcp_reader.py",
-        "test_testing.py",
-    ),
-    *("test_packaging.py", "test_checkpoint_replaced.py", "test_without_fairscale.py", "test_s3_checkpoints.py"),
-    *("test_torch_optimizers.py", "test_adapters.py", "test_checkpoint_kill.py", "test_fairscale_groups_frozen.py"),
-    *("test_peers.py", "test_deepspeed.py", "test_rank_files.py", "test_torch_files.py", "test_dcp_writer.py"),
-    *(
-        "test_fairscale_reshard.py",
-        "test_awkward_shapes.py",
-        "test_matrix.py",
-        "test_architecture.py",
-        "test_order_of_ids.py",
-    ),
-    *("test_s3_kills.py", "test_workflows.py", "test_checkpoint_places.py", "test_checkpoint_memory.py", "test_cli.py"),
-    *("test_manager.py", "test_optimizer_zoo.py", "test_transport.py", "test_layouts.py", "test_dcp_saves.py"),
-)
+LONGEST = Path(__file__).parent / "data" / "longest.txt"
 """The files that take longest. They come first: one that began last would let the other processes of `make test` wait for it."""
 
 
@@ -64,8 +43,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    place = {name: number for number, name in enumerate(LONGEST.read_text().split())}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     for_gpus = [item for item in items if item.get_closest_marker("nccl")]
     if not for_gpus:
         return

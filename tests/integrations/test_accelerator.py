@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.accelerate_loop import Loop, load_and_go_on
+from kit.cases import expand
 from kit.compare import check_same, error_text, refused
 from kit.hugging_face import enabled, on_cpu
 from kit.pretrained import transformers
@@ -189,7 +190,7 @@ class StateTest(unittest.TestCase):
         cls.root = tempfile.mkdtemp()
         cls.addClassCleanup(shutil.rmtree, cls.root)
 
-    @parameterized.expand([("DDP", False), ("FSDP2", True), ("FSDP1", False)])
+    @expand(soon=[("FSDP2", True), ("FSDP1", False)], later=[("DDP", False)])
     def test_a_run_that_stopped_goes_on_bit_for_bit(self, kind: str, scaler: bool) -> None:
         folder = f"{self.root}/{kind}"
         oracle = run_on_ranks(run_through, 2, kind, folder, None, scaler)
@@ -221,11 +222,11 @@ class StateTest(unittest.TestCase):
         check_same(f"{kind}", resumed[0]["third"], with_its_own[0])
         check_same(f"{kind}", resumed[0]["end"]["state"].keys(), with_its_own[0]["state"].keys())
 
-    @parameterized.expand([(False,), (True,)])
+    @expand(soon=[(True,)], later=[(False,)])
     def test_several_models(self, shared: bool) -> None:
         run_on_ranks(several, 2, "DDP", f"{self.root}/several-{shared}", shared)
 
-    @parameterized.expand([(False, 1), (True, 2)])
+    @expand(soon=[(True, 2)], later=[(False, 1)])
     def test_checkpoints_that_accelerate_names(self, background: bool, limit: int) -> None:
         seen = run_on_ranks(named_by_number, 2, f"{self.root}/named-{background}", background, limit)[0]
         self.assertEqual(seen, [[f"checkpoint_{n}" for n in range(max(0, at - limit + 1), at + 1)] for at in range(3)])

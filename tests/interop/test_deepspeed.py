@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.cases import expand, some
 from kit.compare import Differs, check_same, error_text, sorted_state
 from kit.wrapping import WRAPPERS, cpu
 from kit.zero_files import write_zero
@@ -158,7 +159,7 @@ class TestRuns(unittest.TestCase):
 
     # ------------------------------------------------------------------------------------------- every run
 
-    @parameterized.expand(sorted(WRAPPERS_AT))
+    @expand(*some(sorted(WRAPPERS_AT), every=2))
     def test_every_run_is_loaded_as_it_was_saved(self, world_size: int) -> None:
         """Each run at one world size."""
         numbers = [number for number in range(len(RUNS)) if number // 3 % 3 == world_size - 1]
