@@ -58,7 +58,7 @@ class Source:
 
 
 class _LastMade(threading.local):
-    """The bytes that a thread has made last, because it reads a tensor in several parts. `name`: those of which source."""
+    """The bytes of the source that a thread made last: a tensor is read in several parts. `name`: the name of that source."""
 
     name = ""
     data: memoryview | None = None

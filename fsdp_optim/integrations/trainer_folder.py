@@ -219,7 +219,7 @@ def load_from_checkpoint(
 
 
 def _check_adapters(path: str) -> None:
-    """Refuse a folder of adapters without weights, of which Accelerate's own function would load none, without an error."""
+    """Refuse a folder without weights of adapters, from which Accelerate's own function loads nothing and raises no error."""
     if not inspect(path).model:
         raise CheckpointError(
             f"{path}: has no weights: Accelerate saves none of PEFT's adapters with FSDP1 and SHARDED_STATE_DICT, so that no run "

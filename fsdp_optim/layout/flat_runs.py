@@ -5,21 +5,17 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
 
 import numpy
 from numpy.typing import NDArray
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import Block, Run, RunTable, Shape, boxes_of_run
-from fsdp_optim.layout.placement import Placement
+from fsdp_optim.layout.boxes import Block, Run, RunTable, boxes_of_run
 from fsdp_optim.layout.ranks import check_distinct
+from fsdp_optim.layout.runs import OrderedRuns
 
 
-@dataclass(frozen=True)
-class FlatRuns(Placement):
+class FlatRuns(OrderedRuns):
     """Row-major elements [starts[i], stops[i]) on the rank `by[i]`: each rank has one run, in a separate tensor.
 
     # parameter  | a a a a a a a a a a |
@@ -30,11 +26,6 @@ class FlatRuns(Placement):
     The runs are in order: neither `starts` nor `stops` decreases.
     """
 
-    full_shape: Shape
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    by: tuple[int, ...]
-
     def __post_init__(self) -> None:
         check_distinct((self.by,))
         bounds = list(zip(self.starts, self.stops, strict=True))
@@ -42,25 +33,6 @@ class FlatRuns(Placement):
             raise LayoutError(f"each of the ranks {self.by} needs a run inside the {self.numel} elements, not {bounds}")
         if any(a > c or b > d for (a, b), (c, d) in itertools.pairwise(bounds)):
             raise LayoutError(f"runs have to be in the order of their elements, not {bounds}")
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.full_shape, self.starts, self.stops, self.by))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @property
-    def shape(self) -> Shape:
-        return self.full_shape
-
-    @cached_property
-    def _numel(self) -> int:
-        return prod(self.full_shape)
-
-    @property
-    def numel(self) -> int:
-        return self._numel
 
     @property
     def num_shards(self) -> int:
@@ -72,13 +44,6 @@ class FlatRuns(Placement):
 
     def holders(self, shard: int) -> tuple[int, ...]:
         return (self.by[shard],)
-
-    def shard_of(self, rank: int) -> int | None:
-        return self._shards.get(rank)
-
-    @cached_property
-    def _shards(self) -> dict[int, int]:
-        return {rank: shard for shard, rank in enumerate(self.by)}
 
     def run(self, shard: int) -> Run:
         return Run(self.starts[shard], self.stops[shard], 0)
@@ -103,10 +68,6 @@ class FlatRuns(Placement):
         if start >= stop:
             return range(0)
         return range(bisect.bisect_right(self.stops, start), bisect.bisect_left(self.starts, stop))
-
-    @property
-    def overlapping(self) -> bool:
-        return any(stop > start for stop, start in zip(self.stops[:-1], self.starts[1:], strict=True))
 
     @property
     def most_numel(self) -> int:

@@ -66,7 +66,7 @@ class PartsStaging(Staging, Protocol):
 
 
 class PartsWriter(StoreWriter, Protocol):
-    """The access of one process to a save in parts, some of which may have been put by a process that was killed."""
+    """The access of one process to a save in parts. A process that was killed may have put some of the parts already."""
 
     def note_part(self, name: str, number: int, data: bytes) -> None:
         """Note a part that this process has written, as soon as the store has it. `data`: for `PartsStore.noted`."""
