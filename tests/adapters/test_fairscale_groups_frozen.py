@@ -10,26 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kit.models import WRAPPINGS, Wrapping, units
-from kit.training import (
-    HOWS,
-    STEPS,
-    WORLD_SIZES,
-    Full,
-    Group,
-    Pairs,
-    Plain,
-    Resume,
-    Setup,
-    Wrapped,
-    case_name,
-    check_full,
-    check_shard,
-    check_value,
-    gathered,
-    raise_problems,
-    resumed,
-)
+from kit.cases import case_name
+from kit.compare import check_value
+from kit.full_dicts import check_full, check_shard
+from kit.setups import Full, Group, Plain, Setup, Wrapped
+from kit.trained import STEPS
+from kit.training import HOWS, Pairs, Resume, gathered, raise_problems, resumed
+from kit.units import WRAPPINGS, Wrapping, units
+from kit.wraps import WORLD_SIZES
 from parameterized import parameterized
 from torch import nn
 
@@ -190,7 +178,7 @@ def change_the_custom_keys() -> tuple[Any, bool]:
     """A full dict does not change with the live optimizer's groups, nor the groups with the dict."""
     setup = Setup("mlp", units("2", ""), groups=(Group.of("", nested={"a": (1, 2.5), "b": [1]}),))
     with fairscale_on_cpu():
-        wrapped = Wrapped(setup, range(STEPS))
+        wrapped = Wrapped(setup, STEPS)
         full = wrapped.gather(0)
         assert full is not None
         live = wrapped.optim.param_groups[0]["nested"]
@@ -206,7 +194,7 @@ class TwoGroupsInOneFlatParameterTest(unittest.TestCase):
     @parameterized.expand(list(itertools.product(HOWS, (1, 2))), name_func=case_name)
     def test_error_names_them(self, how: str, num_groups: int) -> None:
         plain = Setup("mlp", (), groups=(Group.of("0.w", "2.w", "4"), Group.of("")))
-        full = Plain(plain, range(STEPS)).optim.state_dict()
+        full = Plain(plain, STEPS).optim.state_dict()
         for group, fqns in zip(full["param_groups"], Plain(plain).fqns, strict=True):
             group["param_names"] = fqns
         groups = (Group.of(""), Group.of("0"))[:num_groups]
@@ -220,10 +208,10 @@ class TwoGroupsInOneFlatParameterTest(unittest.TestCase):
 def refused(setup: Setup, full: Full, how: str) -> tuple[str, str]:
     """The class and message of an error, and the changes that the call made."""
     with fairscale_on_cpu():
-        wrapped = Wrapped(setup, range(2))
+        wrapped = Wrapped(setup, 2)
         before = copy.deepcopy((wrapped.optim.state_dict(), full))
         try:
-            wrapped.shard(full, how)
+            wrapped.shard_by(how, full)
         except StateError as error:
             said = f"{type(error).__name__}: {error}"
         else:
@@ -377,7 +365,7 @@ class DisagreementTest(unittest.TestCase):
 
 def disagreeing(name: str) -> Full:
     """A full dict of three steps in which 2.bias and 2.weight differ."""
-    plain = Plain(Setup("mlp", ()), range(STEPS))
+    plain = Plain(Setup("mlp", ()), STEPS)
     full = copy.deepcopy(plain.optim.state_dict())
     state = {fqn: full["state"][i] for fqn, i in plain.ids.items()}
     DISAGREEMENTS[name](state)
@@ -394,7 +382,7 @@ def loaded_and_gathered(setup: Setup, full: Full) -> list[Any]:
     with fairscale_on_cpu():
         for how in HOWS[1:]:  # the first is torch's own load_state_dict, which casts
             wrapped = Wrapped(setup)
-            wrapped.load(wrapped.shard(full, how), how)
+            wrapped.load_shard(wrapped.shard_by(how, full), how)
             gathered_again = wrapped.gather(None)
             assert gathered_again is not None
             states.append(gathered_again["state"])
@@ -434,11 +422,11 @@ def module_used_twice() -> str:
     """One wrapper at two places of the model."""
     setup = Setup("used twice", units("0", ""))
     with fairscale_on_cpu():
-        wrapped, plain = Wrapped(setup, range(STEPS), wrap=wrap_used_twice), Plain(setup, range(STEPS))
+        wrapped, plain = Wrapped(setup, STEPS, wrap=wrap_used_twice), Plain(setup, STEPS)
         full = wrapped.gather(None)
         assert full is not None
-        fresh = Wrapped(setup, params=plain.params(), wrap=wrap_used_twice)
-        shard = fresh.shard(full, "function")
+        fresh = Wrapped(setup, values=plain.values(), wrap=wrap_used_twice)
+        shard = fresh.shard(full)
         try:
             check_full(full, wrapped, plain)
             check_shard("the shard", shard, fresh, plain)

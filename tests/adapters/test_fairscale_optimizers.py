@@ -9,28 +9,16 @@ import unittest
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from kit.cases import expand
-from kit.models import WRAPPINGS, Live, cut
-from kit.training import (
-    OPTIMIZERS,
-    STEPS,
-    WORLD_SIZES,
-    Full,
-    Group,
-    Plain,
-    Setup,
-    Wrapped,
-    case_name,
-    check_full,
-    check_own_memory,
-    check_shard,
-    check_value,
-    gather_problems,
-    gathered,
-    num_padded,
-    raise_problems,
-)
+from kit.cases import case_name, expand
+from kit.compare import check_value
+from kit.full_dicts import check_full, check_shard, num_padded
+from kit.optimizers import OPTIMIZERS, sgd
+from kit.setups import Full, Group, Plain, Setup, Wrapped
+from kit.trained import STEPS, Trained
+from kit.training import gather_problems, gathered, raise_problems
+from kit.units import WRAPPINGS
+from kit.values import check_own_memory
+from kit.wraps import WORLD_SIZES
 from parameterized import parameterized
 from torch import Tensor
 
@@ -143,23 +131,23 @@ class FullDictTest(unittest.TestCase):
             for optimizer, wrapping in zip(optimizers, itertools.cycle(("first", "deep, both", "odd", "tied")))
         ]
         for setup, full in zip(setups, gathered(setups, 3), strict=True):
-            straight, stopped = Plain(setup, range(STEPS)), Plain(setup, range(STEPS))
+            straight, stopped = Plain(setup, STEPS), Plain(setup, STEPS)
             cls, options = OPTIMIZERS[setup.optimizer]
             stopped.optim = cls(stopped.model.parameters(), **options)
             stopped.optim.load_state_dict(full)
             for plain in (straight, stopped):
-                plain.feed(range(STEPS, STEPS + 3))
-            check_value(f"state of {setup}", stopped.state(), straight.state())
-            check_value(f"parameters of {setup}", stopped.params(), straight.params())
+                plain.step(range(STEPS, STEPS + 3))
+            check_value(f"state of {setup}", stopped.by_name(), straight.by_name())
+            check_value(f"parameters of {setup}", stopped.values(), straight.values())
 
     def test_by_name_it_is_the_same_under_clean_names(self) -> None:
         setup = Setup(*WRAPPINGS["deep, both"], "nadam", groups=(Group.of("1", lr=0.5), Group.of("")))
         for full, listed in run_on_ranks(gather_by_name, 3, setup):
-            plain = Plain(setup, range(STEPS))
-            check_value("state", full["state"], plain.state())
+            plain = Plain(setup, STEPS)
+            check_value("state", full["state"], plain.by_name())
             self.assertEqual([group["params"] for group in full["param_groups"]], plain.fqns)
             self.assertEqual([fqn for fqn, _ in listed], [fqn for group in plain.fqns for fqn in group])
-            check_value("one parameter at a time", dict(listed), plain.state())
+            check_value("one parameter at a time", dict(listed), plain.by_name())
             check_own_memory(full)
 
     def test_the_live_optimizer_is_not_touched_and_trains_on(self) -> None:
@@ -196,7 +184,7 @@ class FullDictTest(unittest.TestCase):
 
 def gather_by_name(setup: Setup) -> tuple[Full, list[tuple[str, dict[str, Any]]]]:
     with fairscale_on_cpu():
-        wrapped = Wrapped(setup, range(STEPS))
+        wrapped = Wrapped(setup, STEPS)
         full = wrapped.gather(None, key_by="name")
         listed = list(fsdp_optim.iter_full_optim_state(wrapped.model, wrapped.optim, None))
         assert full is not None
@@ -211,8 +199,8 @@ def gather_between_steps_of(setup: Setup) -> str:
     with fairscale_on_cpu():
         wrapped, plain = Wrapped(setup), Plain(setup)
         for step in range(STEPS):
-            wrapped.feed([step])
-            plain.feed([step])
+            wrapped.step([step])
+            plain.step([step])
             full = wrapped.gather(None)
             try:
                 check_full(full, wrapped, plain)
@@ -224,7 +212,7 @@ def gather_between_steps_of(setup: Setup) -> str:
 
 def with_small_buckets(setup: Setup, bucket_nbytes: int) -> str:
     with fairscale_on_cpu():
-        wrapped, plain = Wrapped(setup, range(STEPS)), Plain(setup, range(STEPS))
+        wrapped, plain = Wrapped(setup, STEPS), Plain(setup, STEPS)
         full = fsdp_optim.gather_full_optim_state_dict(wrapped.model, wrapped.optim, None, bucket_nbytes=bucket_nbytes)
         shard = fsdp_optim.scatter_full_optim_state_dict(
             wrapped.model, wrapped.optim, full if wrapped.rank == 1 else None, 1, bucket_nbytes=bucket_nbytes
@@ -240,7 +228,7 @@ def with_small_buckets(setup: Setup, bucket_nbytes: int) -> str:
 def with_nan() -> str:
     """NaN with a payload, -0.0 and infinity, as elements and as scalars, come back as the same bits."""
     with fairscale_on_cpu():
-        wrapped = Wrapped(Setup(*WRAPPINGS["middle"]), range(STEPS))
+        wrapped = Wrapped(Setup(*WRAPPINGS["middle"]), STEPS)
         odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, 0.0]).view(torch.int32)
         odd[0] += 5
         for state in wrapped.optim.state.values():
@@ -253,7 +241,7 @@ def with_nan() -> str:
         assert full is not None
         before = copy.deepcopy(wrapped.optim.state_dict()["state"])
         assembled, _ = wrapped.assemble()
-        shard = wrapped.shard(full, "scatter")
+        shard = wrapped.shard_by("scatter", full)
         padding = [pad[wrapped.rank] for pad in num_padded(wrapped)]
         for i, values in before.items():
             values["exp_avg"][len(values["exp_avg"]) - padding[i] :] = 0
@@ -275,23 +263,23 @@ def check_bits(where: str, got: Any, want: Any) -> None:
     check_value(where, *as_text)
 
 
+def in_half_precision(model: torch.nn.Module) -> Any:
+    return FullyShardedDataParallel(model, compute_dtype=torch.float16)
+
+
 def float16_with_float32_state() -> list[str]:
     """Pure float16 with float32 moments is gathered, cut and loaded without a cast."""
     with fairscale_on_cpu():
-        plain = torch.nn.Linear(5, 7).half()
-        want = {name: torch.randn(param.shape) for name, param in plain.named_parameters()}
-        shape_of = {name: param.shape for name, param in plain.named_parameters()}
-        model = FullyShardedDataParallel(plain, compute_dtype=torch.float16)
-        (param,) = model.parameters()
-        local = cut(Live(tuple(want), is_flat=True), list(want.values()), dist.get_rank(), dist.get_world_size())
+        trained = Trained(in_half_precision, sgd, 0, lambda: torch.nn.Linear(5, 7), torch.nn.Module.half)
+        model, (param,) = trained.model, trained.params
+        want = {name: torch.randn(shape) for name, shape in trained.numbers.shape.items()}
+        local = trained.part_of(0, want)
         optim = torch.optim.SGD([param], lr=0.1, momentum=0.9)
         optim.state[param] = {"momentum_buffer": local.clone(), "step": torch.tensor(7.0)}
         full = model.gather_full_optim_state_dict(optim, None)
         try:
             for i, (name, value) in enumerate(want.items()):
-                check_value(
-                    name, full["state"][i], {"momentum_buffer": value.view(shape_of[name]), "step": torch.tensor(7.0)}
-                )
+                check_value(name, full["state"][i], {"momentum_buffer": value, "step": torch.tensor(7.0)})
             shard = model.get_shard_from_optim_state_dict(full, optim)
             fresh = torch.optim.SGD([param], lr=0.1, momentum=0.9)
             fsdp_optim.load_optim_state_dict(fresh, shard)

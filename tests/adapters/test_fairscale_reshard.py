@@ -6,22 +6,12 @@ import itertools
 import unittest
 
 import pytest
-from kit.cases import expand
-from kit.models import WRAPPINGS
-from kit.training import (
-    HOWS,
-    STEPS,
-    Full,
-    Pairs,
-    Plain,
-    Resume,
-    Setup,
-    Wrapped,
-    case_name,
-    check_value,
-    gathered,
-    resumed,
-)
+from kit.cases import case_name, expand
+from kit.compare import check_value
+from kit.setups import Full, Plain, Setup, Wrapped
+from kit.trained import STEPS
+from kit.training import HOWS, Pairs, Resume, gathered, resumed
+from kit.units import WRAPPINGS
 from parameterized import parameterized
 
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
@@ -69,8 +59,8 @@ def pass_through(resumes: list[Resume]) -> list[Full | None]:
     fulls = []
     with fairscale_on_cpu():
         for resume in resumes:
-            wrapped = Wrapped(resume.setup, params=Plain(resume.setup, range(STEPS)).params())
-            wrapped.load(wrapped.shard(resume.full, resume.how), resume.how)
+            wrapped = Wrapped(resume.setup, values=Plain(resume.setup, STEPS).values())
+            wrapped.load_shard(wrapped.shard_by(resume.how, resume.full), resume.how)
             fulls.append(wrapped.gather(0))
     return fulls
 
@@ -105,6 +95,6 @@ class PlainDictTest(unittest.TestCase):
     def test_resume_from_a_plain_optimizer(self, world_size: int) -> None:
         wrappings = ("first", "every layer", "deep", "deep, both", "odd", "tied", "siblings")
         setups = [Setup(*WRAPPINGS[wrapping], "nadam") for wrapping in wrappings]
-        fulls = [Plain(setup, range(STEPS)).optim.state_dict() for setup in setups]
+        fulls = [Plain(setup, STEPS).optim.state_dict() for setup in setups]
         ways = itertools.cycle(HOWS[:3] + HOWS)
         resumed([Resume(setup, full, next(ways)) for setup, full in zip(setups, fulls, strict=True)], world_size)

@@ -11,23 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cases import expand, some, those
-from kit.models import WRAPPINGS, units
-from kit.training import (
-    STEPS,
-    Differs,
-    Full,
-    Pairs,
-    Plain,
-    Setup,
-    Wrapped,
-    case_name,
-    check_close,
-    check_full,
-    check_value,
-    raise_problems,
-    tensors_in,
-)
+from kit.cases import case_name, expand, some, those
+from kit.compare import Differs, check_value
+from kit.full_dicts import check_full
+from kit.setups import Full, Plain, Setup, Wrapped
+from kit.trained import STEPS
+from kit.training import Pairs, raise_problems
+from kit.units import WRAPPINGS, units
+from kit.values import check_close, tensors_in
 from parameterized import parameterized
 from torch import Tensor, nn
 
@@ -70,10 +61,10 @@ def with_fairscales_helpers(model: Any) -> nn.Module:
 def wrapped_by_fairscales_helpers() -> str:
     setup = Setup("deep", units("1.2", "1.3", "1", "3", ""))  # of 60 elements, 60, the 15 between, and 12
     with fairscale_on_cpu():
-        wrapped = Wrapped(setup, range(STEPS), wrap=with_fairscales_helpers)
+        wrapped = Wrapped(setup, STEPS, wrap=with_fairscales_helpers)
         full = wrapped.gather(None)
         try:
-            check_full(full, wrapped, Plain(setup, range(STEPS)))
+            check_full(full, wrapped, Plain(setup, STEPS))
         except Differs as error:
             return str(error)
     return ""
@@ -131,10 +122,10 @@ def train_for_real(
 
 def _train_one(setup: Setup, start: int, stops: tuple[int, ...], given: Saved | None) -> tuple[list[Saved], str]:
     try:
-        wrapped = Wrapped(setup, params=given[1] if given else None)
+        wrapped = Wrapped(setup, values=given[1] if given else setup.values())
         found = []
         if given:
-            wrapped.load(wrapped.shard(given[0], "scatter"))
+            wrapped.load_shard(wrapped.shard_by("scatter", given[0]))
             found.append(_gather_and_assemble(wrapped))
         for begin, end in zip((start, *stops), stops, strict=False):
             wrapped.train(range(begin, end))
@@ -204,10 +195,10 @@ def resumed(name: str, now: int) -> list[Saved]:
 @functools.cache
 def plain_training(name: str) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """State and parameters of the unwrapped training at SAVED and at END."""
-    plain, found = Plain(REAL[name]), []
+    plain, found = Plain(REAL[name], values=REAL[name].values()), []
     for steps in (range(SAVED), range(SAVED, END)):
         plain.train(steps)
-        found.append((copy.deepcopy(plain.state()), plain.params()))
+        found.append((copy.deepcopy(plain.by_name()), plain.values()))
     return found
 
 

@@ -49,13 +49,12 @@ from kit.checkpoints import (
     save,
     save_trained,
     scramble,
-    two_groups,
 )
 from kit.groups import Distribution, name_of_experts, plain_by_name, plain_experts, with_experts
 from kit.models import Tied
 from kit.opaque import Blockwise, opaque_state
+from kit.optimizers import Peculiar, two_groups
 from kit.torch_limits import cannot_make, cannot_run, skip_if
-from kit.training import Peculiar
 from kit.wrapping import (
     STEPS,
     WRAPPERS,

@@ -32,8 +32,8 @@ from kit.checkpoints import (
     oracle_after,
     save,
     scramble,
-    two_groups,
 )
+from kit.optimizers import two_groups
 from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 from torch import nn

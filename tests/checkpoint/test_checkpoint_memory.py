@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from kit.cases import case_name
 from kit.peaks import MIB, Peak
-from kit.training import case_name
 from kit.wrapping import Differs, cpu, in_ddp, in_fairscale, in_fsdp2, in_fsdp2_over_tp, local_of
 from parameterized import parameterized
 from torch import nn

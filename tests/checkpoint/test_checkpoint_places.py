@@ -28,8 +28,8 @@ from kit.checkpoints import (
     oracle_after,
     save,
     save_trained,
-    two_groups,
 )
+from kit.optimizers import two_groups
 from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 

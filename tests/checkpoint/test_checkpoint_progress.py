@@ -28,8 +28,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.cases import case_name
 from kit.checkpoints import before_writes
-from kit.training import case_name
 from kit.wrapping import Differs, check_same, error_text, in_fsdp2
 from parameterized import parameterized
 from torch import nn

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import check_same
+from kit.models import Net
 from kit.torch_limits import NO_FORWARD
 from kit.wrapping import cpu
-from kit.wraps import WRAPPERS, Net
+from kit.wraps import WRAPPERS
 from parameterized import parameterized
 from torch.distributed.fsdp import FSDPModule
 

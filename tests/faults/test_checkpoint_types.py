@@ -18,7 +18,7 @@ import pytest
 import torch
 from kit.checkpoint_damage import brief_of, packed, sealed_brief
 from kit.checkpoint_format import MANIFEST, canonical
-from kit.training import Peculiar
+from kit.optimizers import Peculiar
 from kit.wrapping import Differs, Trained, check_same
 from parameterized import parameterized
 from soak.mutations import KINDS, Change, Kind, Subject, Tiny, contents, judge

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from kit.cases import expand
-from kit.checkpoints import Whole, everything, load, load_trained, mine, optims_of, scramble, two_groups
+from kit.checkpoints import Whole, everything, load, load_trained, mine, optims_of, scramble
 from kit.dcp import HAVE_TRAIN_STATE, LAYOUTS, TRAIN_STATE, model_dict
 from kit.dcp_files import DcpFiles
 from kit.models import Tied
+from kit.optimizers import two_groups
 from kit.wrapping import (
     Differs,
     OfModel,

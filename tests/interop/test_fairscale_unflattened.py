@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit.fairscale_units import MAKES, UNITS
+from kit.optimizers import GROUPED
 from kit.rank_files import Buffered, save_fairscale
+from kit.units import UNITS
 from kit.wrapping import STEPS, Oracle, Trained, check_same, cpu
 from parameterized import parameterized
 
@@ -21,7 +22,7 @@ from fsdp_optim.testing import run_on_ranks
 
 def save_all(root: Path) -> None:
     """By this library from a flat model, and by fairscale itself from one that is not flattened."""
-    for name, make in MAKES.items():
+    for name, make in GROUPED.items():
         with cpu():
             one = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank(), f"only {dist.get_rank()}": 1}
@@ -34,7 +35,7 @@ def save_all(root: Path) -> None:
 
 def check_resumed(folder: Path, name: str) -> None:
     """fairscale alone loads this rank's file, strictly, and trains on as the run that never stopped."""
-    make = MAKES[name]
+    make = GROUPED[name]
     with cpu():
         one = Trained("fairscale non-flat", make, 0, model=Buffered)
         file = torch.load(folder / f"checkpoint_last-shard{dist.get_rank()}.pt", weights_only=True)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
-from kit.fairscale_units import MAKES, UNITS
+from kit.optimizers import GROUPED
 from kit.rank_files import Buffered, save_fairscale
 from kit.scripts import TRAINING, run
+from kit.units import UNITS
 from kit.wrapping import STEPS, Oracle, Trained, adam, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -25,7 +26,7 @@ from fsdp_optim.testing import run_on_ranks
 
 def save_all(root: Path) -> None:
     """By this library and in fairseq's way, for each optimizer."""
-    for name, make in MAKES.items():
+    for name, make in GROUPED.items():
         with cpu():
             one = Trained("fairscale flat", make, model=Buffered)
             own = {"rng": torch.arange(3) + dist.get_rank()}
@@ -40,7 +41,7 @@ def save_all(root: Path) -> None:
 
 def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
     """fairscale alone loads this rank's file, and trains on as the run that never stopped. Returns what else is in the file."""
-    make, rank = MAKES[name], dist.get_rank()
+    make, rank = GROUPED[name], dist.get_rank()
     with cpu():
         one = Trained("fairscale flat", make, 0, model=Buffered)
         file = torch.load(folder / f"checkpoint_last-shard{rank}.pt", weights_only=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from kit.compare import Differs, check_same, refused_on_ranks
+from kit.local_parts import local_of
 from kit.pretrained import build
-from kit.trained import local_of
 from kit.wrapping import cpu, in_fsdp1, in_fsdp2
 from parameterized import parameterized
 from safetensors.torch import load_file, save_file

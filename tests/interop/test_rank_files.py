@@ -24,7 +24,7 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from kit.cases import expand, those
 from kit.compare import sorted_state
 from kit.experts import Experts
-from kit.fairscale_units import TwoGroups, two_groups
+from kit.optimizers import GROUPED, two_groups
 from kit.rank_files import Buffered, Remembering, save_fairscale, save_olmo_local, save_sharded, weights_of
 from kit.wrapping import (
     STEPS,
@@ -91,19 +91,19 @@ CASES: Mapping[str, tuple[Any, Save, Any, Any]] = {
     "metaseq, not flat": ("fairscale non-flat", in_metaseq, adam, None),
     "metaseq, mixed": (mixed, in_metaseq, adam, None),
     "metaseq, frozen": ("fairscale flat", in_metaseq, adam, freeze_stem),
-    "metaseq, groups": ("fairscale flat", in_metaseq, TwoGroups, None),
+    "metaseq, groups": ("fairscale flat", in_metaseq, GROUPED["two groups"], None),
     "metaseq, dtypes": (in_two_dtypes, in_metaseq, adam, half_block),
     "FSDP1": ("FSDP1 flat", save_sharded, adam, None),
     "FSDP1 orig, momentum": ("FSDP1 orig", save_sharded, sgd, None),
     "FSDP1, frozen": ("FSDP1 flat", save_sharded, adam, freeze_stem),
-    "FSDP1, groups": ("FSDP1 orig", save_sharded, TwoGroups, None),
+    "FSDP1, groups": ("FSDP1 orig", save_sharded, GROUPED["two groups"], None),
     "FSDP1, dtypes": ("FSDP1 orig", save_sharded, sgd, half_block),
     "FSDP2, ids": ("FSDP2", functools.partial(save_sharded, kind="ids"), adam, None),
     "FSDP2, names": ("FSDP2", functools.partial(save_sharded, kind="names"), adam, None),
-    "FSDP2, flattened": ("FSDP2", functools.partial(save_sharded, kind="flattened"), TwoGroups, None),
+    "FSDP2, flattened": ("FSDP2", functools.partial(save_sharded, kind="flattened"), GROUPED["two groups"], None),
     "OLMo": ("FSDP1 orig", save_olmo_local, adam, None),
     "OLMo, frozen": ("FSDP1 orig", save_olmo_local, trainable, freeze_stem),
-    "OLMo, groups": ("FSDP1 orig", save_olmo_local, TwoGroups, None),
+    "OLMo, groups": ("FSDP1 orig", save_olmo_local, GROUPED["two groups"], None),
     "OLMo, flat": ("FSDP1 flat", save_olmo_local, sgd, None),
     "OLMo, old torch": ("FSDP1 orig", functools.partial(save_olmo_local, before_2_1=True), adam, None),
 }
@@ -279,7 +279,7 @@ class ReadingTest(unittest.TestCase):
         with self.assertRaisesRegex(StateError, r"1 \+ 3 parameters, the model 4 flat ones"):
             fsdp_optim.load(path, model, two_groups(model))
         fsdp_optim.load(path, model)
-        check_same("weights", weights_of(model), weights_of(Oracle(TwoGroups, STEPS, Buffered).model))
+        check_same("weights", weights_of(model), weights_of(Oracle(GROUPED["two groups"], STEPS, Buffered).model))
 
     def test_state_of_unknown_classes_is_refused_and_weights_are_loaded(self) -> None:
         for name, file in {**KINDS, "OLMo": "optim/rank{}.pt"}.items():

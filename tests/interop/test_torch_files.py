@@ -22,11 +22,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand
-from kit.checkpoints import Whole, buffers_of, load, mine, scramble, two_groups
+from kit.checkpoints import Whole, buffers_of, load, mine, scramble
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
+from kit.optimizers import OfModel, two_groups
 from kit.pretrained import build, tensors_of
 from kit.scripts import TRAINING, run
-from kit.trained import OfModel, Oracle, Trained
+from kit.trained import Oracle, Trained
 from kit.wrapping import STEPS, WRAPPERS, cpu, in_fairscale, sgd
 from safetensors.torch import save_file
 from torch import Tensor, nn

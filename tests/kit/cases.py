@@ -57,3 +57,8 @@ def _with(function: Callable[..., None], args: tuple[Any, ...], name: str) -> Ca
     del test.__wrapped__  # type: ignore[attr-defined]  # pytest would ask fixtures for its arguments
     test.__name__ = name
     return test
+
+
+def case_name(function: Callable[..., None], number: str, param: Any) -> str:
+    """For parameterized: all arguments in the name of the test, so that -k finds them."""
+    return parameterized.to_safe_name("_".join([function.__name__, number, *map(str, param.args)]))

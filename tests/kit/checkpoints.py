@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 import fsdp_optim
 from kit.wrapping import (
@@ -32,6 +32,7 @@ from kit.wrapping import (
     cpu,
     local_of,
     snapshot,
+    two_groups,
 )
 
 
@@ -48,15 +49,6 @@ class Whole(Net):
         self.head.register_buffer("offset", torch.tensor([0.1, 0.2], dtype=torch.float64))
         self.block[1].register_buffer("mask", torch.tensor([True, False, True]))
         self.block[1].register_buffer("brief", torch.tensor([0.3], dtype=torch.bfloat16))
-
-
-def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups that every wrapper keeps apart: the unit `stem`, and the rest."""
-    named = list(model.named_parameters())
-    stem = [param for name, param in named if "stem" in name.split(".")]
-    rest = [param for name, param in named if "stem" not in name.split(".")]
-    groups = [{"params": stem, "lr": 0.5, "weight_decay": 0.25}, {"params": rest}]
-    return torch.optim.AdamW(groups, lr=0.125, betas=(0.5, 0.75))
 
 
 def save(path: Path, trained: Trained, **kwargs: Any) -> Any:

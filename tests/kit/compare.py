@@ -71,6 +71,11 @@ def check_same(what: str, got: Any, wanted: Any, **options: bool) -> None:
         raise Differs(f"{what}: {len(found)} differences:\n  {shown}")
 
 
+def check_value(what: str, got: Any, wanted: Any) -> None:
+    """As `check_same`, but keys may come in any order, and mappings have to be of one class."""
+    check_same(what, got, wanted, in_order=False, same_mappings=True)
+
+
 def sorted_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """State by name, parameters and values in the order of their names: others' dicts have orders of their own."""
     return {fqn: dict(sorted(state[fqn].items())) for fqn in sorted(state)}

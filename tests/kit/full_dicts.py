@@ -1,4 +1,4 @@
-"""Comparisons of the full dicts and shards of a `Wrapped` model with the optimizer of the `Plain` model."""
+"""Comparisons of fairscale's full dicts and shards of a `Wrapped` model with the optimizer of the `Plain` model."""
 
 from __future__ import annotations
 
@@ -7,54 +7,36 @@ from typing import Any
 
 from torch import Tensor
 
-from kit import models
-from kit.compare import Differs
-from kit.optimizers import ONE_PER_PARAMETER
-from kit.setups import Plain, Wrapped
-from kit.values import Full, check_own_memory, check_value
+from kit import wrapping
+from kit.compare import check_value
+from kit.setups import Full, Plain, Wrapped
+from kit.units import padding
+from kit.values import check_own_memory
 
 
 def check_full(full: Full | None, wrapped: Wrapped, plain: Plain) -> None:
-    """Raise unless a full dict by id equals the unwrapped optimizer's dict, with records of its origin."""
-    if full is None:
-        raise Differs(f"rank {wrapped.rank} is a recipient and got None")
-    want = plain.optim.state_dict()
-    by_fqn = {fqn: full["state"][i] for fqn, i in plain.ids.items() if i in full["state"]}
-    check_value("state", by_fqn, plain.state())  # first by name, because those errors say more
-    check_value("state by id", full["state"], want["state"])
-    names = [group.get("param_names") for group in full["param_groups"]]
-    check_value("param_names", names, plain.fqns)
-    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in full["param_groups"]]
-    check_value("param_groups", groups, want["param_groups"])
+    """Raise unless a full dict by id equals the unwrapped optimizer's dict, with fairscale's records of its origin."""
+    what = f"the full dict on rank {wrapped.rank}"
+    wrapping.check_full(what, full, plain.own_dict(), in_order=False, same_mappings=True)
+    assert full is not None
     home = {fqn: local_id for live, local_id in wrapped.ids.items() for fqn in live.fqns}
-    id_map = {i: home[fqn] if i in want["state"] else None for fqn, i in plain.ids.items()}
+    id_map = {i: home[fqn] if i in full["state"] else None for fqn, i in plain.ids.items()}
     check_value("param_id_map", full["param_id_map"], id_map)
     check_value("num_padded", full["num_padded"], num_padded(wrapped))
     check_value("uncollected_local_ids", full["uncollected_local_ids"], [])
-    check_own_memory(full, wrapped.optim.state_dict(), list(wrapped.params.values()))
+    check_own_memory(full, wrapped.optim.state_dict(), wrapped.params)
 
 
 def num_padded(wrapped: Wrapped) -> list[list[int]]:
     """Per live parameter in the order of local ids, the padding of every rank."""
-    numels = {live: sum(wrapped.originals[fqn].numel() for fqn in live.fqns) for live in wrapped.ids}
-    return [models.padding(live, numel, wrapped.world_size) for live, numel in numels.items()]
+    numels = {live: sum(wrapped.numbers.numel[fqn] for fqn in live.fqns) for live in wrapped.ids}
+    return [padding(live, numel, wrapped.world_size) for live, numel in numels.items()]
 
 
 def local_state(wrapped: Wrapped, plain: Plain) -> dict[int, dict[str, Any]]:
     """The state that this rank's optimizer must have after a load, cut out of the unwrapped optimizer's state."""
-    whole = plain.state()
-    state: dict[int, dict[str, Any]] = {}
-    for live, local_id in wrapped.ids.items():
-        values = [whole.get(fqn) for fqn in live.fqns]
-        if values[0] is None:
-            continue
-        state[local_id] = {}
-        for name, value in values[0].items():
-            if name in ONE_PER_PARAMETER:
-                state[local_id][name] = value
-            else:
-                state[local_id][name] = wrapped.cut(live, {f: whole[f][name] for f in live.fqns})
-    return state
+    whole = plain.by_name()
+    return {i: wrapped.cut_state(live, whole) for live, i in wrapped.ids.items() if live.fqns[0] in whole}
 
 
 def check_shard(
@@ -86,8 +68,8 @@ def check_shard(
 
 def without_padding(state: Mapping[int, Mapping[str, Any]], wrapped: Wrapped) -> dict[int, dict[str, Any]]:
     result = {}
-    for local_id, padding in enumerate(num_padded(wrapped)):
-        mine = padding[wrapped.rank] if padding else 0
+    for local_id, padded in enumerate(num_padded(wrapped)):
+        mine = padded[wrapped.rank] if padded else 0
         if local_id in state:
             result[local_id] = {
                 name: value[: len(value) - mine] if isinstance(value, Tensor) and value.dim() and mine else value

@@ -1,20 +1,39 @@
-"""Small models, ways to wrap them in fairscale FSDP, and where FSDP must then keep every element.
+"""The small models of the tests, and batches and a loss for those that are trained with forward and backward.
 
-A `Wrapping` is written down by hand and read twice: `wrap` makes the wrappers, `live_parameters` and `cut` say, from
-the definition of FSDP alone and without asking any wrapper, which originals lie in which live parameter, in which order
-the live ones come, and which elements each rank holds.
+`units` of a model: paths of the modules that a wrapper gets one by one, inner ones first; "" is the model itself. A model without
+`units` is one unit. `tensor_parallel`: how torch cuts the modules. Models whose shapes break other tools are in `kit.shapes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-# ---------------------------------------------------------------------------------------------------- models
+
+class Net(nn.Module):
+    """A nested model with root parameters before and beside its units, and few dimensions that ranks divide."""
+
+    units = ("stem", "block.0", "block", "")
+    tensor_parallel = {"stem": ColwiseParallel(), "block.0": RowwiseParallel()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.mix = nn.Parameter(torch.empty(3, 2, 5))
+        self.stem = nn.Linear(5, 7)
+        self.block = nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.stem(x))) * self.scale + self.mix.sum()
+
+
+def freeze_stem(model: Any) -> None:
+    for param in model.stem.parameters():
+        param.requires_grad_(False)
 
 
 class Odd(nn.Module):
@@ -148,139 +167,7 @@ def batch(name: str, step: int, size: int = 12) -> Tensor:
     return torch.randn(size, *shape, generator=generator)
 
 
-# ---------------------------------------------------------------------------------------------------- wrapping
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One FSDP wrapper around the module at `path` ("" is the root). Of two at one path the first is the inner one."""
-
-    path: str
-    flatten: bool = True
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-Wrapping = tuple[Unit, ...]
-
-
-def units(*paths: str, flatten: bool = True, **options: Any) -> Wrapping:
-    return tuple(Unit(path, flatten, tuple(options.items())) for path in paths)
-
-
-@dataclass(frozen=True)
-class Live:
-    """One parameter of the wrapped model: its originals in order; a flat one is always one-dimensional.
-
-    `is_cut=False`: it is in no wrapper, and so it is whole on every rank.
-    """
-
-    fqns: tuple[str, ...]
-    is_flat: bool
-    is_cut: bool = True
-
-
-def wrap(model: nn.Module, wrapping: Wrapping, fairscale: bool = False) -> nn.Module:
-    """Wrap from the inside out. A later sibling that uses an earlier one's parameter gets it as a shared one."""
-    from fairscale.nn import FullyShardedDataParallel as FairscaleFSDP
-
-    from fsdp_optim import FullyShardedDataParallel as OurFSDP
-
-    wrapper_cls = FairscaleFSDP if fairscale else OurFSDP
-    for unit in sorted(wrapping, key=lambda unit: -_depth(unit.path)):
-        module = model.get_submodule(unit.path)
-        shared = [p for p in module.parameters(recurse=False) if getattr(p, "_is_sharded", False)]
-        wrapped = wrapper_cls(module, flatten_parameters=unit.flatten, **dict(unit.options))
-        for param in shared:
-            wrapped.append_shared_param(param)
-        if unit.path == "":
-            model = wrapped
-        else:
-            parent, _, name = unit.path.rpartition(".")
-            setattr(model.get_submodule(parent), name, wrapped)
-    return model
-
-
-def live_parameters(plain: nn.Module, wrapping: Wrapping) -> tuple[Live, ...]:
-    """The live parameters in the order of the wrapped model's `parameters()`."""
-    names = {param: fqn for fqn, param in plain.named_parameters()}
-    flattens = {}  # by path, the innermost wrapper's
-    for unit in wrapping:
-        flattens.setdefault(unit.path, unit.flatten)
-    owner = {fqn: _owner(fqn, flattens) for fqn in names.values()}
-    return tuple(dict.fromkeys(_walk(plain, "", flattens, owner, names)))
-
-
-def _walk(
-    module: nn.Module,
-    path: str,
-    flattens: Mapping[str, bool],
-    owner: Mapping[str, str | None],
-    names: Mapping[Any, str],
-) -> Iterator[Live]:
-    if flattens.get(path):
-        mine = tuple(fqn for fqn, unit in owner.items() if unit == path)
-        if mine:
-            yield Live(mine, True)
-    for _, param in module.named_parameters(recurse=False):
-        unit = owner[names[param]]
-        if unit is None or not flattens[unit]:
-            yield Live((names[param],), False, is_cut=unit is not None)
-    for name, child in module.named_children():
-        yield from _walk(child, f"{path}.{name}" if path else name, flattens, owner, names)
-
-
-def _owner(fqn: str, paths: Mapping[str, bool]) -> str | None:
-    """The innermost wrapped module that the parameter is in."""
-    around = [path for path in paths if path == "" or fqn.startswith(f"{path}.")]
-    return max(around, key=_depth, default=None)
-
-
-def _depth(path: str) -> int:
-    return len(path.split(".")) if path else 0
-
-
-def cut(live: Live, values: Sequence[Tensor], rank: int, world_size: int) -> Tensor:
-    """What one rank holds of the originals of a live parameter: chunks of them laid end to end, zero-padded."""
-    if not live.is_cut or (world_size == 1 and not live.is_flat):
-        return values[0].clone()
-    flat = torch.cat([value.reshape(-1) for value in values])
-    chunks = list(flat.chunk(world_size))
-    mine = chunks[rank] if rank < len(chunks) else flat[:0]
-    return torch.cat([mine, flat.new_zeros(chunks[0].numel() - mine.numel())])
-
-
-def padding(live: Live, numel: int, world_size: int) -> list[int]:
-    """The padding of every rank, counted on the chunks that torch makes; empty for an uncut parameter."""
-    if not live.is_cut:
-        return []
-    sizes = [chunk.numel() for chunk in torch.empty(numel).chunk(world_size)]
-    return [sizes[0] - size for size in sizes] + [sizes[0]] * (world_size - len(sizes))
-
-
-WRAPPINGS: dict[str, tuple[str, Wrapping]] = {
-    "one unit": ("mlp", units("")),
-    "middle": ("mlp", units("2", "")),  # the root's parameters lie around the unit's
-    "first": ("mlp", units("0", "")),  # the root's parameters come last, its live parameter first
-    "every layer": ("mlp", units("0", "2", "4", "")),  # the root has no parameters
-    "no parameters": ("mlp", units("1", "2", "")),  # nor has the Tanh
-    "twice": ("mlp", units("2", "2", "")),
-    "unflattened": ("mlp", units("", flatten=False)),
-    "unflattened layers": ("mlp", units("0", "2", "", flatten=False)),
-    "flat in unflattened": ("mlp", units("2") + units("", flatten=False)),
-    "unflattened in flat": ("mlp", units("2", flatten=False) + units("")),
-    "deep": ("deep", units("1.3.2", "1.3", "1", "2", "")),
-    "deep, no own": ("deep", units("1.0", "1.2", "1.3.0", "1.3.2", "1.3", "1", "3", "")),
-    "deep, both": ("deep", units("1.3", flatten=False) + units("1") + units("", flatten=False)),
-    "tiny": ("tiny", units("0", "")),
-    "tiny, unflattened": ("tiny", units("0", "", flatten=False)),
-    "odd": ("odd", units("")),
-    "odd, unflattened": ("odd", units("", flatten=False)),
-    "scalars": ("scalars", units("")),
-    "scalars, unflattened": ("scalars", units("", flatten=False)),
-    "tied": ("tied", units("body", "")),
-    "tied, unflattened": ("tied", units("body") + units("", flatten=False)),
-    "own": ("own", units("module", "")),
-    "own, unflattened": ("own", units("module.1", "flat_param") + units("", flatten=False)),
-    "siblings": ("siblings", units("first", flatten=False) + units("middle") + units("last", "", flatten=False)),
-    "siblings, the later one owns": ("siblings", units("last", "first", "middle", "", flatten=False)),
-}
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    out = model(inputs).float()
+    weights = torch.linspace(-1.0, 1.0, out[0].numel()).reshape(out[0].shape)
+    return (out * weights).mean() + out.pow(2).mean()

@@ -1,10 +1,15 @@
-"""Optimizers of torch, and one whose state has values of every kind."""
+"""Optimizers of parameters and of whole models: torch's, and one whose state has values of every kind."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
+Optim = torch.optim.Optimizer
+Make = Callable[[Any], Optim]
 
 
 class Peculiar(torch.optim.Optimizer):
@@ -55,3 +60,55 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 # State values that are one number per parameter; all other values have the shape of the parameter.
 ONE_PER_PARAMETER = {"step", "mu_product", "eta", "mu", "decay", "warm", "phase", "nothing", "seen"}
+
+
+def adam(params: Any) -> Optim:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def sgd(params: Any) -> Optim:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def adamw_tensor_lr(params: Any) -> Optim:
+    return torch.optim.AdamW(params, lr=torch.tensor(0.01), weight_decay=0.1)
+
+
+def without_stem(model: nn.Module) -> Optim:
+    """An optimizer of the other parameters."""
+    return adam([param for name, param in model.named_parameters() if "stem" not in name.split(".")])
+
+
+def two_groups(model: nn.Module) -> Optim:
+    """Two groups that every wrapper keeps apart: the unit `stem`, and the rest."""
+    named = list(model.named_parameters())
+    stem = [param for name, param in named if "stem" in name.split(".")]
+    rest = [param for name, param in named if "stem" not in name.split(".")]
+    groups = [{"params": stem, "lr": 0.5, "weight_decay": 0.25}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=0.125, betas=(0.5, 0.75))
+
+
+class OfModel:
+    """Makes an optimizer, or a list of them, of the whole model instead of its parameters()."""
+
+    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
+        self.of_model = make
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OfModel) and self.of_model == other.of_model
+
+    def __hash__(self) -> int:
+        return hash(self.of_model)
+
+
+def make_optimizer(make: Any, model: nn.Module) -> Any:
+    """`make` is an `OfModel`, or a function of parameters."""
+    return make.of_model(model) if hasattr(make, "of_model") else make(model.parameters())
+
+
+def each_of(optim: Any) -> list[Optim]:
+    return list(optim) if isinstance(optim, (list, tuple)) else [optim]
+
+
+GROUPED: dict[str, Any] = {"one group": adam, "two groups": OfModel(two_groups)}
+"""Optimizers of a model by the number of their groups."""

@@ -1,12 +1,9 @@
-"""The same training with fairscale FSDP and without.
-
-The oracle needs no forward: every original parameter gets a random gradient, the wrapped model's ranks get theirs cut
-out of it by `models.cut`, and the optimizers step. Elementwise optimizers then have the same state, bit for bit.
-"""
+"""Trainings under fairscale FSDP that are written down: a model by name, its units, an optimizer by name, param groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +13,11 @@ from torch import Tensor, nn
 
 import fsdp_optim
 from kit import models
-from kit.models import Live, Wrapping
-from kit.optimizers import ONE_PER_PARAMETER, OPTIMIZERS
-from kit.values import Full, check_value
+from kit.optimizers import ONE_PER_PARAMETER, OPTIMIZERS, OfModel
+from kit.trained import Oracle, Trained
+from kit.units import Live, Wrapping, lives_of, wrap
+
+Full = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Setup:
     """A training. A parameter belongs to the first group with a prefix of its FQN, or is not optimized.
 
     Attributes:
+        frozen: prefixes of parameters that need no gradient.
         idle: prefixes of parameters, and the steps in which those get no gradient.
         reverse: the optimizer gets the live parameters in the opposite order inside each group, the originals of each in place.
         fairscale: with fairscale's own wrapper class.
@@ -60,13 +60,33 @@ class Setup:
         hits = (i for i, group in enumerate(self.groups) if fqn.startswith(group.prefixes or ("no parameter",)))
         return next(hits, None)
 
-    def gradient(self, fqn: str, param: Tensor, index: int, step: int) -> Tensor | None:
-        """A random gradient that is a function of the arguments."""
-        if fqn.startswith(self.frozen or ("no parameter",)):
-            return None
-        if any(fqn.startswith(prefix) and step in steps for prefix, steps in self.idle):
-            return None
-        return torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + index))
+    def build(self) -> nn.Module:
+        return models.build(self.model)
+
+    def wrap(self, model: nn.Module) -> Any:
+        return wrap(model, self.wrapping, self.fairscale)
+
+    def freeze(self, model: nn.Module) -> None:
+        for fqn, param in model.named_parameters():
+            param.requires_grad_(not fqn.startswith(self.frozen or ("no parameter",)))
+
+    def values(self) -> dict[str, Tensor]:
+        """The values that the model is made with, by FQN; a forward pass needs them."""
+        return {fqn: param.detach() for fqn, param in self.build().named_parameters()}
+
+    def idle_in(self, step: int, fqns: Iterable[str]) -> set[str]:
+        """Those of the parameters that get no gradient in a step."""
+        return {fqn for fqn in fqns for prefix, steps in self.idle if step in steps and fqn.startswith(prefix)}
+
+    def in_groups(self, fqns: Iterable[str]) -> list[list[str]]:
+        """The parameters of each group."""
+        of = {fqn: self.group_of(fqn) for fqn in fqns}
+        return [[fqn for fqn, number in of.items() if number == i] for i in range(len(self.groups))]
+
+    def make_optimizer(self, of_groups: Sequence[Sequence[Any]]) -> torch.optim.Optimizer:
+        cls, options = OPTIMIZERS[self.optimizer]
+        groups = [{"params": list(p), **dict(g.options)} for p, g in zip(of_groups, self.groups, strict=True)]
+        return cls(groups, **options)
 
     def end_step(self, optim: torch.optim.Optimizer, step: int) -> None:
         if self.schedule:
@@ -75,112 +95,84 @@ class Setup:
                 group["noted"] = [step, "lr", {"lr": group["lr"]}]
 
 
-class Plain:
-    """The unwrapped model and its optimizer."""
+class Plain(Oracle):
+    """The oracle of a set-up: the unwrapped model and its optimizer."""
 
-    def __init__(self, setup: Setup, steps: Iterable[int] = ()) -> None:
+    def __init__(self, setup: Setup, steps: int = 0, values: Mapping[str, Tensor] | None = None) -> None:
         self.setup = setup
-        self.model = plain_model(setup)
-        self.shapes = {fqn: param.shape for fqn, param in self.model.named_parameters()}
-        in_groups: list[list[Tensor]] = [[] for _ in setup.groups]
-        self.fqns: list[list[str]] = [[] for _ in setup.groups]
-        params = dict(self.model.named_parameters())
-        lives = models.live_parameters(self.model, setup.wrapping) if setup.reverse else ()
-        for fqn in [fqn for live in reversed(lives) for fqn in live.fqns] or params:
-            index = setup.group_of(fqn)
-            if index is not None:
-                in_groups[index].append(params[fqn])
-                self.fqns[index].append(fqn)
-        self.optim = make_optimizer(setup, in_groups)
+        super().__init__(OfModel(self._optimizer_of), steps, setup.build, setup.freeze, values=values)
         self.ids = {fqn: i for i, fqn in enumerate(fqn for group in self.fqns for fqn in group)}
-        self.feed(steps)
 
-    def feed(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            for index, (fqn, param) in enumerate(self.model.named_parameters()):
-                param.grad = self.setup.gradient(fqn, param, index, step)
-            self.optim.step()
-            self.setup.end_step(self.optim, step)
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        params = dict(model.named_parameters())
+        lives = lives_of(self.setup.model, self.setup.wrapping) if self.setup.reverse else ()
+        self.fqns = self.setup.in_groups([fqn for live in reversed(lives) for fqn in live.fqns] or params)
+        return self.setup.make_optimizer([[params[fqn] for fqn in group] for group in self.fqns])
+
+    def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
+        for number in steps:
+            super().step([number], {*unused, *self.setup.idle_in(number, self.names)})
+            self.setup.end_step(self.optim, number)
 
     def train(self, steps: Iterable[int]) -> None:
         """Forward and backward."""
         for step in steps:
-            self.optim.zero_grad()
-            loss_of(self.model, models.batch(self.setup.model, step)).backward()
-            self.optim.step()
+            train_step(self.model, self.optim, models.batch(self.setup.model, step))
 
-    def params(self) -> dict[str, Tensor]:
-        return {fqn: param.detach().clone() for fqn, param in self.model.named_parameters()}
-
-    def state(self) -> dict[str, dict[str, Any]]:
-        """By FQN."""
-        state = self.optim.state_dict()["state"]
-        return {fqn: state[i] for fqn, i in self.ids.items() if i in state}
+    def go_on_as(self, setup: Setup) -> None:
+        """Take the frozen and idle parameters from another set-up."""
+        self.setup = setup
+        setup.freeze(self.model)
 
 
-class Wrapped:
-    """The wrapped model and its optimizer, on this rank. Needs `fairscale_on_cpu`."""
+class Wrapped(Trained):
+    """The wrapped model of a set-up and its optimizer, on this rank. Needs `fairscale_on_cpu`."""
 
     def __init__(
         self,
         setup: Setup,
-        steps: Iterable[int] = (),
-        params: Mapping[str, Tensor] | None = None,
+        steps: int = 0,
+        values: Mapping[str, Tensor] | None = None,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
     ) -> None:
         self.setup, self.rank, self.world_size = setup, dist.get_rank(), dist.get_world_size()
-        plain = plain_model(setup, params)
-        self.originals = {
-            fqn: param.detach().clone() for fqn, param in plain.named_parameters()
-        }  # fairscale frees them
-        self.index = {fqn: i for i, fqn in enumerate(self.originals)}
-        self.lives = models.live_parameters(plain, setup.wrapping)
-        self.model = wrap(plain) if wrap else models.wrap(plain, setup.wrapping, setup.fairscale)
-        self.params = dict(zip(self.lives, self.model.parameters(), strict=True))
-        names = dict(zip(self.lives, (name for name, _ in self.model.named_parameters()), strict=True))
-        for live, param in self.params.items():
-            check_value(f"the oracle's {live.fqns}", param.detach(), self.cut(live, self.originals))
-        in_groups: list[list[Any]] = [[] for _ in setup.groups]
-        by_group: list[list[Live]] = [[] for _ in setup.groups]
-        for live in reversed(self.lives) if setup.reverse else self.lives:
-            index = setup.group_of(live.fqns[0])
-            if index is not None:
-                param = self.params[live]
-                in_groups[index].append((names[live], param) if setup.named else param)
-                by_group[index].append(live)
-        self.ids = {live: i for i, live in enumerate(live for group in by_group for live in group)}
-        self.group_ids = [[self.ids[live] for live in group] for group in by_group]
-        self.optim = make_optimizer(setup, in_groups)
-        self.feed(steps)
+        self.lives = lives_of(setup.model, setup.wrapping)
+        make = OfModel(self._optimizer_of)
+        super().__init__(wrap or setup.wrap, make, steps, setup.build, setup.freeze, values=values)
 
-    def cut(self, live: Live, values: Mapping[str, Tensor]) -> Tensor:
-        return models.cut(live, [values[fqn] for fqn in live.fqns], self.rank, self.world_size)
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        first = {live.fqns[0]: live for live in (reversed(self.lives) if self.setup.reverse else self.lives)}
+        named = dict(zip(self.lives, model.named_parameters(), strict=True))
+        groups = [[first[fqn] for fqn in group] for group in self.setup.in_groups(first)]
+        self.ids = {live: i for i, live in enumerate(live for group in groups for live in group)}
+        self.group_ids = [[self.ids[live] for live in group] for group in groups]
+        return self.setup.make_optimizer(
+            [[named[live] if self.setup.named else named[live][1] for live in group] for group in groups]
+        )
 
-    def feed(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            for live, param in self.params.items():
-                grads = {f: self.setup.gradient(f, self.originals[f], self.index[f], step) for f in live.fqns}
-                given = {f: grad for f, grad in grads.items() if grad is not None}
-                if given and len(given) < len(grads):
-                    raise ValueError(f"a mistake of the test: {live} has gradients for {sorted(given)} only")
-                param.grad = self.cut(live, given) if given else None
-            self.optim.step()
-            self.setup.end_step(self.optim, step)
+    def step(self, steps: Sequence[int], unused: Collection[str] = ()) -> None:
+        for number in steps:
+            super().step([number], {*unused, *self.setup.idle_in(number, self.numbers.start)})
+            self.setup.end_step(self.optim, number)
+
+    def _positions_of(self, names: Collection[str]) -> set[int]:
+        return {i for i, live in enumerate(self.lives) if set(live.fqns) & set(names)}
 
     def train(self, steps: Iterable[int]) -> None:
         """Forward and backward on this rank's part of each global batch."""
         for step in steps:
-            self.optim.zero_grad()
-            mine = models.batch(self.setup.model, step).chunk(self.world_size)[self.rank]
-            loss_of(self.model, mine).backward()
-            self.optim.step()
+            batch = models.batch(self.setup.model, step).chunk(self.world_size)[self.rank]
+            train_step(self.model, self.optim, batch)
 
-    def gather(self, recipient_rank: int | None = 0, **kwargs: Any) -> Full | None:
+    def gather(self, recipient_rank: int | None = 0, key_by: Any = "id", **kwargs: Any) -> Any:
+        """By the method of this library's class, where the set-up has that class."""
         if self.setup.fairscale:
-            return fsdp_optim.gather_full_optim_state_dict(self.model, self.optim, recipient_rank, **kwargs)
-        return self.model.gather_full_optim_state_dict(self.optim, recipient_rank=recipient_rank, **kwargs)
+            return super().gather(recipient_rank, key_by, **kwargs)
+        return self.model.gather_full_optim_state_dict(
+            self.optim, recipient_rank=recipient_rank, key_by=key_by, **kwargs
+        )
 
-    def shard(self, full: Full | None, how: str) -> dict[str, Any]:
+    def shard_by(self, how: str, full: Full | None) -> dict[str, Any]:
         if self.setup.fairscale and how.startswith("method"):  # its class has a method of its own
             how = "function"
         if how == "method":
@@ -188,66 +180,51 @@ class Wrapped:
         if how == "method with optim":
             return self.model.get_shard_from_optim_state_dict(full, self.optim)
         if how == "function":
-            return fsdp_optim.get_shard_from_optim_state_dict(self.model, self.optim, full)
+            return self.shard(full)
         assert how == "scatter", how
-        source = self.world_size - 1
-        given = full if self.rank == source else None
-        return fsdp_optim.scatter_full_optim_state_dict(self.model, self.optim, given, source_rank=source)
+        return self.scatter(full, self.world_size - 1)
 
-    def load(self, shard: dict[str, Any], how: str = "function") -> None:
+    def load_shard(self, shard: dict[str, Any], how: str = "function") -> None:
         if how == "method" and self.setup.optimizer != "peculiar":  # torch's own casts to the parameter's dtype
             self.optim.load_state_dict(shard)
         else:
             fsdp_optim.load_optim_state_dict(self.optim, shard)
 
+    def cut_state(self, live: Live, whole: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The state of a live parameter, cut out of whole state by FQN."""
+        position = self.lives.index(live)
+        return {
+            name: value
+            if name in ONE_PER_PARAMETER
+            else self.part_of(position, {fqn: whole[fqn][name] for fqn in live.fqns})
+            for name, value in whole[live.fqns[0]].items()
+        }
+
     def assemble(self) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
         """The state and the parameters by FQN, assembled from the parts of all ranks."""
-        mine = (self.optim.state_dict()["state"], [param.detach() for param in self.params.values()])
+        # fairscale leaves a parameter whole that a forward pass read and no backward pass reached
+        shards = [getattr(param, "_fp32_shard", param).detach() for param in self.params]
         held: list[Any] = [None] * self.world_size
-        dist.all_gather_object(held, mine)
-        states, params = [state for state, _ in held], [params for _, params in held]
-        whole_params: dict[str, Tensor] = {}
-        for i, live in enumerate(self.lives):
-            whole_params |= self._whole(live, [local[i] for local in params])
-        whole_states: dict[str, dict[str, Any]] = {}
-        for live, local_id in self.ids.items():
+        dist.all_gather_object(held, (self.optim.state_dict()["state"], shards, self.index))
+        states, locals_, indices = zip(*held, strict=True)
+        params: dict[str, Tensor] = {}
+        whole: dict[str, dict[str, Any]] = {}
+        for position, live in enumerate(self.lives):
+            split = functools.partial(self.numbers.split, live.fqns, [index[position] for index in indices])
+            params |= split([local[position] for local in locals_])
+            local_id = self.ids.get(live)
             if local_id not in states[0]:
                 continue
-            whole_states |= {fqn: {} for fqn in live.fqns}
+            whole |= {fqn: {} for fqn in live.fqns}
             for name, value in states[0][local_id].items():
-                if name in ONE_PER_PARAMETER:
-                    values = dict.fromkeys(live.fqns, value)
-                else:
-                    values = self._whole(live, [state[local_id][name] for state in states])
+                is_one = name in ONE_PER_PARAMETER
+                parts = dict.fromkeys(live.fqns, value) if is_one else split([s[local_id][name] for s in states])
                 for fqn in live.fqns:
-                    whole_states[fqn][name] = values[fqn]
-        return whole_states, whole_params
-
-    def _whole(self, live: Live, shards: Sequence[Tensor]) -> dict[str, Tensor]:
-        flat, start, found = torch.cat([shard.reshape(-1) for shard in (shards if live.is_cut else shards[:1])]), 0, {}
-        for fqn in live.fqns:
-            shape = self.originals[fqn].shape
-            found[fqn] = flat[start : start + shape.numel()].reshape(shape)
-            start += shape.numel()
-        return found
+                    whole[fqn][name] = parts[fqn]
+        return whole, params
 
 
-def plain_model(setup: Setup, params: Mapping[str, Tensor] | None = None) -> nn.Module:
-    model = models.build(setup.model)
-    for fqn, param in model.named_parameters():
-        if params is not None:
-            param.data.copy_(params[fqn])
-        param.requires_grad_(not fqn.startswith(setup.frozen or ("no parameter",)))
-    return model
-
-
-def make_optimizer(setup: Setup, in_groups: Sequence[Sequence[Any]]) -> torch.optim.Optimizer:
-    cls, options = OPTIMIZERS[setup.optimizer]
-    groups = [{"params": list(p), **dict(g.options)} for p, g in zip(in_groups, setup.groups, strict=True)]
-    return cls(groups, **options)
-
-
-def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    out = model(inputs).float()
-    weights = torch.linspace(-1.0, 1.0, out[0].numel()).reshape(out[0].shape)
-    return (out * weights).mean() + out.pow(2).mean()
+def train_step(model: Any, optim: torch.optim.Optimizer, inputs: Tensor) -> None:
+    optim.zero_grad()
+    models.loss_of(model, inputs).backward()
+    optim.step()

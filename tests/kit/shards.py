@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Along
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from kit.trained import LOCAL_ACCESS, LocalAccess
+from kit.local_parts import LOCAL_ACCESS, LocalAccess
 
 Offsets = tuple[int, ...]
 

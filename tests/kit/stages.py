@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kit.trained import Numbers, Oracle, Trained, local_of
-from kit.wraps import adam
+from kit.local_parts import local_of
+from kit.numbers import Numbers
+from kit.optimizers import adam
+from kit.trained import Oracle, Trained
 
 NUM_LAYERS = 5
 

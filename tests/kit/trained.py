@@ -7,7 +7,6 @@ Elementwise optimizers then train every wrapping, and the unwrapped model, to th
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,159 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import fsdp_optim
-from kit.wraps import (
-    WRAPPERS,
-    Net,
-    Optim,
-    adam,
-)
+from kit.local_parts import LocalSteps, access_of, like, local_of, steps_local_parts
+from kit.models import Net
+from kit.numbers import Numbers
+from kit.optimizers import adam, each_of, make_optimizer
+from kit.wraps import WRAPPERS
 
 STEPS = 3
-
-_FIRST = 64  # wrappers fill padding with smaller values
-
-
-class Numbers:
-    """A unique number for every element of an unwrapped model, and gradients by these numbers."""
-
-    least = _FIRST
-
-    def __init__(self, model: nn.Module) -> None:
-        self.start: dict[str, int] = {}
-        self.numel: dict[str, int] = {}
-        self._total = _FIRST
-        for name, param in model.named_parameters():
-            self.start[name] = self._total
-            self.numel[name] = param.numel()
-            self._total += param.numel()
-
-    def give(self, model: nn.Module) -> None:
-        """Give every element its number as its value."""
-        for name, param in model.named_parameters():
-            numbers = torch.arange(self.start[name], self.start[name] + param.numel())
-            param.data = numbers.reshape(param.shape).to(param.dtype)
-
-    def gradients(self, step: int) -> Tensor:
-        """The gradients by number; the gradient of padding is zero."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        table = torch.randn(self._total, generator=generator)
-        table[:_FIRST] = 0.0
-        return table
-
-    def read(self, values: Tensor) -> Tensor:
-        """The numbers of the elements, from their values."""
-        found = values.detach().cpu().reshape(-1).to(torch.float64)
-        if not torch.equal(found, found.round()) or (found.numel() and not 0 <= float(found.max()) < self._total):
-            raise AssertionError(f"{found.tolist()}: not numbers of elements: the wrapper has changed them")
-        return found.long()
-
-    def names_of(self, numbers: Tensor) -> set[str]:
-        """The names of the parameters that have these elements."""
-        stop = {name: start + self.numel[name] for name, start in self.start.items()}
-        return {name for name, start in self.start.items() if bool(((numbers >= start) & (numbers < stop[name])).any())}
-
-
-def local_of(param: Tensor) -> Tensor:
-    """This rank's part of a live parameter or a state value."""
-    return access_of(param).local_of(param)
-
-
-class LocalAccess:
-    """Access to this rank's elements of one class of live parameters, and construction of tensors of that class."""
-
-    @staticmethod
-    def local_of(param: Tensor) -> Tensor:
-        return param
-
-    @staticmethod
-    def like(local: Tensor, param: Tensor) -> Tensor:
-        return local
-
-    @staticmethod
-    def put(local: Tensor, param: Tensor) -> None:
-        """Write changes of `local_of` back, if that is a copy."""
-
-
-class DTensorAccess(LocalAccess):
-    @staticmethod
-    def local_of(param: Any) -> Tensor:
-        return param.to_local()
-
-    @staticmethod
-    def like(local: Tensor, param: Any) -> Tensor:
-        return DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
-
-
-LOCAL_ACCESS: list[tuple[Callable[[Tensor], bool], type[LocalAccess]]] = [
-    (lambda param: isinstance(param, DTensor), DTensorAccess)
-]
-"""The classes of live parameters; the first that fits counts, and kit.shards puts others first."""
-
-
-def access_of(param: Tensor) -> type[LocalAccess]:
-    return next((access for fits, access in LOCAL_ACCESS if fits(param)), LocalAccess)
-
-
-def like(local: Tensor, param: Tensor) -> Tensor:
-    """A local tensor as the live parameter's gradient, or its state value."""
-    return access_of(param).like(local, param)
-
-
-def steps_local_parts(optim: Any) -> bool:
-    """Whether `LocalSteps` can take the place of `optim.step()`, and there is a DTensor that makes it worth while."""
-    options = ("foreach", "fused", "capturable", "differentiable")
-    return (
-        type(optim) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-        and all(not group.get(option) for group in optim.param_groups for option in options)
-        and any(access_of(param) is not LocalAccess for group in optim.param_groups for param in group["params"])
-    )
-
-
-class LocalSteps:
-    """What `optim.step()` does to DTensors where every element is stepped by itself, without torch's dispatch of DTensors.
-
-    That dispatch takes more time than everything else that most tests do. `StepTest` in test_torch_optimizers.py compares both.
-    The optimizer itself has its state again after `finish`.
-    """
-
-    def __init__(self, optim: torch.optim.Optimizer) -> None:
-        self._optim = optim
-        self._twin = object.__new__(type(optim))
-        self._twin.__dict__.update(optim.__dict__)
-        self._twin.state = collections.defaultdict(dict)
-        self._local = {param: local_of(param).detach() for param in params_of(optim)}
-        for param, local in self._local.items():
-            if param in optim.state:
-                self._twin.state[local] = {name: local_of(value) for name, value in optim.state[param].items()}
-        self._twin.param_groups = [
-            {**group, "params": [self._local[param] for param in group["params"]]} for group in optim.param_groups
-        ]
-
-    def step(self, gradients: Mapping[Tensor, Tensor | None]) -> None:
-        """`gradients`: local tensors, by live parameter."""
-        for param, local in self._local.items():
-            local.grad = gradients.get(param)
-        self._twin.step()
-
-    def finish(self) -> None:
-        """Give the optimizer what its twin has."""
-        for param, local in self._local.items():
-            access_of(param).put(local, param)
-            if local in self._twin.state:
-                self._optim.state[param] = {
-                    name: like(value, param) if name != "step" and isinstance(value, Tensor) else value
-                    for name, value in self._twin.state[local].items()
-                }
-
-
-def params_of(optim: Any) -> list[Tensor]:
-    return [param for group in optim.param_groups for param in group["params"]]
-
 
 _FSDP1_PART = "_fsdp_wrapped_module."
 
@@ -177,7 +32,8 @@ class Trained:
     """A wrapped model and an optimizer that this module has stepped. Never enters `forward`.
 
     `wrap` gets the unwrapped model and returns the wrapped one; `prepare` (frozen parameters, dtypes) comes before it, and
-    also before the oracle's training. `by_torch`: DTensors are stepped by torch itself, not by `LocalSteps`.
+    also before the oracle's training. `by_torch`: DTensors are stepped by torch itself, not by `LocalSteps`. `values`: whole
+    values of the parameters before the first step; without them, these are the elements' numbers.
     """
 
     def __init__(
@@ -189,6 +45,7 @@ class Trained:
         prepare: Callable[[nn.Module], Any] | None = None,
         unused: Collection[str] = (),
         by_torch: bool = False,
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
         unwrapped = model()
         if prepare is not None:
@@ -198,6 +55,8 @@ class Trained:
         self.numbers.give(unwrapped)
         wrapper = WRAPPERS[wrap] if isinstance(wrap, str) else wrap
         self.adopt(wrapper(unwrapped), make)
+        if values is not None:
+            self.put(values)
         self.process_group = dist.group.WORLD if wrap == "plain" and dist.is_initialized() else None
         self.step(range(steps), unused)
 
@@ -215,8 +74,21 @@ class Trained:
             for name, param in model.named_parameters()
         ]
         self._make = make
-        self.optim: Any = _make(make, model)
+        self.optim: Any = make_optimizer(make, model)
         self.process_group: dist.ProcessGroup | None = None
+
+    def part_of(self, position: int, values: Mapping[str, Tensor]) -> Tensor:
+        """This rank's part of whole values by name, cut and padded as a live parameter; the padding is zero."""
+        index = self.index[position]
+        return self.numbers.table(values)[index].reshape(local_of(self.params[position]).shape)
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Give the parameters other values, whole ones by name."""
+        with torch.no_grad():
+            for position, param in enumerate(self.params):
+                local = local_of(param)
+                local.copy_(self.part_of(position, values))
+                access_of(param).put(local, param)
 
     def step(self, steps: Sequence[int], unused: Collection[str] = ()) -> None:
         """`unused`: names of parameters; live parameters with elements of them, on any rank, get no gradient."""
@@ -270,28 +142,7 @@ class Trained:
     def fresh_optimizer(self) -> None:
         """Forget all state: a new optimizer, as after a restart."""
         self.forget_gradients()
-        self.optim = _make(self._make, self.model)
-
-
-class OfModel:
-    """Makes an optimizer, or a list of them, of the whole model instead of its parameters()."""
-
-    def __init__(self, make: Callable[[nn.Module], Any]) -> None:
-        self.of_model = make
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, OfModel) and self.of_model == other.of_model
-
-    def __hash__(self) -> int:
-        return hash(self.of_model)
-
-
-def _make(make: Any, model: nn.Module) -> Any:
-    return make.of_model(model) if hasattr(make, "of_model") else make(model.parameters())
-
-
-def each_of(optim: Any) -> list[Optim]:
-    return list(optim) if isinstance(optim, (list, tuple)) else [optim]
+        self.optim = make_optimizer(self._make, self.model)
 
 
 class Oracle:
@@ -304,13 +155,16 @@ class Oracle:
         model: Callable[[], nn.Module] = Net,
         prepare: Callable[[nn.Module], Any] | None = None,
         unused: Collection[str] = (),
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model = model()
         if prepare is not None:
             prepare(self.model)
         self.numbers = Numbers(self.model)
         self.numbers.give(self.model)
-        self.optim: Any = _make(make, self.model)
+        for name, value in (values or {}).items():
+            self.model.get_parameter(name).data = value.detach().clone()
+        self.optim: Any = make_optimizer(make, self.model)
         self.step(range(steps), unused)
 
     def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
@@ -326,9 +180,17 @@ class Oracle:
     def names(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters()]
 
+    def values(self) -> dict[str, Tensor]:
+        """The values of the parameters, by name."""
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
     def full(self) -> dict[str, Any]:
-        """The expected result of a gather by id: the optimizer's own dict, with names."""
-        own = copy.deepcopy(self.optim.state_dict())
+        """The expected result of a gather by id: a copy of the optimizer's own dict, with names."""
+        return copy.deepcopy(self.own_dict())
+
+    def own_dict(self) -> dict[str, Any]:
+        """The same with the tensors of the optimizer itself."""
+        own = self.optim.state_dict()
         name_of = {id(param): name for name, param in self.model.named_parameters()}
         for packed, group in zip(own["param_groups"], self.optim.param_groups, strict=True):
             packed["param_names"] = [name_of[id(param)] for param in group["params"]]

@@ -9,57 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from parameterized import parameterized
-
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
-from kit.compare import Differs
-from kit.full_dicts import check_full, check_shard, local_state, num_padded, without_padding
-from kit.optimizers import ONE_PER_PARAMETER, OPTIMIZERS, Peculiar
-from kit.setups import Group, Plain, Setup, Wrapped, loss_of, make_optimizer, plain_model
-from kit.values import Full, check_close, check_keys, check_own_memory, check_value, storages, tensors_in
-
-__all__ = [
-    "HOWS",
-    "ONE_PER_PARAMETER",
-    "OPTIMIZERS",
-    "PAIRS",
-    "STEPS",
-    "WORLD_SIZES",
-    "Differs",
-    "Full",
-    "Group",
-    "Pairs",
-    "Peculiar",
-    "Plain",
-    "Resume",
-    "Setup",
-    "Wrapped",
-    "case_name",
-    "check_close",
-    "check_full",
-    "check_keys",
-    "check_own_memory",
-    "check_shard",
-    "check_value",
-    "gather_all",
-    "gather_problems",
-    "gathered",
-    "local_state",
-    "loss_of",
-    "make_optimizer",
-    "num_padded",
-    "plain_model",
-    "raise_problems",
-    "resume_all",
-    "resumed",
-    "storages",
-    "tensors_in",
-    "without_padding",
-]
+from kit.compare import Differs, check_value
+from kit.full_dicts import check_full, check_shard
+from kit.setups import Full, Plain, Setup, Wrapped
+from kit.trained import STEPS
+from kit.values import storages
+from kit.wraps import WORLD_SIZES
 
 T = TypeVar("T")
-STEPS = 3
-
 HOWS = ("method", "method with optim", "function", "scatter")
 
 
@@ -88,10 +46,10 @@ def gather_problems(setups: Sequence[Setup], recipient_rank: int | None) -> list
 
 
 def _gather_one(setup: Setup, recipient_rank: int | None) -> tuple[Full | None, str]:
-    wrapped = Wrapped(setup, range(STEPS))
+    wrapped = Wrapped(setup, STEPS)
     full = wrapped.gather(recipient_rank)
     if recipient_rank in (None, wrapped.rank):
-        check_full(full, wrapped, Plain(setup, range(STEPS)))
+        check_full(full, wrapped, Plain(setup, STEPS))
     elif full is not None:
         raise Differs(f"rank {wrapped.rank} is no recipient and got a {type(full).__name__}")
     return full, ""
@@ -105,17 +63,17 @@ def resume_all(resumes: Sequence[Resume]) -> list[str]:
 
 def _resume_one(resume: Resume) -> tuple[None, str]:
     then = resume.then or resume.setup
-    plain = Plain(resume.setup, range(STEPS))
-    wrapped = Wrapped(then, params=plain.params())
+    plain = Plain(resume.setup, STEPS)
+    wrapped = Wrapped(then, values=plain.values())
     recipient = wrapped.world_size - 1
     before = copy.deepcopy(resume.full)
-    shard = wrapped.shard(resume.full, resume.how)
+    shard = wrapped.shard_by(resume.how, resume.full)
     shared = storages(shard) & storages(resume.full)
     given = copy.deepcopy(shard)  # because the optimizer may train on in the shard's own tensors
-    wrapped.load(shard, resume.how)
+    wrapped.load_shard(shard, resume.how)
     again = wrapped.gather(recipient)
     loaded = copy.deepcopy(wrapped.optim.state_dict())
-    wrapped.feed(range(STEPS, STEPS + 2))
+    wrapped.step(range(STEPS, STEPS + 2))
     # Comparisons come after the last collective call, so that a rank with an error does not let the others wait.
     check_value("the input", resume.full, before)
     if shared:
@@ -126,11 +84,13 @@ def _resume_one(resume: Resume) -> tuple[None, str]:
         check_full(again, wrapped, plain)
     elif again is not None:
         raise Differs(f"rank {wrapped.rank} is no recipient and got a {type(again).__name__}")
-    plain.setup = then
-    plain.feed(range(STEPS, STEPS + 2))
+    plain.go_on_as(then)
+    plain.step(range(STEPS, STEPS + 2))
     check_shard("the optimizer, trained on", wrapped.optim.state_dict(), wrapped, plain, with_padding=False)
-    for live, param in wrapped.params.items():
-        check_value(f"parameter {live.fqns}, trained on", param.detach(), wrapped.cut(live, plain.params()))
+    values = plain.values()
+    for position, (live, param) in enumerate(zip(wrapped.lives, wrapped.params, strict=True)):
+        wanted = wrapped.part_of(position, {fqn: values[fqn] for fqn in live.fqns})
+        check_value(f"parameter {live.fqns}, trained on", param.detach(), wanted)
     return None, ""
 
 
@@ -165,12 +125,6 @@ def resumed(resumes: Sequence[Resume], world_size: int) -> None:
     raise_problems(by_rank, [f"{resume.how}, {resume.setup}" for resume in resumes])
 
 
-def case_name(function: Callable[..., None], number: str, param: Any) -> str:
-    """For parameterized: all arguments in the name of the test, so that -k finds them."""
-    return parameterized.to_safe_name("_".join([function.__name__, number, *map(str, param.args)]))
-
-
-WORLD_SIZES = (1, 2, 3, 4)
 PAIRS = tuple(itertools.product(WORLD_SIZES, WORLD_SIZES))
 
 

@@ -8,14 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.compare import Differs, check_same
+from kit.compare import Differs, check_value
 
 Full = dict[str, Any]
-
-
-def check_value(where: str, got: Any, want: Any) -> None:
-    """Same type, and for tensors same dtype, shape and bits; keys in any order."""
-    check_same(where, got, want, in_order=False, same_mappings=True)
 
 
 def check_keys(where: str, got: Mapping[Any, Any], want: Mapping[Any, Any]) -> None:

@@ -14,26 +14,14 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu
 from kit.compare import Differs, check_refused, check_same, differences, error_text
-from kit.trained import (
-    STEPS,
-    Numbers,
-    OfModel,
-    Oracle,
-    Trained,
-    each_of,
-    known_oracle,
-    like,
-    local_of,
-)
+from kit.local_parts import like, local_of
+from kit.models import Net, freeze_stem
+from kit.numbers import Numbers
+from kit.optimizers import Make, OfModel, Optim, adam, adamw_tensor_lr, each_of, sgd, two_groups, without_stem
+from kit.trained import STEPS, Oracle, Trained, known_oracle
 from kit.wraps import (
     WORLD_SIZES,
     WRAPPERS,
-    Make,
-    Net,
-    Optim,
-    adam,
-    adamw_tensor_lr,
-    freeze_stem,
     fsdp1_hybrid,
     fsdp1_hybrid_groups,
     in_ddp,
@@ -43,8 +31,6 @@ from kit.wraps import (
     in_fsdp2_over_tp,
     in_hsdp,
     mesh_2d,
-    sgd,
-    without_stem,
     wrap_units,
 )
 
@@ -85,25 +71,27 @@ __all__ = [
     "mesh_2d",
     "sgd",
     "snapshot",
+    "two_groups",
     "without_stem",
     "wrap_units",
 ]
 
 
-def check_full(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
-    """Raise unless a gathered dict by id equals the oracle's, `Oracle.full()`."""
+def check_full(what: str, full: Any, wanted: Mapping[str, Any], **options: bool) -> None:
+    """Raise unless a gathered dict by id equals the oracle's, `Oracle.full()`. `options` are those of `differences`."""
     if full is None:
         raise Differs(f"{what}: None")
-    names = [group["param_names"] for group in full["param_groups"]]
+    names = [group.get("param_names") for group in full["param_groups"]]
     check_same(f"{what}, param_names", names, [group["param_names"] for group in wanted["param_groups"]])
     name_of = {i: n for g in full["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
     found, right = (
         {name_of.get(i, i): values for i, values in d["state"].items()} for d in (full, wanted)
     )  # by name, because those errors say more
-    check_same(f"{what}, state", found, right)
-    check_same(f"{what}, state by id", list(full["state"]), list(wanted["state"]))
+    check_same(f"{what}, state", found, right, **options)
+    check_same(f"{what}, state by id", dict.fromkeys(full["state"]), dict.fromkeys(wanted["state"]), **options)
     groups = [{key: group[key] for key in sorted(group)} for group in full["param_groups"]]
-    check_same(f"{what}, groups", groups, [{k: group[k] for k in sorted(group)} for group in wanted["param_groups"]])
+    wanted_groups = [{key: group[key] for key in sorted(group)} for group in wanted["param_groups"]]
+    check_same(f"{what}, groups", groups, wanted_groups, **options)
 
 
 def check_named(what: str, full: Any, wanted: Mapping[str, Any]) -> None:

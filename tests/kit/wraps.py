@@ -1,4 +1,4 @@
-"""One small awkward model, optimizers of it, and the nine wrappers."""
+"""The nine wrappers, and the models in them."""
 
 from __future__ import annotations
 
@@ -7,59 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-Optim = torch.optim.Optimizer
-Make = Callable[[Any], Optim]
+from torch.distributed.tensor.parallel import parallelize_module
 
 WORLD_SIZES = (1, 2, 3, 4)
-
-
-class Net(nn.Module):
-    """A nested model with root parameters before and beside its units, and few dimensions that ranks divide."""
-
-    units = ("stem", "block.0", "block", "")
-    tensor_parallel = {"stem": ColwiseParallel(), "block.0": RowwiseParallel()}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(1))
-        self.mix = nn.Parameter(torch.empty(3, 2, 5))
-        self.stem = nn.Linear(5, 7)
-        self.block = nn.Sequential(nn.Linear(7, 3), nn.LayerNorm(3), nn.Linear(3, 5, bias=False))
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(self.stem(x))) * self.scale + self.mix.sum()
-
-
-def adam(params: Any) -> Optim:
-    return torch.optim.Adam(params, lr=0.01)
-
-
-def sgd(params: Any) -> Optim:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-
-def adamw_tensor_lr(params: Any) -> Optim:
-    return torch.optim.AdamW(params, lr=torch.tensor(0.01), weight_decay=0.1)
-
-
-def freeze_stem(model: Any) -> None:
-    for param in model.stem.parameters():
-        param.requires_grad_(False)
-
-
-def without_stem(model: nn.Module) -> Optim:
-    """An optimizer of the other parameters."""
-    return adam([param for name, param in model.named_parameters() if "stem" not in name.split(".")])
-
-
-# ------------------------------------------------------------------------------------------ wrapping
 
 
 def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], Any], paths: Sequence[str] | None = None) -> Any:

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from kit.checkpoint_format import all_bytes
-from kit.training import Peculiar
+from kit.optimizers import Peculiar
 from kit.wrapping import Differs, Trained, adam, adamw_tensor_lr, differences
 from torch import nn
 

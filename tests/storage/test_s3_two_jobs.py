@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same, error_text
+from kit.models import Net
+from kit.optimizers import adam
 from kit.servers import new_bucket, shared
-from kit.wraps import Net, adam, in_fsdp2
+from kit.wraps import in_fsdp2
 from torch import nn
 
 import fsdp_optim

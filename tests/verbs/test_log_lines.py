@@ -14,7 +14,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.compare import Differs
-from kit.wraps import Net, adam, in_fsdp2
+from kit.models import Net
+from kit.optimizers import adam
+from kit.wraps import in_fsdp2
 
 import fsdp_optim
 from fsdp_optim.checkpoint.writing import RankWriter
