@@ -1,10 +1,11 @@
 """Gather to rank 0: fsdp_optim beside the wrapper's own way and beside plain send/recv of the same bytes.
 
-    python benchmarks/gather.py [--rounds 5] [--worlds 2 4] [--models big small] [--wrappers fairscale FSDP2 FSDP1]
+    python benchmarks/gather.py [--rounds 5] [--worlds 2 4] [--models big small shapes] [--wrappers fairscale FSDP2 FSDP1]
 
-Two models with Adam state in fp32: `big`, 12 blocks with 100 M parameters, and `small`, 400 units with 5 M parameters.
-The contestants run in turn in the same processes. `plain send/recv` moves every rank's state to rank 0 in 64 MiB
-messages, into fresh memory, and unpacks nothing. Extra memory is the highest resident size during the call, over that before it.
+Three models with Adam state in fp32: `big`, 12 blocks with 100 M parameters; `small`, 400 equal units with 5 M parameters; and
+`shapes`, 400 units of as many shapes with 5 M parameters, which share no plan. The contestants run in turn in the same
+processes. `plain send/recv` moves every rank's state to rank 0 in 64 MiB messages, into fresh memory, and unpacks nothing.
+Extra memory is the highest resident size during the call, over that before it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from measure import Series, run_in_turn, table
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+from fsdp_optim.transport.world import world_here
 
 BUCKET = 64 << 20
 
@@ -38,7 +40,11 @@ def blocks_of(kind: str) -> list[nn.Module]:
     """One module for each FSDP unit."""
     if kind == "big":
         return [nn.Sequential(nn.Linear(1443, 2886), nn.Linear(2886, 1443)) for _ in range(12)]
-    return [nn.Sequential(nn.Linear(111, 111)) for _ in range(400)]
+    if kind == "small":
+        return [nn.Sequential(nn.Linear(111, 111)) for _ in range(400)]
+    return [
+        nn.Sequential(nn.Linear(64 + i % 97, 4 * (5 + i % 53))) for i in range(400)
+    ]  # each rank has as much of each
 
 
 def in_fairscale(blocks: list[nn.Module]) -> nn.Module:
@@ -78,6 +84,7 @@ def contest(kind: str, wrapper: str, rounds: int) -> dict[str, Series]:
                 module._lazy_init()
         contestants: dict[str, Callable[[], object]] = {
             "fsdp_optim": lambda: fsdp_optim.gather_full_optim_state_dict(model, optim),
+            "fsdp_optim, planned anew": lambda: gather_without_plans(model, optim),
             "plain send/recv": lambda: send_and_receive(optim),
         }
         if wrapper == "fairscale":
@@ -85,6 +92,12 @@ def contest(kind: str, wrapper: str, rounds: int) -> dict[str, Series]:
         elif wrapper == "FSDP2":
             contestants["torch"] = lambda: torch_gather(model, optim)
         return run_in_turn(contestants, rounds)
+
+
+def gather_without_plans(model: nn.Module, optim: torch.optim.Optimizer) -> object:
+    """A gather as the first call makes it, without the plans that earlier calls have left."""
+    world_here().plans.clear()
+    return fsdp_optim.gather_full_optim_state_dict(model, optim)
 
 
 def torch_gather(model: nn.Module, optim: torch.optim.Optimizer) -> object:
@@ -129,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--models", nargs="+", default=["big", "small"])
+    parser.add_argument("--models", nargs="+", default=["big", "small", "shapes"])
     parser.add_argument("--wrappers", nargs="+", default=["fairscale", "FSDP2", "FSDP1"], choices=list(WRAPPERS))
     options = parser.parse_args()
     rows = []

@@ -8,7 +8,7 @@ bounded size. No messages are sent between ends that are cut alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches, in_pages
-from fsdp_optim.plan import Copy, clip_to_source, clip_to_target, copies_into, copies_of, has_from, num_into, replica_of
+from fsdp_optim.plan import Copy, RankPlan, clip_to_source, clip_to_target, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -170,8 +170,7 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
     """The tensors to send and to receive, where both ends are memory."""
     for value in values:
         planned = plans.of(value, source.placement(value), target.placement(value))
-        if planned.num_filled != planned.num_wanted:
-            raise planned.unfilled(value)
+        _check_filled(planned, value)
         if not planned.sends and not planned.receives:
             continue
         outgoing = incoming = None
@@ -181,7 +180,7 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
             if planned.sends:
                 outgoing = source.memory(value)
                 outgoing = flatten(outgoing) if outgoing is not None else None
-        yield Item(planned.copies, value.dtype, outgoing, incoming)
+        yield Item(planned, value.dtype, outgoing, incoming)
 
 
 def _slices(routes: Sequence[_Route], source: End, target: End, rank: int, budget: Budget) -> Iterator[list[Slice]]:
@@ -232,17 +231,16 @@ def _move_window(
     with failure:
         for route in batch:
             planned = plans.of(route.value, route.source, route.target)
-            if not target.is_stored and planned.num_filled != planned.num_wanted:
-                raise planned.unfilled(route.value)
+            if not target.is_stored:
+                _check_filled(planned, route.value)
             numel = window.numel_in(route.staged.numel_on(rank))
             flat = in_pages((numel,), route.value.dtype) if numel else None
             slices.append(Slice(route.value, route.staged, flat, window.start, is_own=True))
-            start, stop = window.start, window.stop
             if route.is_staged_at_source:
-                copies = [clipped for copy in planned.copies for clipped in clip_to_source(copy, start, stop)]
+                copies = planned if window.is_all else _clipped(clip_to_source, planned, window)
                 items.append(Item(copies, route.value.dtype, flat, target.memory(route.value)))
             else:
-                copies = [clipped for copy in planned.copies for clipped in clip_to_target(copy, start, stop)]
+                copies = planned if window.is_all else _clipped(clip_to_target, planned, window)
                 held = source.memory(route.value) if any(copy.source_rank == rank for copy in copies) else None
                 items.append(Item(copies, route.value.dtype, flatten(held) if held is not None else None, flat))
         if source.is_stored and failure.error is None:
@@ -254,30 +252,7 @@ def _move_window(
             target.drain(slices)
 
 
-# ------------------------------------------------------------------------------------------- plans, made once for each cut
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """This rank's copies for one source cut and one target cut.
-
-    `receives`: whether this rank holds a shard of the target, which may be empty. `num_wanted`: the elements of that shard,
-    without padding.
-    """
-
-    rank: int
-    copies: Sequence[Copy]
-    sends: bool
-    receives: bool
-    num_filled: int
-    num_wanted: int
-
-    def unfilled(self, value: StateValue) -> StateError:
-        """The error where the copies leave some of this rank's memory uninitialised."""
-        return StateError(
-            f"{value.fqn}: {value.name}: rank {self.rank} needs {counted_noun(self.num_wanted, 'element')}, and the plan "
-            f"brings {self.num_filled}"
-        )
+# ------------------------------------------------------------------------------------------- plans
 
 
 class _Plans:
@@ -285,46 +260,40 @@ class _Plans:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._made: dict[tuple[Placement, Placement, int], _Planned] = {}
-        self._same: dict[tuple[int, int], tuple[Placement, Placement, _Planned]] = {}
+        self._same: dict[tuple[int, int], tuple[Placement, Placement, RankPlan]] = {}
 
-    def of(self, value: StateValue, source: Placement, target: Placement) -> _Planned:
-        """The plan of a value from the cut `source` to the cut `target`."""
+    def of(self, value: StateValue, source: Placement, target: Placement) -> RankPlan:
+        """The plan of a value from the cut `source` to the cut `target`.
+
+        Raises LayoutError where no rank holds some elements of the source.
+        """
         same = self._same.get((id(source), id(target)))  # layers share their placements, which take long to compare
         if same is not None:
             return same[2]
-        replica = value.replica_among(source)
-        key = (source, target, replica)
-        planned = self._made.get(key)
-        if planned is None:
-            planned = self._made[key] = self._plan(value, source, target, replica)
-        if source.num_replicas == 1:  # else the sender depends on the value's name
-            self._same[id(source), id(target)] = (
-                source,
-                target,
-                planned,
-            )  # which stay alive, and their ids stay theirs
-        return planned
-
-    def _plan(self, value: StateValue, source: Placement, target: Placement, replica: int) -> _Planned:
-        rank = self._group.rank
         gap = source.gap()
         if gap is not None:
             raise LayoutError(
                 f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
                 f"(the source has {counted_noun(len(source.ranks), 'rank')})"
             )
-        if len(self._group.ranks) == 1:  # the copies to other ranks are not part of this call
-            copies = copies_into(source, target, rank, replica)
-        else:
-            copies = copies_of(source, target, rank=rank, replica=replica)
-        return _Planned(
-            rank=rank,
-            copies=copies,
-            sends=has_from(copies, rank),
-            receives=target.shard_of(rank) is not None,
-            num_filled=num_into(copies, rank),
-            num_wanted=target.numel_on(rank),
+        rank, sends = self._group.rank, len(self._group.ranks) > 1  # a rank that calls alone sends to nobody
+        planned = self._group.world.plans.of(source, target, rank, value.replica_among(source), sends=sends)
+        if source.num_replicas == 1:  # else the sender depends on the value's name
+            self._same[id(source), id(target)] = source, target, planned  # references that keep the ids unique
+        return planned
+
+
+def _clipped(clip: Callable[[Copy, int, int], Iterator[Copy]], planned: RankPlan, window: Window) -> list[Copy]:
+    """The copies of a plan in a window of the staged elements. `clip`: `clip_to_source` or `clip_to_target`."""
+    return [part for copy in planned for part in clip(copy, window.start, window.stop)]
+
+
+def _check_filled(planned: RankPlan, value: StateValue) -> None:
+    """Raise StateError where the copies leave some of this rank's memory uninitialised."""
+    if planned.num_filled != planned.num_wanted:
+        raise StateError(
+            f"{value.fqn}: {value.name}: rank {planned.rank} needs {counted_noun(planned.num_wanted, 'element')}, and the plan "
+            f"brings {planned.num_filled}"
         )
 
 
@@ -339,10 +308,11 @@ def _batches(sized: Iterable[tuple[_Route, int]], most_nbytes: int) -> Iterator[
 
 @dataclass(frozen=True)
 class Window:
-    """Elements [start, stop) of the elements that each rank holds of a value."""
+    """Elements [start, stop) of the elements that each rank holds of a value. `is_all`: these are all of them, on every rank."""
 
     start: int
     stop: int
+    is_all: bool = False
 
     def numel_in(self, numel: int) -> int:
         """How many elements of a local tensor with `numel` elements lie in the window."""
@@ -355,4 +325,4 @@ def _windows(batch: Sequence[_Route], numel: int, most_nbytes: int) -> Iterator[
     `numel`: at least as many elements as any rank holds of a value.
     """
     width = numel if len(batch) > 1 else max(most_nbytes // batch[0].value.dtype.itemsize, 1)
-    return (Window(start, start + width) for start in range(0, numel, max(width, 1)))
+    return (Window(start, start + width, width >= numel) for start in range(0, numel, max(width, 1)))

@@ -76,7 +76,7 @@ def check_bitwise(
         budget = callers.budget.share(
             4, "what the files have, and the live tensors: windows of them, on the host, and during the comparison"
         )
-        source = CheckpointEnd(checkpoint, callers.rank, budget, as_needed=True)
+        source = CheckpointEnd(checkpoint, callers.rank, budget, as_needed=True, plans=callers.world.plans)
         move(values, source, target, callers, budget, failure)
     nbytes_of_ranks = exchange_reports(callers, b"%d" % target.nbytes, failure.error)
     total, expected = sum(map(int, nbytes_of_ranks)), sum(value.nbytes for value in values)

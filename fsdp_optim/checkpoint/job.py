@@ -110,6 +110,7 @@ class Job:
             budget=budget.share(2, "copies of device memory on the host"),
             stretches=self.plan.stretches_on(rank),
             frames=self.plan.frames_on(rank),
+            plans=self.callers.world.plans,
         )
 
     @property

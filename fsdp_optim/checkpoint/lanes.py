@@ -107,8 +107,9 @@ class Share:
             return longest.pop() if longest else None
 
     def _lane(self, writer: StoreWriter, number: int) -> None:
-        source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True)
-        copier = Copier(alone("convert"), source, self.stored, writer, self.unit_nbytes)
+        here = alone("convert")
+        source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True, plans=here.world.plans)
+        copier = Copier(here, source, self.stored, writer, self.unit_nbytes)
         try:
             while not self._stopped.is_set():
                 unit = self._next(number)

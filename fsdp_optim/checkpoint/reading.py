@@ -16,7 +16,7 @@ from fsdp_optim.formats.extents import Extent
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import End, Slice, StateValue
-from fsdp_optim.plan import Copy, clip_to_target, copies_into, replica_of
+from fsdp_optim.plan import Copy, Plans, clip_to_target, copies_into, replica_of
 
 _CPU = torch.device("cpu")
 _REQUESTS_TOGETHER = 4  # one rank reads the small tensors in so many requests' bytes of a file
@@ -70,6 +70,7 @@ class CheckpointEnd(End):
     Args:
         budget: the budget for copies of device memory on the host.
         as_needed: every rank reads exactly the elements that it needs, even if other ranks read them too.
+        plans: the plans of earlier calls, in which the plans of this load are kept.
     """
 
     checkpoint: FormatReader
@@ -78,7 +79,7 @@ class CheckpointEnd(End):
     progress: Callable[[int], None] = lambda nbytes: None
     as_needed: bool = False
     nbytes: int = 0
-    _copies: dict[tuple[Placement, Placement], Sequence[Copy]] = field(default_factory=dict)
+    plans: Plans = field(default_factory=Plans)
 
     is_stored = True
 
@@ -137,10 +138,8 @@ class CheckpointEnd(End):
         if part.flat is None:
             raise CheckpointError(f"{stored.key}: rank {self.rank} has no memory for its elements")
         memory, itemsize = LocalMemory(part.flat), part.value.dtype.itemsize
-        key = (stored.placement, part.cut)  # tensors of equal layers have their plan in common
-        if key not in self._copies:
-            self._copies[key] = copies_into(*key, self.rank)
-        for storage_rank, stored_offset, offset, numel in elements_of(self._copies[key], part.start, part.flat.numel()):
+        planned = self.plans.of(stored.placement, part.cut, self.rank, sends=False)
+        for storage_rank, stored_offset, offset, numel in elements_of(planned, part.start, part.flat.numel()):
             file, start = stored.place_on(storage_rank)
             yield file, memory.extent(start + stored_offset * itemsize, offset, numel)
 

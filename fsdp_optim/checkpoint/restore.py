@@ -106,7 +106,7 @@ def _restore(
         failure = Failure()
         with Progress(options.progress, "loading", total, shown=callers.rank == callers.ranks[0]) as progress:
             host = callers.budget.share(2, "copies of device memory on the host")
-            source = CheckpointEnd(checkpoint, callers.rank, host, progress.up_to)
+            source = CheckpointEnd(checkpoint, callers.rank, host, progress.up_to, plans=callers.world.plans)
             move(values, source, FlatsEnd(), callers, callers.budget, failure)
             shard = None
             with failure:

@@ -22,10 +22,10 @@ from fsdp_optim.formats.base import PlannedFile
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
 from fsdp_optim.formats.frames import Pieces
-from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
+from fsdp_optim.layout import FlatRuns, SplitRuns
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
-from fsdp_optim.plan import Copy, clip_to_source, copies_of
+from fsdp_optim.plan import Copy, Plans, clip_to_source
 from fsdp_optim.storage.base import StoreWriter
 
 
@@ -33,7 +33,7 @@ class RankWriter:
     """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
     `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`, `frames`: the bytes
-    that this rank uploads of values, and of frames, whose files go to the store in parts.
+    that this rank uploads of values, and of frames, whose files go to the store in parts. `plans`: the plans of earlier calls.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class RankWriter:
         budget: Budget,
         stretches: Mapping[Key, Sequence[Stretch]],
         frames: Mapping[str, FramesOfParts] = {},
+        plans: Plans,
     ) -> None:
         self.nbytes = 0
         self.store_writer, self.receipt = store_writer, b""
@@ -55,10 +56,9 @@ class RankWriter:
             for file in files
             for value, start in zip(file.values, file.plan.starts, strict=True)
         }
-        self._planned: dict[tuple[Placement, Placement, int], list[tuple[int, Copy]]] = {}
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
         self._rank, self._checksums, self._stretches = rank, checksums, stretches
-        self._budget = budget
+        self._budget, self._plans = budget, plans
         self._frames = {name: dict(its) for name, its in frames.items()}
 
     @property
@@ -102,7 +102,7 @@ class RankWriter:
                 yield clipped(memory.extent(start, first - part.start, last - first), stretch.start, stretch.stop)
             at += num
 
-    def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
+    def _copies(self, part: Slice, start: int) -> Iterator[tuple[int, Copy]]:
         """The copies to storage that this rank writes of a value, each with the first element of its part of storage.
 
         Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
@@ -110,12 +110,9 @@ class RankWriter:
         """
         stored = stored_on(part.cut, part.value.nbytes)
         replica = start // WRITTEN_TOGETHER % part.cut.num_replicas
-        key = (part.cut, stored, replica)
-        if key not in self._planned:
-            copies = copies_of(part.cut, stored, rank=self._rank, replica=replica)
-            mine = (copy for copy in copies if copy.source_rank == self._rank)
-            self._planned[key] = [(offset_in_storage(stored, copy.target_rank), copy) for copy in mine]
-        return self._planned[key]
+        for copy in self._plans.of(part.cut, stored, self._rank, replica):
+            if copy.source_rank == self._rank:
+                yield offset_in_storage(stored, copy.target_rank), copy
 
     def write(self, extents_by_file: ExtentsByFile) -> None:
         """Write extents to their files."""

@@ -38,6 +38,10 @@ class DisjointBoxes(Placement):
     def num_shards(self) -> int:
         return len(self.boxes)
 
+    @property
+    def num_listed(self) -> int:
+        return len(self.boxes)
+
     def holders(self, shard: int) -> tuple[int, ...]:
         return (self.by[shard],)
 

@@ -60,6 +60,10 @@ class Boxes(Placement):
         return self._shards[shard][0]
 
     @property
+    def num_listed(self) -> int:
+        return sum(1 + len(blocks) for _, blocks in self.by_rank)
+
+    @property
     def has_replicas(self) -> bool:
         return any(len(ranks) > 1 for _, ranks in self._shards)
 

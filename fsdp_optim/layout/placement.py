@@ -110,6 +110,11 @@ class Placement(ABC):
         return (self.ranks,)
 
     @property
+    def num_listed(self) -> int:
+        """The number of boxes or runs that the placement lists one by one, for an estimate of its memory."""
+        return 0
+
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 

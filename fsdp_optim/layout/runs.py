@@ -33,6 +33,10 @@ class OrderedRuns(Placement):
     def shape(self) -> Shape:
         return self.full_shape
 
+    @property
+    def num_listed(self) -> int:
+        return len(self.by)
+
     @cached_property
     def _numel(self) -> int:
         return prod(self.full_shape)

@@ -15,7 +15,7 @@ import torch
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.memory import Budget
 from fsdp_optim.options import BUCKET_NBYTES, DEFAULT_TIMEOUT
-from fsdp_optim.plan import Copy
+from fsdp_optim.plan import Copy, Plans
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.turns import Turn, Turns
 from fsdp_optim.transport.verdict import Statement, Verdict
@@ -89,13 +89,17 @@ class Transport(Protocol):
 
 
 class World(ABC):
-    """The ranks of one job, seen from one rank, with the Control and the Transport that the ranks use."""
+    """The ranks of one job, seen from one rank, with the Control and the Transport that the ranks use.
+
+    `turns` and `plans` last from call to call: the calls in flight, and this rank's plans of earlier calls.
+    """
 
     rank: int
     size: int
     control: Control
     transport: Transport
     turns: Turns
+    plans: Plans
     is_initialized: bool = True
     process_group: Any = None
     """The process group of all ranks, which carries the messages of calls without `process_group`."""

@@ -20,6 +20,7 @@ import torch
 from fsdp_optim import memory
 from fsdp_optim.errors import RankError, WrapperError, class_name
 from fsdp_optim.memory import Budget
+from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import Item, RankGroup, Send, World
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.turns import Turns
@@ -308,7 +309,8 @@ class InProcessWorld(World):
     def __init__(self, shared: Shared, rank: int) -> None:
         self.rank, self.size = rank, shared.size
         self.shared = shared
-        self.control, self.transport, self.turns = InProcessControl(shared), InProcessTransport(shared), Turns()
+        self.control, self.transport = InProcessControl(shared), InProcessTransport(shared)
+        self.turns, self.plans = Turns(), Plans()
 
     def ranks_of(self, process_group: Any) -> RankTuple:
         """As `World.ranks_of`."""

@@ -6,15 +6,17 @@ strided blocks are packed. This file sends nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from fsdp_optim import memory
 from fsdp_optim.memory import copy_all
-from fsdp_optim.plan import Copy, Runs
+from fsdp_optim.plan import RankPlan, Way, Ways
 from fsdp_optim.transport.base import Item
 from fsdp_optim.transport.failure import Failure
 
@@ -103,22 +105,21 @@ class Streams:
     """This rank's messages to and from every peer."""
 
     def __init__(self, rank: int, limit: int) -> None:
-        self._rank, self._limit = rank, limit
+        self._rank = rank
         self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # (target, source) on this rank, still to be copied
         self._here_nbytes = 0
-        self._to: dict[int, _Stream] = {}
-        self._from: dict[int, _Stream] = {}
-        self._ways_of: dict[int, tuple[Sequence[Copy], list[_Way], list[int]]] = {}
+        self._to: defaultdict[int, _Stream] = defaultdict(partial(_Stream, limit))
+        self._from: defaultdict[int, _Stream] = defaultdict(partial(_Stream, limit))
 
     def add(self, item: Item, failure: Failure) -> None:
         """Add the copies of one item that this rank takes part in, as blocks of messages."""
         copies, dtype, source, target = item
-        ways, tiles = self._ways(copies)
-        parts = iter(_cut_at_once(target, tiles, failure))
-        for way in ways:
-            stream, is_sent, numel, source_at, target_at, strided = way
-            part = None if is_sent and stream is not None else next(parts, None)
-            if stream is None:
+        mine = copies.ways if isinstance(copies, RankPlan) else Ways.of(copies, self._rank)
+        parts = iter(_cut_at_once(target, mine.tiles, failure))
+        for way in mine.ways:
+            peer, is_sent, numel, source_at, target_at, strided = way
+            part = None if is_sent and peer is not None else next(parts, None)
+            if peer is None:
                 if source is not None and target is not None:
                     self._add_here(way, source, target, part, failure)
                 continue
@@ -129,43 +130,17 @@ class Streams:
                     if strided is None:
                         view = _run(flat, source_at if is_sent else target_at, numel)
                     else:
-                        view = way.source_view(flat) if is_sent else way.target_view(flat)
+                        view = _source_view(way, flat) if is_sent else _target_view(way, flat)
                 except Exception as error:  # the message keeps its place, so that both ends stay in step
                     failure.note(error)
-            stream.add(way, dtype, view)
-
-    def _ways(self, copies: Sequence[Copy]) -> tuple[list[_Way], list[int]]:
-        """The copies as this rank's ways, and their tiles, computed once for all values that share the copies."""
-        found = self._ways_of.get(id(copies))
-        if found is None:
-            rows = copies.rows() if isinstance(copies, Runs) else map(_row_of, copies)
-            ways = [self._way(*row) for row in rows if self._rank in (row[0], row[1])]
-            tiles = _tiles([way for way in ways if way.stream is None or not way.is_sent])
-            found = self._ways_of[id(copies)] = (
-                copies,
-                ways,
-                tiles,
-            )  # a reference that keeps the id of the copies unique
-        return found[1], found[2]
-
-    def _way(
-        self, source: int, target: int, numel: int, source_at: int, target_at: int, strided: Copy | None = None
-    ) -> _Way:
-        is_sent = source == self._rank
-        if source == target:
-            return _Way(None, is_sent, numel, source_at, target_at, strided)
-        peer, streams = (target, self._to) if is_sent else (source, self._from)
-        stream = streams.get(peer)
-        if stream is None:
-            stream = streams[peer] = _Stream(self._limit)
-        return _Way(stream, is_sent, numel, source_at, target_at, strided)
+            (self._to if is_sent else self._from)[peer].add(way, dtype, view)
 
     def _add_here(
-        self, way: _Way, source: torch.Tensor, target: torch.Tensor, part: torch.Tensor | None, failure: Failure
+        self, way: Way, source: torch.Tensor, target: torch.Tensor, part: torch.Tensor | None, failure: Failure
     ) -> None:
         """Add a block that stays on this rank. `part`: the block's elements in `target`, where they are known already."""
         with failure:
-            pair = way.target_view(target) if part is None else part, way.source_view(source)
+            pair = _target_view(way, target) if part is None else part, _source_view(way, source)
             if failure.error is None:
                 self._here.append(pair)
                 self._here_nbytes += pair[0].nbytes
@@ -186,35 +161,14 @@ class Streams:
         return stream.messages() if stream is not None else []
 
 
-class _Way(NamedTuple):
-    """One copy, seen from this rank: the stream that carries the block (None: the block stays on this rank) and its memory.
+def _source_view(way: Way, flat: torch.Tensor) -> torch.Tensor:
+    """The elements that a copy reads from a 1-D local tensor."""
+    return _run(flat, way.source_at, way.numel) if way.strided is None else memory.source_view(way.strided, flat)
 
-    `source_at`, `target_at`: offsets of the block in the local tensors, in elements. `strided`: the copy itself, if it is
-    not a run.
-    """
 
-    stream: _Stream | None
-    is_sent: bool
-    numel: int
-    source_at: int
-    target_at: int
-    strided: Copy | None
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (self.numel,) if self.strided is None else self.strided.sizes
-
-    def source_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements that the copy reads from a 1-D local tensor."""
-        if self.strided is None:
-            return _run(flat, self.source_at, self.numel)
-        return memory.source_view(self.strided, flat)
-
-    def target_view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements that the copy writes in a 1-D local tensor."""
-        if self.strided is None:
-            return _run(flat, self.target_at, self.numel)
-        return memory.target_view(self.strided, flat)
+def _target_view(way: Way, flat: torch.Tensor) -> torch.Tensor:
+    """The elements that a copy writes in a 1-D local tensor."""
+    return _run(flat, way.target_at, way.numel) if way.strided is None else memory.target_view(way.strided, flat)
 
 
 def _run(flat: torch.Tensor, at: int, numel: int) -> torch.Tensor:
@@ -222,27 +176,12 @@ def _run(flat: torch.Tensor, at: int, numel: int) -> torch.Tensor:
     return flat if not at and flat.numel() == numel else flat.narrow(0, at, numel)
 
 
-def _tiles(ways: Sequence[_Way]) -> list[int]:
-    """The lengths of the blocks that ways write, where these are several runs that follow each other; empty otherwise."""
-    at = 0
-    for way in ways:
-        if way.strided is not None or way.target_at != at:
-            return []
-        at += way.numel
-    return [way.numel for way in ways] if len(ways) > 1 else []
-
-
-def _cut_at_once(target: torch.Tensor | None, tiles: list[int], failure: Failure) -> Sequence[torch.Tensor]:
+def _cut_at_once(target: torch.Tensor | None, tiles: Sequence[int], failure: Failure) -> Sequence[torch.Tensor]:
     """The tiles of a target as views, in one call of torch; empty where there are none, or they do not fill the target."""
     if target is not None and tiles and target.numel() == sum(tiles):
         with failure:
             return target.split_with_sizes(tiles)
     return ()
-
-
-def _row_of(copy: Copy) -> tuple[int, int, int, int, int, Copy | None]:
-    strided = None if copy.is_run else copy
-    return copy.source_rank, copy.target_rank, copy.numel, copy.source_offset, copy.target_offset, strided
 
 
 class _Stream:
@@ -253,7 +192,7 @@ class _Stream:
         self._alone: list[Message] = []
         self._packed: list[Message] = [Message()]
 
-    def add(self, way: _Way, dtype: torch.dtype, view: torch.Tensor | None) -> None:
+    def add(self, way: Way, dtype: torch.dtype, view: torch.Tensor | None) -> None:
         """Add the block of one copy to the message that is being packed, or as messages by itself."""
         numel = way.numel
         message, nbytes = self._packed[-1], numel * dtype.itemsize

@@ -11,14 +11,15 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.collective import CollectiveTransport
 from fsdp_optim.transport.store_control import StoreControl
 from fsdp_optim.transport.turns import Turns
 
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)
-_turns: WeakKeyDictionary[dist.ProcessGroup, Turns] = WeakKeyDictionary()
-"""The calls in flight by torch.distributed's default group, so that the calls of a destroyed group are dropped with it."""
+_lasting: WeakKeyDictionary[dist.ProcessGroup, tuple[Turns, Plans]] = WeakKeyDictionary()
+"""By torch.distributed's default group, the calls in flight and the plans, which are dropped when the group is destroyed."""
 
 
 def world_here() -> World:
@@ -44,7 +45,9 @@ class TorchWorld(World):
         self.rank = dist.get_rank() if self.is_initialized else 0
         self.size = dist.get_world_size() if self.is_initialized else 1
         self.process_group = dist.group.WORLD if self.is_initialized else None
-        self.turns = _turns.setdefault(self.process_group, Turns()) if self.process_group is not None else Turns()
+        self.turns, self.plans = Turns(), Plans()
+        if self.process_group is not None:
+            self.turns, self.plans = _lasting.setdefault(self.process_group, (self.turns, self.plans))
         self.control = StoreControl()
         self.transport = CollectiveTransport()
 

@@ -16,11 +16,10 @@ from fsdp_optim.errors import FsdpOptimError, LayoutError, StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, StateValue, move
-from fsdp_optim.plan import copies_of
+from fsdp_optim.plan import copies_of, rank_plan
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import alone
 
-HERE = alone("a test")
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "empty": (0, 3),
@@ -107,7 +106,7 @@ def stored(*, filled: bool, cut: str | None = None) -> Stored:
 
 def run(source: End, target: End, nbytes: int, values: Sequence[StateValue] = VALUES) -> None:
     failure = Failure()
-    move(values, source, target, HERE, Budget(nbytes), failure)
+    move(values, source, target, alone("a test"), Budget(nbytes), failure)
     if failure.error is not None:
         raise failure.error
 
@@ -187,7 +186,7 @@ class MoveTest(unittest.TestCase):
         for source, target in ((live(filled=True), stored(filled=False)), (stored(filled=True), live(filled=False))):
             failure = Failure()
             failure.note(ValueError("before"))
-            move(VALUES, source, target, HERE, Budget(100), failure)
+            move(VALUES, source, target, alone("a test"), Budget(100), failure)
             self.assertTrue(all(not bool(one.any()) for one in target.tensors.values()))
 
     def test_a_failure_at_an_end_is_noted(self) -> None:
@@ -199,7 +198,8 @@ class MoveTest(unittest.TestCase):
             failure = Failure()
             with self.subTest(cut):
                 try:
-                    move(VALUES, live(filled=True), Full(stored(filled=False).tensors, cut), HERE, Budget(8), failure)
+                    full = Full(stored(filled=False).tensors, cut)
+                    move(VALUES, live(filled=True), full, alone("a test"), Budget(8), failure)
                 except OSError as error:  # where messages are needed, all ranks raise the error in the next window
                     self.assertIs(error, failure.error)
                 self.assertIsInstance(failure.error, OSError)
@@ -215,7 +215,7 @@ class MoveTest(unittest.TestCase):
         with self.assertRaisesRegex(LayoutError, r"layer\.weight: elements \[2, 4\) of exp_avg are held by no rank"):
             run(Half({"layer.weight": torch.ones(2)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
         with (
-            mock.patch.object(executor, "copies_into", return_value=()),
+            mock.patch.object(rank_plan, "copies_into", return_value=()),
             self.assertRaisesRegex(StateError, "layer.weight: exp_avg: rank 0 needs 4 elements, and the plan brings 0"),
         ):
             run(Live({"layer.weight": torch.ones(4)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
