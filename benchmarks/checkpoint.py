@@ -1,8 +1,8 @@
 """Save and load of a whole checkpoint: fsdp_optim beside plain reads and writes of the same bytes, and beside its peers.
 
-    python benchmarks/checkpoint.py [--rounds 3] [--worlds 2 4] [--folder DIR]
+    python benchmarks/checkpoint.py [--rounds 3] [--worlds 2 4] [--models big small] [--folder DIR]
 
-One model of 12 blocks with 100 M parameters, weights and Adam state in fp32 (1.1 GiB). Every contestant saves weights and
+The model `big`: 12 blocks with 100 M parameters, weights and Adam state in fp32 (1.1 GiB). Every contestant saves weights and
 state; each loads at `--worlds` ranks what it saved at another number of ranks. The contestants run in turn in the same
 processes. `plain write` has every rank write its shard to its place in one file; `plain read` has it read its slice into
 fresh memory. "durable" means fsync. Extra memory is the highest resident size during the call, over that before it.
@@ -11,6 +11,7 @@ fresh memory. "durable" means fsync. Extra memory is the highest resident size d
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gather import blocks_of
 from measure import Series, run_in_turn, table
 
 import fsdp_optim
@@ -37,24 +39,20 @@ from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 Calls = dict[str, Callable[[], object]]
 
 
-def blocks() -> list[nn.Module]:
-    return [nn.Sequential(nn.Linear(1443, 2886), nn.Linear(2886, 1443)) for _ in range(12)]
-
-
-def in_fsdp2() -> nn.Module:
-    model = nn.Sequential(*blocks())
+def in_fsdp2(blocks: list[nn.Module]) -> nn.Module:
+    model = nn.Sequential(*blocks)
     for block in model:
         fully_shard(block)
     return fully_shard(model)
 
 
-def in_fsdp1() -> nn.Module:
+def in_fsdp1(blocks: list[nn.Module]) -> nn.Module:
     cpu = torch.device("cpu")
-    return TorchFSDP(nn.Sequential(*(TorchFSDP(block, device_id=cpu) for block in blocks())), device_id=cpu)
+    return TorchFSDP(nn.Sequential(*(TorchFSDP(block, device_id=cpu) for block in blocks)), device_id=cpu)
 
 
-def in_fairscale() -> nn.Module:
-    wrapped = (fsdp_optim.FullyShardedDataParallel(block) for block in blocks())
+def in_fairscale(blocks: list[nn.Module]) -> nn.Module:
+    wrapped = (fsdp_optim.FullyShardedDataParallel(block) for block in blocks)
     model = fsdp_optim.FullyShardedDataParallel(nn.Sequential(*wrapped))
     for module in model.modules():
         if isinstance(module, fsdp_optim.FullyShardedDataParallel):
@@ -65,8 +63,8 @@ def in_fairscale() -> nn.Module:
 class Subject:
     """A wrapped model with Adam, and a place to save it to."""
 
-    def __init__(self, wrap: Callable[[], nn.Module], *, step: bool = True) -> None:
-        self.model = wrap()
+    def __init__(self, wrap: Callable[[list[nn.Module]], nn.Module], kind: str, *, step: bool = True) -> None:
+        self.model = wrap(blocks_of(kind))
         self.optim = torch.optim.Adam(self.model.parameters())
         for param in self.model.parameters() if step else ():
             param.grad = torch.ones_like(param)
@@ -181,10 +179,10 @@ def memcpy(subject: Subject) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in subject.tensors()]
 
 
-def saves(folder: Path, rounds: int) -> dict[str, Series]:
+def saves(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
     """Runs on every rank."""
     with fairscale_on_cpu():
-        fsdp2, fsdp1, fairscale = Subject(in_fsdp2), Subject(in_fsdp1), Subject(in_fairscale)
+        fsdp2, fsdp1, fairscale = (Subject(wrap, kind) for wrap in (in_fsdp2, in_fsdp1, in_fairscale))
         handles: list[Any] = []
 
         def ours(subject: Subject, name: str, **options: Any) -> object:
@@ -224,22 +222,22 @@ def tidy(folder: Path, handles: list[Any]) -> None:
             shutil.rmtree(path)
 
 
-def last_saves(folder: Path) -> None:
+def last_saves(folder: Path, kind: str) -> None:
     """Save one checkpoint with each contestant, for the loads."""
     with fairscale_on_cpu():
-        fsdp2 = Subject(in_fsdp2)
+        fsdp2 = Subject(in_fsdp2, kind)
         fsdp_optim.save(folder / "ours", fsdp2.model, fsdp2.optim, overwrite=True)
         plain_write(fsdp2, fresh(folder, "plain"), durable=False)
         dcp_save(fsdp2, fresh(folder, "dcp"), durable=False)
-        fsdp1_save(Subject(in_fsdp1), fresh(folder, "fsdp1"))
-        fairscale_save(Subject(in_fairscale), fresh(folder, "fairscale"))
+        fsdp1_save(Subject(in_fsdp1, kind), fresh(folder, "fsdp1"))
+        fairscale_save(Subject(in_fairscale, kind), fresh(folder, "fairscale"))
 
 
-def loads(folder: Path, rounds: int) -> dict[str, Series]:
+def loads(folder: Path, kind: str, rounds: int) -> dict[str, Series]:
     """Runs on every rank."""
     with fairscale_on_cpu():
-        fsdp2, fsdp1, fairscale = Subject(in_fsdp2), Subject(in_fsdp1), Subject(in_fairscale)
-        new = Subject(in_fsdp2, step=False)
+        fsdp2, fsdp1, fairscale = (Subject(wrap, kind) for wrap in (in_fsdp2, in_fsdp1, in_fairscale))
+        new = Subject(in_fsdp2, kind, step=False)
         optims = [new.optim, fsdp1.optim, fairscale.optim]
 
         def ours(**options: Any) -> object:
@@ -284,22 +282,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", default=["big"], help="of benchmarks/gather.py: big, small, shapes")
     parser.add_argument("--folder", default=None)
     parser.add_argument("--only", choices=["save", "load"], default=None)
     options = parser.parse_args()
     header = ("call", "who", "median s", "range s", "time / plain", "most extra MiB on a rank")
-    for world_size in options.worlds:
+    for kind, world_size in itertools.product(options.models, options.worlds):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             place = Path(folder)
             rows = []
             if options.only != "load":
-                by_rank = run_on_ranks(saves, world_size, place, options.rounds, timeout=900.0)
-                rows += rows_of(f"save, {world_size} ranks", by_rank, "plain write")
+                by_rank = run_on_ranks(saves, world_size, place, kind, options.rounds, timeout=900.0)
+                rows += rows_of(f"{kind}, save, {world_size} ranks", by_rank, "plain write")
             if options.only != "save":
                 saved_at = 6 - world_size if world_size in (2, 4) else world_size + 1
-                run_on_ranks(last_saves, saved_at, place, timeout=900.0)
-                by_rank = run_on_ranks(loads, world_size, place, options.rounds, timeout=900.0)
-                rows += rows_of(f"load, {saved_at} to {world_size} ranks", by_rank, "plain read")
+                run_on_ranks(last_saves, saved_at, place, kind, timeout=900.0)
+                by_rank = run_on_ranks(loads, world_size, place, kind, options.rounds, timeout=900.0)
+                rows += rows_of(f"{kind}, load, {saved_at} to {world_size} ranks", by_rank, "plain read")
             print(table(header, rows), flush=True)
 
 

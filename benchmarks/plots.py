@@ -30,13 +30,20 @@ class Plot(NamedTuple):
 
 
 PLOTS = (
-    Plot("save.svg", "Save at 4 ranks, 1.1 GiB: seconds", "Checkpoints", "save, 4 ranks", "median s", "s"),
-    Plot("load.svg", "Load from 2 ranks to 4, 1.1 GiB: seconds", "Checkpoints", "load, 2 to 4 ranks", "median s", "s"),
+    Plot("save.svg", "Save at 4 ranks, 1.1 GiB: seconds", "Checkpoints", "big, save, 4 ranks", "median s", "s"),
+    Plot(
+        "load.svg",
+        "Load from 2 ranks to 4, 1.1 GiB: seconds",
+        "Checkpoints",
+        "big, load, 2 to 4 ranks",
+        "median s",
+        "s",
+    ),
     Plot(
         "save-memory.svg",
         "Save at 4 ranks: most extra memory on a rank, MiB",
         "Checkpoints",
-        "save, 4 ranks",
+        "big, save, 4 ranks",
         "most extra MiB on a rank",
         "MiB",
     ),
