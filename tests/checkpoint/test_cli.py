@@ -7,7 +7,6 @@ import io
 import os
 import shutil
 import socket
-import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from unittest import mock
 
 import torch
 from kit.conversions import check_converted, save_some
+from kit.folders import SharedFolder
 from kit.scripts import run, start
 from parameterized import parameterized
 from safetensors.torch import save_file
@@ -67,22 +67,15 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-class CommandLineTest(unittest.TestCase):
-    root: Path
-
+class CommandLineTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         save_some(cls.root / "source")
         save(cls.root / "layers", Layers(400), step=7, extra={"lr": 1}, per_rank_extra=[0])
         save_file({"model.weight": torch.ones(2, 3)}, cls.root / "plain.safetensors")
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory(dir=self.root)
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = self.own_folder()
 
     def inspected(self, path: Path, *options: str) -> list[str]:
         code, out, err = called("inspect", path, *options)

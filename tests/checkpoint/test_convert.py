@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from kit.checkpoint_format import Buffered, all_bytes, check_folder, extra, read_manifest, tensors_of
+from kit.folders import SharedFolder
 from kit.wrapping import Trained, adam, check_same, cpu
 
 import fsdp_optim
@@ -41,14 +40,9 @@ def loaded(root: Path) -> None:
             check_same("extra", dict(restored), extra())
 
 
-class ConvertTest(unittest.TestCase):
-    root: Path
-
+class ConvertTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         (cls.root / "saved").mkdir()
         (cls.root / "weights").mkdir()
         run_on_ranks(saved, 2, cls.root / "saved")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from kit.checkpoint_format import all_bytes, tensors_of
 from kit.compare import check_same
 from kit.conversions import MEMORY, UNIT, save_some
+from kit.folders import SharedFolder
 from parameterized import parameterized
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -32,23 +31,16 @@ def convert_on_ranks(source: Path, target: Path, format: str) -> int:
     return fsdp_optim.convert(source, target, format=format, memory=MEMORY, durable=False).nbytes_written
 
 
-class ConvertFormatsTest(unittest.TestCase):
-    root: Path
-
+class ConvertFormatsTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         cls.source = cls.root / "source"
         save_some(cls.source)
         for (format,) in FORMATS:
             fsdp_optim.convert(cls.source, cls.root / format, format=format, memory=MEMORY, durable=False)
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory(dir=self.root)
-        self.addCleanup(folder.cleanup)
-        self.target = Path(folder.name) / "to"
+        self.target = self.own_folder() / "to"
 
     def convert(self, source: Path, **options: Any) -> int:
         return fsdp_optim.convert(source, self.target, memory=MEMORY, durable=False, **options).nbytes_written

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import tempfile
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from kit.checkpoint_format import all_bytes
 from kit.compare import check_same
 from kit.conversions import MEMORY, check_converted, save_some
+from kit.folders import SharedFolder
 from kit.scripts import run
 from kit.wrapping import error_text
 
@@ -83,21 +82,14 @@ print(done.nbytes, peak.mib)
 """
 
 
-class ConvertRanksTest(unittest.TestCase):
-    root: Path
-
+class ConvertRanksTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         cls.source = cls.root / "source"
         save_some(cls.source)
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory(dir=self.root)
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = self.own_folder()
 
     def test_ranks_write_a_share_each_of_the_same_files(self) -> None:
         first, second = run_on_ranks(convert_all, 2, self.source, self.folder)

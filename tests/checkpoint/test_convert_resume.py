@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
-import unittest
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from unittest import mock
 
 from kit.compare import check_same
 from kit.conversions import MEMORY, UNIT, check_converted, data_of, save_some
+from kit.folders import SharedFolder
 from kit.scripts import run
 from parameterized import parameterized
 
@@ -79,14 +78,9 @@ def resumed_by_ranks(source: Path, target: Path) -> int:
     return fsdp_optim.convert(source, target, memory=MEMORY, durable=False).nbytes_written
 
 
-class ConvertResumeTest(unittest.TestCase):
-    root: Path
-
+class ConvertResumeTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         cls.source, cls.wanted = cls.root / "source", cls.root / "wanted"
         save_some(cls.source)
         done = fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, durable=False)
@@ -96,9 +90,7 @@ class ConvertResumeTest(unittest.TestCase):
         )  # a header is too short to matter
 
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory(dir=self.root)
-        self.addCleanup(folder.cleanup)
-        self.target = Path(folder.name) / "to"
+        self.target = self.own_folder() / "to"
 
     def convert(self, source: Path | None = None, **options: Any) -> int:
         done = fsdp_optim.convert(source or self.source, self.target, **{"memory": MEMORY, "durable": False, **options})

@@ -7,7 +7,6 @@ The reader is that of tests/kit/checkpoint_format.py, which knows the format onl
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import shutil
@@ -24,7 +23,6 @@ from kit.checkpoint_format import (
     MODELS,
     Buffered,
     NotValid,
-    all_bytes,
     check_folder,
     check_sums,
     extra,
@@ -33,6 +31,7 @@ from kit.checkpoint_format import (
     read_safetensors,
     tensors_of,
 )
+from kit.golden import check_kept, digest, make
 from kit.wrapping import Differs, OfModel, Oracle, Trained, adam, check_same, cpu, local_of, sgd
 from parameterized import parameterized
 from torch import nn
@@ -261,32 +260,13 @@ def load_golden(path: Path, wrapper: str) -> None:
     check_same("per_rank", dict(restored.per_rank), {"rank": rank, "rng": torch.arange(3) + rank})
 
 
-def digest(folder: Path) -> str:
-    """Of the names and bytes of all files."""
-    found = hashlib.sha256()
-    for name, data in sorted(all_bytes(folder).items()):
-        found.update(f"{name}\0{len(data)}\0".encode() + data)
-    return found.hexdigest()
-
-
-def make_golden(folder: Path = GOLDEN) -> str:
-    """Write the golden checkpoint, on two ranks; its digest."""
-    if folder.exists():
-        raise SystemExit(f"{folder} is there already: it is made once. Move it away to make another.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    run_on_ranks(save_golden, 2, folder)
-    check_folder(folder)
-    return digest(folder)
+def save_on_ranks(path: Path) -> None:
+    run_on_ranks(save_golden, 2, path)
 
 
 class GoldenTest(unittest.TestCase):
-    def setUp(self) -> None:
-        if not GOLDEN.exists():
-            self.skipTest(f"golden: there is no {GOLDEN} yet; `PYTHONPATH=tests python {Path(__file__)}` makes it")
-
     def test_it_is_still_what_it_was(self) -> None:
-        self.assertEqual(digest(GOLDEN), GOLDEN_SHA256)
-        check_folder(GOLDEN)
+        check_kept(GOLDEN, GOLDEN_SHA256, 1)
 
     def test_a_plain_process_loads_it(self) -> None:
         load_golden(GOLDEN, "plain")
@@ -302,7 +282,7 @@ class MakeGoldenTest(unittest.TestCase):
     def test_made_and_loaded(self) -> None:
         with _temporary() as root:
             folder = Path(root) / "golden"
-            first = make_golden(folder)
+            first = make(folder, save_on_ranks)
             self.assertEqual(digest(folder), first)
             load_golden(folder, "plain")
             run_on_ranks(load_golden, 3, folder, "FSDP2")
@@ -317,4 +297,4 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(f'GOLDEN_SHA256 = "{make_golden()}"')
+    print(f'GOLDEN_SHA256 = "{make(GOLDEN, save_on_ranks)}"')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import unittest
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 
 import torch
 from kit.checkpoint_format import all_bytes, check_folder, extra, tensors_of
+from kit.folders import SharedFolder
 from kit.raw_format import INDEX, RAW, encoded_index, index_in
 from kit.wrapping import Trained, check_same, cpu
 from xxhash import xxh3_64_intdigest
@@ -61,14 +61,9 @@ def load_all(root: Path, names: tuple[str, ...], installed: bool) -> None:
             check_same("of all ranks", restored.all_ranks, (0, 1))
 
 
-class SecondFormatTest(unittest.TestCase):
-    root: Path
-
+class SecondFormatTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
     def test_it_is_loaded_at_another_world_size(self) -> None:

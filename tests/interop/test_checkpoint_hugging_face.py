@@ -9,7 +9,6 @@ import functools
 import itertools
 import tempfile
 import traceback
-import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from kit.cases import expand
+from kit.folders import SharedFolder
 from kit.pretrained import build, tensors_of, ties_of
 from kit.wrapping import WRAPPERS, Differs, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
@@ -167,15 +167,7 @@ def load_foreign(root: Path, how: str) -> list[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------ the tests
 
 
-class HuggingFaceTest(unittest.TestCase):
-    root: Path
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
-
+class HuggingFaceTest(SharedFolder):
     @classmethod
     @functools.cache
     def problems(cls, later: bool) -> dict[tuple[str, ...], str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
 from kit.rank_files import Buffered, save_fairscale
 from kit.units import UNITS
@@ -55,14 +54,9 @@ def check_resumed(folder: Path, name: str) -> None:
         check_same("weights", {fqn: weights[fqn] for fqn in oracles}, oracles)
 
 
-class UnflattenedTest(unittest.TestCase):
-    root: Path
-
+class UnflattenedTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
     def convert(self, name: str, target: str, **options: Any) -> Path:

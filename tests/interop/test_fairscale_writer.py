@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
+from kit.folders import SharedFolder
 from kit.optimizers import GROUPED
 from kit.rank_files import Buffered, save_fairscale
 from kit.scripts import TRAINING, run
@@ -73,14 +74,9 @@ def resumed_by_fairscale(folder: Path, name: str) -> dict[str, Any]:
     return dict(file)
 
 
-class FairscaleWriterTest(unittest.TestCase):
-    root: Path
-
+class FairscaleWriterTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
     def convert(self, name: str, target: str, **options: Any) -> Path:

@@ -6,7 +6,6 @@ folder of torch.distributed.checkpoint in a bucket is in test_workflows.py. The 
 
 from __future__ import annotations
 
-import tempfile
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from kit import dcp as dcp_layouts
 from kit.compare import check_same
+from kit.folders import SharedFolder
 from kit.language_model import LanguageModel, adamw, check_close, train, unbroken
 from kit.rank_files import save_olmo_local, save_sharded
 from kit.tables import each
@@ -64,14 +64,9 @@ def resume(place: Path, wrapper: str) -> None:
     )
 
 
-class OlmoWorkflowTest(unittest.TestCase):
-    root: Path
-
+class OlmoWorkflowTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
     @parameterized.expand([(3, "FSDP2"), (2, "FSDP1 orig"), (1, "plain")])

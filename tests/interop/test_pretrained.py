@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import tempfile
 import unittest
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from kit.cases import expand
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
+from kit.folders import SharedFolder
 from kit.pretrained import build, tensors_of
 from kit.wrapping import WRAPPERS, cpu
 from safetensors.torch import load_file, save_file
@@ -221,14 +221,9 @@ def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
     file.write_text(json.dumps(index))
 
 
-class PretrainedTest(unittest.TestCase):
-    root: Path
-
+class PretrainedTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         for name, how in {(name, how) for name, _, how in CASES} | {("bert", "whole"), ("bert", "split")}:
             options = {"max_shard_size": SMALL} if how == "split" else {}
             build(name).save_pretrained(cls.root / f"{name} {how}", **options)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.folders import SharedFolder
 from kit.rank_files import Buffered
 from kit.wrapping import STEPS, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
@@ -67,14 +66,9 @@ def check_resumed_by_ranks(path: Path) -> None:
         check_same("state", state, wanted.by_name())
 
 
-class TorchFileWriterTest(unittest.TestCase):
-    root: Path
-
+class TorchFileWriterTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
     def converted(self, name: str, **options: Any) -> Path:

@@ -7,7 +7,6 @@ import copy
 import io
 import json
 import os
-import tempfile
 import unittest
 import warnings
 import zipfile
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoints import Whole, buffers_of, load, mine, scramble
 from kit.compare import Differs, check_same, error_text, refused_on_ranks
+from kit.folders import SharedFolder
 from kit.optimizers import OfModel, two_groups
 from kit.pretrained import build, tensors_of
 from kit.scripts import TRAINING, run
@@ -509,14 +509,9 @@ def load_several(root: Path) -> None:
         refused_on_ranks("one for two", partial(load, root / "two-ids.pt", one), "StateError", "2 optimizers", "a list")
 
 
-class TorchFilesTest(unittest.TestCase):
-    root: Path
-
+class TorchFilesTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(write_all, 2, cls.root)
 
     def test_every_file_loads(self) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import tempfile
-import unittest
 from pathlib import Path
 from typing import Any
 
 import torch
 from fairscale.nn import FullyShardedDataParallel
+from kit.folders import SharedFolder
 from kit.wrapping import STEPS, Net, Oracle, Trained, adam, adamw_tensor_lr, check_same, cpu
 from parameterized import parameterized
 from torch import nn
@@ -64,14 +63,9 @@ def keys_of(bucket: MemoryBucket) -> list[str]:
     return [found.key for found in bucket.list("run/")]
 
 
-class TorchWriterTest(unittest.TestCase):
-    root: Path
-
+class TorchWriterTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         run_on_ranks(save_all, 2, cls.root)
 
     @parameterized.expand(list(MAKES))

@@ -11,6 +11,7 @@ from unittest import mock
 
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
+from kit.folders import SharedFolder
 from kit.interrupted import left_over
 from kit.scripts import run
 from parameterized import parameterized
@@ -46,12 +47,9 @@ class Stopped(BaseException):
     """What a user's interrupt is."""
 
 
-class FsspecTest(unittest.TestCase):
+class FsspecTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         cls.source, cls.wanted = cls.root / "source", cls.root / "wanted"
         save_some(cls.source, num_layers=2, width=128)
         fsdp_optim.convert(cls.source, cls.wanted, memory=MEMORY, max_file_size=1 << 16, durable=False)

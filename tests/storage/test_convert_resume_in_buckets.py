@@ -14,6 +14,7 @@ from unittest import mock
 from kit.cases import expand
 from kit.compare import check_same
 from kit.conversions import MEMORY, data_of, save_some
+from kit.folders import SharedFolder
 from kit.interrupted import InterruptedBucket, left_over
 from kit.proxy import Proxy
 from kit.scripts import run
@@ -87,17 +88,14 @@ def content_of(bucket: MemoryBucket) -> dict[str, bytes]:
         return {name: opened.read_whole(name) for name in sorted(names)}
 
 
-class InMemoryTest(unittest.TestCase):
+class InMemoryTest(SharedFolder):
     """Each of the requests of a conversion is the last one of a process; the next process goes on."""
 
     source: Path
     wanted: dict[str, bytes]
 
     @classmethod
-    def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        cls.root = Path(folder.name)
+    def fill(cls) -> None:
         cls.source = cls.root / "source"
         save_some(cls.source, num_layers=3, width=64)
         bucket = CountingBucket()

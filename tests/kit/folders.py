@@ -1,0 +1,30 @@
+"""Temporary folders of test classes. A folder of each test is in `kit.checkpoints.InFolder`."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+
+
+class SharedFolder(unittest.TestCase):
+    """A class whose tests share one folder, `root`, which `fill` has filled before the first of them."""
+
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.root = Path(folder.name)
+        cls.fill()
+
+    @classmethod
+    def fill(cls) -> None:
+        """Write into `cls.root`."""
+
+    def own_folder(self) -> Path:
+        """A folder in `root` that goes with this test."""
+        folder = tempfile.TemporaryDirectory(dir=self.root)
+        self.addCleanup(folder.cleanup)
+        return Path(folder.name)

@@ -1,0 +1,43 @@
+"""Golden checkpoints: each was made once, and every later version has to read it bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from kit.checkpoint_format import all_bytes, check_folder, read_manifest
+from kit.compare import check_same
+
+
+def digest(folder: Path) -> str:
+    """A digest of the names and bytes of all files."""
+    found = hashlib.sha256()
+    for name, data in sorted(all_bytes(folder).items()):
+        found.update(f"{name}\0{len(data)}\0".encode() + data)
+    return found.hexdigest()
+
+
+def without(keys: Collection[str], value: Any) -> Any:
+    """A manifest, or a part of it, without these keys at any depth."""
+    if isinstance(value, dict):
+        return {key: without(keys, item) for key, item in value.items() if key not in keys}
+    return [without(keys, item) for item in value] if isinstance(value, list) else value
+
+
+def check_kept(folder: Path, sha256: str, version: int) -> None:
+    """Raise unless a golden checkpoint is the one that was made, in that version of the format, and is whole."""
+    check_same("digest", digest(folder), sha256)
+    check_same("version", read_manifest(folder)["version"], version)
+    check_folder(folder)
+
+
+def make(folder: Path, write: Callable[[Path], object]) -> str:
+    """Let `write` make a golden checkpoint. Returns the digest, which the tests have to know."""
+    if folder.exists():
+        raise SystemExit(f"{folder} is there already: it is made once. Move it away to make another.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(folder)
+    check_folder(folder)
+    return digest(folder)
