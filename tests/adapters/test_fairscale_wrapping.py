@@ -19,6 +19,7 @@ from kit.trained import STEPS
 from kit.training import Pairs, raise_problems
 from kit.units import WRAPPINGS, units
 from kit.values import check_close, tensors_in
+from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import Tensor, nn
 
@@ -141,11 +142,6 @@ def _gather_and_assemble(wrapped: Wrapped) -> Saved:
     assert full is not None
     check_value(f"{wrapped.setup}: gathered", by_name(full), state)
     return full, params
-
-
-def by_name(full: Full) -> dict[str, dict[str, Any]]:
-    names = {i: fqn for g in full["param_groups"] for i, fqn in zip(g["params"], g["param_names"], strict=True)}
-    return {names[i]: values for i, values in full["state"].items()}
 
 
 SIZES = {name: 1 + i % 3 for i, name in enumerate(REAL)}

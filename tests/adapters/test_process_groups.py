@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fairscale.internal.parallel import get_process_group_cached
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from fairscale.nn.data_parallel import auto_wrap_bn
+from kit.compare import check_same
 from kit.groups import (
     STEPS,
     Distribution,
@@ -22,18 +23,15 @@ from kit.groups import (
     Net,
     Sharded,
     adam,
-    by_name,
     check_alike,
     check_full,
     check_gathered,
-    check_same,
     error_of,
     frozen_copy,
     name_of_experts,
     names_in,
     new_groups,
     numbers,
-    plain_by_name,
     plain_experts,
     plain_net,
     rename_experts,
@@ -41,6 +39,8 @@ from kit.groups import (
     told_by,
     with_experts,
 )
+from kit.trained import state_by_name
+from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import nn
 
@@ -65,9 +65,9 @@ def gather_all_experts(no_broadcast: bool) -> None:
         if full is not None and full["uncollected_local_ids"]:
             raise AssertionError(f"all are collected, but listed as uncollected: {full['uncollected_local_ids']}")
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", name_of=name_of)
-    check_same(full["state"], plain_by_name(plain, plain_optim), "state by name")
+    check_same("state by name", full["state"], state_by_name(plain, plain_optim), in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None, collect="all", name_of=name_of))
-    check_same(listed, plain_by_name(plain, plain_optim), "iterated")
+    check_same("iterated", listed, state_by_name(plain, plain_optim), in_order=False)
 
 
 @fairscale_on_cpu()
@@ -77,7 +77,7 @@ def gather_experts_from_anywhere(distribution: Distribution) -> None:
     model, optim, _ = with_experts(distribution[dist.get_rank()])
     name_of = name_of_experts(distribution)
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, collect="all", name_of=name_of)
-    check_same(by_name(full), plain_by_name(plain, plain_optim), "state by name")
+    check_same("state by name", by_name(full), state_by_name(plain, plain_optim), in_order=False)
     check_gathered(full, None, plain, plain_optim)
 
 
@@ -94,7 +94,7 @@ def resume_experts(distribution: Distribution, verb: str) -> None:
     if verb == "shard":
         shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of)
     elif verb == "by name":
-        named = {**full, "state": plain_by_name(plain, plain_optim)}
+        named = {**full, "state": state_by_name(plain, plain_optim)}
         named["param_groups"] = [{**full["param_groups"][0], "params": names_in(plain)}]
         shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, named, name_of=name_of)
     elif verb == "method":
@@ -103,7 +103,7 @@ def resume_experts(distribution: Distribution, verb: str) -> None:
         source = len(distribution) - 1
         mine = full if rank == source else None
         shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source, name_of=name_of)
-    check_same(shard, trained, f"{verb} on rank {rank}")
+    check_same(f"{verb} on rank {rank}", shard, trained, in_order=False)
     fsdp_optim.load_optim_state_dict(optim, shard)
     sharded.step(optim, [STEPS])
 
@@ -118,7 +118,9 @@ def same_experts_gathered_and_given_back() -> None:
     wanted = frozen_copy(with_experts(loaded[rank])[1])
     model, optim, _ = with_experts(loaded[rank], steps=0)
     name_of = name_of_experts(loaded)
-    check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of), wanted, "shard")
+    check_same(
+        "shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full, name_of=name_of), wanted, in_order=False
+    )
 
 
 @fairscale_on_cpu()
@@ -131,19 +133,21 @@ def gather_own_experts_only() -> None:
     plain, plain_optim = plain_experts(3)
     wanted = {
         name.replace(f"experts.{rank}.", "experts.0."): values
-        for name, values in plain_by_name(plain, plain_optim).items()
+        for name, values in state_by_name(plain, plain_optim).items()
         if not name.startswith("experts.") or name.startswith(f"experts.{rank}.")
     }
     for recipient in (0, 1, 2, None):
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient)
         if recipient not in (rank, None):
-            check_same(full, None, "of another rank than the recipient")
+            check_same("of another rank than the recipient", full, None, in_order=False)
             continue
-        check_same(by_name(full), wanted, f"state on rank {rank}: its own expert, no other's")
-        check_same(full["uncollected_local_ids"], [expert_id], "uncollected_local_ids")
+        check_same(f"state on rank {rank}: its own expert, no other's", by_name(full), wanted, in_order=False)
+        check_same("uncollected_local_ids", full["uncollected_local_ids"], [expert_id], in_order=False)
         names = full["param_groups"][0]["param_names"]
         uncollected = {names[key] for key, local_id in full["param_id_map"].items() if local_id == expert_id}
-        check_same(sorted(uncollected), ["experts.0.bias", "experts.0.weight"], "originals of the uncollected")
+        check_same(
+            "originals of the uncollected", sorted(uncollected), ["experts.0.bias", "experts.0.weight"], in_order=False
+        )
 
 
 class Warnings(logging.Handler):
@@ -178,7 +182,7 @@ def load_uncollected(verb: str) -> None:
             else:
                 mine = full if rank == source else None
                 shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source)
-        check_same(shard, wanted, f"{verb} on rank {rank} of what rank {source} gathered")
+        check_same(f"{verb} on rank {rank} of what rank {source} gathered", shard, wanted, in_order=False)
         if not any("experts.0.weight" in line and "no_broadcast_optim_state" in line for line in warnings):
             raise AssertionError(f"no warning on rank {rank}: {warnings}")
 
@@ -214,17 +218,17 @@ def gather_keyed_by_rank(key_of_rank: Sequence[int]) -> None:
         model, optim, _ = with_experts([key], no_broadcast=no_broadcast, keys=[key])
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, collect="all" if no_broadcast else "wrapper")
         if full is not None:
-            check_same(by_name(full), plain_by_name(plain, plain_optim), "state by name")
+            check_same("state by name", by_name(full), state_by_name(plain, plain_optim), in_order=False)
         check_gathered(full, 0, plain, plain_optim)
     key = key_of_rank[rank]
     model, optim, _ = with_experts([key], keys=[key])
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
     wanted = {
         name: values
-        for name, values in plain_by_name(plain, plain_optim).items()
+        for name, values in state_by_name(plain, plain_optim).items()
         if not name.startswith("experts.") or name.startswith(f"experts.{key}.")
     }
-    check_same(by_name(full), wanted, "not collected, with names of their own: only this rank's")
+    check_same("not collected, with names of their own: only this rank's", by_name(full), wanted, in_order=False)
 
 
 class TestExperts(unittest.TestCase):
@@ -323,13 +327,17 @@ def gather_batch_norm() -> tuple[str, str, float]:
     model, optim = with_batch_norm(drifted=False)
     full = fsdp_optim.gather_full_optim_state_dict(model, optim)
     check_gathered(full, 0, *plain_net(model=Normed()))
-    check_same(model.get_shard_from_optim_state_dict(told_by(0, full), optim), frozen_copy(optim), "shard")
-    check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, full), frozen_copy(optim), "scatter")
+    check_same(
+        "shard", model.get_shard_from_optim_state_dict(told_by(0, full), optim), frozen_copy(optim), in_order=False
+    )
+    check_same(
+        "scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, full), frozen_copy(optim), in_order=False
+    )
 
     model, optim = with_batch_norm(drifted=True)
     error = error_of(lambda: fsdp_optim.gather_full_optim_state_dict(model, optim))
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", name_of=bn_alone)
-    check_same(full["state"], {**train_normed(0), **train_normed(1)}, "drifted apart")
+    check_same("drifted apart", full["state"], {**train_normed(0), **train_normed(1)}, in_order=False)
     return error
 
 
@@ -366,9 +374,16 @@ def gather_replicas(flatten: bool) -> None:
             full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient)
             check_gathered(full, recipient, plain, plain_optim)
         model, optim = on_half(halves, steps=0, flatten_parameters=flatten)
-        check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, f"shard, {halves}")
+        check_same(
+            f"shard, {halves}", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, in_order=False
+        )
         mine = full if rank == 2 else None
-        check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, 2), wanted, f"scatter, {halves}")
+        check_same(
+            f"scatter, {halves}",
+            fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, 2),
+            wanted,
+            in_order=False,
+        )
 
 
 @fairscale_on_cpu()
@@ -405,12 +420,14 @@ def gather_different_halves() -> None:
         for recipient in (0, 2, 3):
             full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient)
             if full is not None:
-                check_same(by_name(full), plain_by_name(plain, plain_optim), f"state by name, {halves}")
+                check_same(f"state by name, {halves}", by_name(full), state_by_name(plain, plain_optim), in_order=False)
                 # 4 * 5 + 5 + 3 * 2 + 2 = 33 elements on 4 ranks: chunks of 9; 5 * 3 + 3 = 18 on 2 ranks: no padding
-                check_same(sorted(full["num_padded"]), [[0, 0], [0, 0], [0, 0, 0, 3]], f"num_padded, {halves}")
+                check_same(
+                    f"num_padded, {halves}", sorted(full["num_padded"]), [[0, 0], [0, 0], [0, 0, 0, 3]], in_order=False
+                )
             check_gathered(full, recipient, plain, plain_optim)
             scattered = fsdp_optim.scatter_full_optim_state_dict(model, optim, full, recipient)
-            check_same(scattered, frozen_copy(optim), f"scattered from rank {recipient}, {halves}")
+            check_same(f"scattered from rank {recipient}, {halves}", scattered, frozen_copy(optim), in_order=False)
 
 
 class TestHalves(unittest.TestCase):
@@ -458,14 +475,14 @@ def everything_on_the_last_two() -> list[tuple[str, str, float]] | None:
         full = model.gather_full_optim_state_dict(optim, recipient)
         check_gathered(full, recipient, plain, plain_optim)
     wanted = frozen_copy(optim)
-    check_same(fresh.get_shard_from_optim_state_dict(full, fresh_optim), wanted, "shard")
+    check_same("shard", fresh.get_shard_from_optim_state_dict(full, fresh_optim), wanted, in_order=False)
     for source in (2, 3):
         mine = full if dist.get_rank() == source else None
         shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, mine, source)
-        check_same(shard, wanted, f"scattered from rank {source}")
+        check_same(f"scattered from rank {source}", shard, wanted, in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, recipient_rank=3))
-    state = plain_by_name(plain, plain_optim)
-    check_same(listed, state if dist.get_rank() == 3 else dict.fromkeys(state), "iterated")
+    state = state_by_name(plain, plain_optim)
+    check_same("iterated", listed, state if dist.get_rank() == 3 else dict.fromkeys(state), in_order=False)
     errors = [error_of(lambda: model.gather_full_optim_state_dict(optim, r)) for r in (0, 1, 4, -1)]  # noqa: B023
     errors += [error_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, full, 1))]
     sharded.step(optim, [STEPS])
@@ -485,7 +502,7 @@ def two_models_at_once(rounds: int) -> None:
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, timeout=20)
     check_gathered(full, None, *plain)
     shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, full if rank == first + 1 else None, first + 1)
-    check_same(shard, frozen_copy(optim), f"scattered to rank {rank}")
+    check_same(f"scattered to rank {rank}", shard, frozen_copy(optim), in_order=False)
 
 
 @fairscale_on_cpu()
@@ -506,10 +523,12 @@ def two_models_of_the_same_ranks() -> None:
     models = [on_group([0, 1]), on_group([0, 1], width=6)]
     for (model, optim, _), width in zip(models, (7, 6), strict=True):
         found = dict(fsdp_optim.iter_full_optim_state(model, optim, None, bucket_nbytes=64))
-        check_same(found, plain_by_name(*plain_net(model=Net(width))), f"width {width}")
+        check_same(f"width {width}", found, state_by_name(*plain_net(model=Net(width))), in_order=False)
     for model, optim, _ in models:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
-        check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), frozen_copy(optim), "shard")
+        check_same(
+            "shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), frozen_copy(optim), in_order=False
+        )
 
 
 class TestOtherRoots(unittest.TestCase):
@@ -558,7 +577,7 @@ def gather_everything() -> None:
     full = fsdp_optim.gather_full_optim_state_dict(net, optim, recipient_rank=2)
     check_gathered(full, 2, *plain_net(model=Deep(range(4))))
     shard = fsdp_optim.scatter_full_optim_state_dict(net, optim, full, source_rank=2)
-    check_same(shard, frozen_copy(optim), f"scattered to rank {rank}")
+    check_same(f"scattered to rank {rank}", shard, frozen_copy(optim), in_order=False)
 
 
 class TestMixture(unittest.TestCase):
@@ -568,11 +587,11 @@ class TestMixture(unittest.TestCase):
     def test_the_oracle_trains(self) -> None:
         """The comparisons above can fail: steps change the state, and different names have different numbers."""
         plain, optim = plain_experts(2)
-        state = plain_by_name(plain, optim)
+        state = state_by_name(plain, optim)
         assert state["experts.0.bias"]["exp_avg"].abs().sum() > 0
         assert not torch.equal(state["experts.0.bias"]["exp_avg"], state["experts.1.bias"]["exp_avg"])
         before = state["trunk.bias"]["exp_avg"].clone()
         step_plain(plain, optim, [STEPS])
-        assert not torch.equal(before, plain_by_name(plain, optim)["trunk.bias"]["exp_avg"])
+        assert not torch.equal(before, state_by_name(plain, optim)["trunk.bias"]["exp_avg"])
         with self.assertRaises(AssertionError):
             check_full({**optim.state_dict(), "param_groups": [{"params": [], "param_names": []}]}, optim, [])

@@ -50,11 +50,17 @@ from kit.checkpoints import (
     save_trained,
     scramble,
 )
-from kit.groups import Distribution, name_of_experts, plain_by_name, plain_experts, with_experts
+from kit.groups import (
+    Distribution,
+    name_of_experts,
+    plain_experts,
+    with_experts,
+)
 from kit.models import Tied
 from kit.opaque import Blockwise, opaque_state
 from kit.optimizers import Peculiar, two_groups
 from kit.torch_limits import cannot_make, cannot_run, skip_if
+from kit.trained import state_by_name
 from kit.wrapping import (
     STEPS,
     WRAPPERS,
@@ -440,7 +446,7 @@ class StatesTest(InFolder):
         plain, optim = plain_experts(3)
         self.assertEqual(sorted(opened(self.path, "model")), sorted(name for name, _ in plain.named_parameters()))
         state = {
-            f"state.{n}.{key}": v for n, values in plain_by_name(plain, optim).items() for key, v in values.items()
+            f"state.{n}.{key}": v for n, values in state_by_name(plain, optim).items() for key, v in values.items()
         }
         check_same("optim", opened(self.path, "optim"), {key: state[key] for key in sorted(state)})
         run_on_ranks(load_experts, 2, self.path, [[2], [0, 1]])
@@ -543,7 +549,7 @@ def load_experts(path: Path, distribution: Distribution) -> None:
             param.fill_(-3)
     fsdp_optim.load(path, model, optim, name_of=name_of, progress=False, check="bitwise")
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, "name", collect="all", name_of=name_of)
-    check_same("state", in_order(full["state"]), in_order(plain_by_name(*plain_experts(3))))
+    check_same("state", in_order(full["state"]), in_order(state_by_name(*plain_experts(3))))
     fsdp_optim.save(path.parent / "again", model, optim, name_of=name_of, progress=False)
 
 

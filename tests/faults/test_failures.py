@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.cases import expand, some
+from kit.compare import check_same
 from kit.groups import (
     NUM_NET_PARAMS,
     Meeting,
@@ -29,14 +30,13 @@ from kit.groups import (
     adam,
     check_alike,
     check_gathered,
-    check_same,
     error_of,
     frozen_copy,
     names_in,
     nested_net,
-    plain_by_name,
     plain_net,
 )
+from kit.trained import state_by_name
 from parameterized import parameterized
 from torch import nn
 
@@ -89,10 +89,12 @@ class Calls:
         if verb == "gather":
             check_gathered(found, self.recipient, *self.plain)
         elif verb == "iter":
-            state = plain_by_name(*self.plain)
-            check_same(found, state if dist.get_rank() == self.recipient else dict.fromkeys(state), "iterated")
+            state = state_by_name(*self.plain)
+            check_same(
+                "iterated", found, state if dist.get_rank() == self.recipient else dict.fromkeys(state), in_order=False
+            )
         else:
-            check_same(found, frozen_copy(self.optim), "scattered")
+            check_same("scattered", found, frozen_copy(self.optim), in_order=False)
 
 
 class OtherDict:

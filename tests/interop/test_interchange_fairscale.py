@@ -12,26 +12,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
+from kit.compare import check_same
 from kit.groups import (
     NUM_NET_PARAMS,
     Net,
     Sharded,
     adam,
-    by_name,
     check_full,
     check_gathered,
-    check_same,
     fill,
     frozen_copy,
     gradient,
     names_in,
     nested_net,
     new_groups,
-    plain_by_name,
     plain_net,
     step_plain,
     told_by,
 )
+from kit.trained import state_by_name
+from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import Tensor, nn
 
@@ -96,7 +96,7 @@ def fairscale_dict(plain: nn.Module, optim: torch.optim.Optimizer, world_size: i
     Ids count by unit, `step` is a number, other 0-dim tensors are lists (an entry per rank) and only the last parameter of
     a unit has them.
     """
-    state = plain_by_name(plain, optim)
+    state = state_by_name(plain, optim)
     names = [name for unit in UNITS for name in unit]
     unit_of = {name: index for index, unit in enumerate(UNITS) for name in unit}
 
@@ -137,10 +137,13 @@ def reference_is_fairscales(make: Make, unused: list[str]) -> None:
     plain_optim = make(plain.parameters())
     step_plain(plain, plain_optim, range(STEPS), unused)
     full = gather_by_fairscale(model, optim, features=5)
-    check_same(full, fairscale_dict(plain, plain_optim, dist.get_world_size()), "fairscale's own dict")
+    check_same("fairscale's own dict", full, fairscale_dict(plain, plain_optim, dist.get_world_size()), in_order=False)
     # and it can be read where it was written
     check_same(
-        fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), with_steps(frozen_copy(optim), float), "shard"
+        "shard",
+        fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
+        with_steps(frozen_copy(optim), float),
+        in_order=False,
     )
 
 
@@ -172,24 +175,32 @@ def read_fairscales(make: Make, cls: type[nn.Module]) -> None:
     rank, make_plain = dist.get_rank(), plain_net(STEPS, make)
     reference = fairscale_dict(*make_plain, world_size=2)
     _, live, _ = nested_net(STEPS, make, cls)
-    state = plain_by_name(*make_plain)
+    state = state_by_name(*make_plain)
     for form, make_step, wanted_step in STEP_FORMS:
         full = {**older(reference, make_step), "loss_scale": 128.0}
         untouched = copy.deepcopy(full)
         wanted = {**with_steps(frozen_copy(live), wanted_step), "loss_scale": 128.0}
         model, optim, sharded = nested_net(0, make, cls)
         shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)
-        check_same(shard, wanted, f"get_shard, {form}")
+        check_same(f"get_shard, {form}", shard, wanted, in_order=False)
         if cls is FSDP:
-            check_same(model.get_shard_from_optim_state_dict(full), wanted, f"the method without optimizer, {form}")
+            check_same(
+                f"the method without optimizer, {form}",
+                model.get_shard_from_optim_state_dict(full),
+                wanted,
+                in_order=False,
+            )
         mine = full if rank == 1 else None
         check_same(
-            fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source_rank=1), wanted, f"scatter, {form}"
+            f"scatter, {form}",
+            fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source_rank=1),
+            wanted,
+            in_order=False,
         )
         named = fsdp_optim.rekey_optim_state_dict(full, model, "name")
         by_names = {n: {**v, "step": wanted_step(v["step"])} for n, v in state.items()}
-        check_same(named["state"], by_names, f"rekey, {form}")
-        check_same(full, untouched, f"the input, {form}")
+        check_same(f"rekey, {form}", named["state"], by_names, in_order=False)
+        check_same(f"the input, {form}", full, untouched, in_order=False)
         optim.load_state_dict(shard)
         for param, saved in zip(optim.param_groups[0]["params"], live.param_groups[0]["params"], strict=True):
             param.data.copy_(saved)
@@ -215,12 +226,12 @@ def read_fairscales_experts() -> None:
     rank = dist.get_rank()
 
     full = gather_by_fairscale(*with_experts(rank, STEPS), features=3)
-    check_same(full["uncollected_local_ids"], [1], "what fairscale calls uncollected")
+    check_same("what fairscale calls uncollected", full["uncollected_local_ids"], [1], in_order=False)
     wanted = with_steps(frozen_copy(with_experts(0, STEPS)[1]), float)
     model, optim = with_experts(rank, 0)
-    check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, "get_shard")
+    check_same("get_shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, full), wanted, in_order=False)
     mine = full if rank == 0 else None
-    check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, "scatter")
+    check_same("scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, in_order=False)
 
 
 # --------------------------------------------------------------------------------- ours -> theirs
@@ -252,8 +263,8 @@ def read_by_fairscale(full: Any, make: Make, unused: list[str], cls: type[nn.Mod
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == (1,) and name in ("step", "mu_product", "eta", "mu"):
                 raise AssertionError(f"{name} has shape (1,): torch.optim then fails")
-    check_same(loose_steps(shard), loose_steps(wanted), "fairscale's shard")
-    check_same(full, untouched, "what for_fairscale was given")
+    check_same("fairscale's shard", loose_steps(shard), loose_steps(wanted), in_order=False)
+    check_same("what for_fairscale was given", full, untouched, in_order=False)
 
     model, optim, sharded = nested_net(0, make, cls)
     optim.load_state_dict(shard)
@@ -284,7 +295,9 @@ def experts_read_by_fairscale() -> None:
     full = told_by(0, fsdp_optim.gather_full_optim_state_dict(model, optim))
     shard = FairscaleFSDP.get_shard_from_optim_state_dict(model, fsdp_optim.for_fairscale(full))
     shard.pop("fqns")
-    check_same(loose_steps(shard), loose_steps(frozen_copy(with_experts(0, STEPS)[1])), "fairscale's shard")
+    check_same(
+        "fairscale's shard", loose_steps(shard), loose_steps(frozen_copy(with_experts(0, STEPS)[1])), in_order=False
+    )
 
 
 # --------------------------------------------------------------------------------- ours <-> plain
@@ -319,10 +332,10 @@ def read_plain(saved: Any) -> None:
     _, live, _ = nested_net()
     wanted = frozen_copy(live)
     model, optim, _ = nested_net(0)
-    check_same(fsdp_optim.get_shard_from_optim_state_dict(model, optim, saved), wanted, "get_shard")
-    check_same(model.get_shard_from_optim_state_dict(saved), wanted, "the method without optimizer")
+    check_same("get_shard", fsdp_optim.get_shard_from_optim_state_dict(model, optim, saved), wanted, in_order=False)
+    check_same("the method without optimizer", model.get_shard_from_optim_state_dict(saved), wanted, in_order=False)
     mine = saved if dist.get_rank() == 0 else None
-    check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, "scatter")
+    check_same("scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, mine), wanted, in_order=False)
 
 
 def combinations() -> Iterator[tuple[str, Any, list[str]]]:
@@ -367,7 +380,7 @@ class TestForFairscale(unittest.TestCase):
             converted[key].clear()
         converted["param_groups"][0]["params"].clear()
         converted["param_groups"][0]["lr"] = 5
-        check_same(full, untouched, "the full dict")
+        check_same("the full dict", full, untouched, in_order=False)
 
     def test_a_dict_by_name_is_refused(self) -> None:
         full = run_on_ranks(gather, 2, adam, [])[0]
@@ -385,11 +398,11 @@ class TestPlainOptimizer(unittest.TestCase):
         resumed.load_state_dict(trained.state_dict())
         optim = make(resumed.parameters())
         optim.load_state_dict(full)
-        check_same(optim.state_dict()["state"], trained_optim.state_dict()["state"], "loaded")
+        check_same("loaded", optim.state_dict()["state"], trained_optim.state_dict()["state"], in_order=False)
         step_plain(trained, trained_optim, [STEPS, STEPS + 1])
         step_plain(resumed, optim, [STEPS, STEPS + 1])
-        check_same(optim.state_dict()["state"], trained_optim.state_dict()["state"], "trained on")
-        check_same(resumed.state_dict(), trained.state_dict(), "the model trained on")
+        check_same("trained on", optim.state_dict()["state"], trained_optim.state_dict()["state"], in_order=False)
+        check_same("the model trained on", resumed.state_dict(), trained.state_dict(), in_order=False)
 
     def test_groups_that_cross_the_models_order(self) -> None:
         full = run_on_ranks(gather_two_groups, 2)[0]

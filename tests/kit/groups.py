@@ -1,12 +1,14 @@
 """Models under fairscale FSDP on any process groups, stepped without a forward pass, and comparisons that say what differs.
 
-Initial values and gradients are a function of a parameter's name in the whole job, so that a model of any wrapping, on any
-ranks, and the plain model with all parts train alike, bit for bit (optimizers are elementwise).
+Initial values and gradients are a function of a parameter's name in the whole job, not of the elements' numbers as in
+`kit.trained`, because a rank that has some of the experts does not know the whole model. Cuts, steps and comparisons are those of
+the whole kit.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import time
 import zlib
@@ -19,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_optim import FullyShardedDataParallel as FSDP
-from kit import compare
-
-STEPS = 3
+from kit import compare, wrapping
+from kit.local_parts import params_of
+from kit.numbers import Numbers
+from kit.trained import STEPS, take_steps
 
 Rename = Callable[[str], str]
 Optim = torch.optim.Optimizer
@@ -61,56 +64,73 @@ def fill(model: nn.Module, rename: Rename = str) -> None:
         param.data.copy_(numbers(f"{rename(name)} values", param.shape))
 
 
-class Sharded:
-    """A model that is wrapped unit by unit, with a record of the originals in every live parameter.
+class NamedNumbers(Numbers):
+    """Numbers of a model's elements on this rank, with values and gradients by the parameters' names in the whole job."""
 
-    `rename` makes a parameter's name on this rank its name in the whole job, which its numbers come from.
+    def __init__(self, model: nn.Module, rename: Rename = str) -> None:
+        super().__init__(model)
+        self._rename = rename
+
+    def values(self) -> Tensor:
+        return self.table({name: numbers(f"{self._rename(name)} values", shape) for name, shape in self.shape.items()})
+
+    def gradients(self, step: int) -> Tensor:
+        return self.table({name: gradient(self._rename(name), step, shape) for name, shape in self.shape.items()})
+
+
+class Sharded:
+    """A model that is wrapped unit by unit, with the numbers of the elements in every live parameter.
+
+    `rename` makes a parameter's name on this rank its name in the whole job: a rank with some of the experts does not know the
+    whole model, so that values and gradients come from names.
     """
 
     def __init__(self, model: nn.Module, rename: Rename = str) -> None:
-        fill(model, rename)
-        self._rename = rename
+        self._numbers = NamedNumbers(model, rename)
         self._names = {param: name for name, param in model.named_parameters()}
-        self._live: list[tuple[nn.Parameter, nn.Module | None, list[tuple[str, torch.Size]]]] = []
+        self._live: list[tuple[nn.Parameter, Tensor, Sequence[str]]] = []
+        fill(model, rename)
 
     def wrap(self, module: nn.Module, cls: type[nn.Module] = FSDP, **kwargs: Any) -> Any:
         """Make a unit of the parameters in `module` that are not in a unit yet."""
-        params = list(dict.fromkeys(p for p in module.parameters() if not hasattr(p, "_is_sharded")))
-        originals = [(self._names[param], param.shape) for param in params]
+        params = list(dict.fromkeys(p for p in module.parameters() if not _is_in_a_unit(p)))
+        names = [self._names[param] for param in params]
+        for param, name in zip(params, names, strict=True):
+            param.data = self._numbers.of(name).reshape(param.shape).to(param.dtype)
         unit: Any = cls(module, **kwargs)
-        parts = [originals] if kwargs.get("flatten_parameters", True) else [[original] for original in originals]
-        self._live += [(p, unit, part) for p, part in zip(unit.params, parts, strict=True)] if originals else []
+        parts = [names] if kwargs.get("flatten_parameters", True) else [[name] for name in names]
+        for param, part in zip(unit.params, parts, strict=True) if names else ():
+            index = self._numbers.read(param)
+            param.data.copy_(self._numbers.values()[index].reshape(param.shape))
+            self._live.append((param, index, part))
         return unit
 
     def adopt(self, unit: Any, names: Sequence[str]) -> None:
-        """Add a unit that was made elsewhere, with one parameter for each of `names`."""
-        self._live += [(p, unit, [(n, p._orig_size)]) for p, n in zip(unit.params, names, strict=True)]
+        """Add a unit of one rank that was made elsewhere, with one parameter for each of `names`."""
+        self._live += [(p, self._numbers.of(name), [name]) for p, name in zip(unit.params, names, strict=True)]
 
-    def step(self, optim: Any, steps: Collection[int], unused: Collection[str] = ()) -> None:
+    def step(self, optim: Any, steps: Sequence[int], unused: Collection[str] = ()) -> None:
         """One optimizer step for each number in `steps`. Units with a name in `unused` get no gradient."""
         known = {id(param) for param, *_ in self._live}
-        loose = [(p, None, [(n, p.shape)]) for p, n in self._names.items() if not _is_empty(p) and id(p) not in known]
-        held = {id(p) for group in optim.param_groups for p in group["params"]}
-        for number in steps:
-            for param, unit, parts in [*self._live, *loose]:
-                if id(param) in held and not any(name in unused for name, _ in parts):
-                    full = torch.cat([gradient(self._rename(n), number, shape).reshape(-1) for n, shape in parts])
-                    mine = unit._get_shard(full)[0] if unit is not None and param._is_sharded else full
-                    param.grad = mine.view(param.shape).to(param.dtype)
-            optim.step()
+        free = [(p, n) for p, n in self._names.items() if not _is_in_a_unit(p) and id(p) not in known]
+        held = {id(param) for param in params_of(optim)}
+        parts = [
+            (param, index, not set(names) & set(unused))
+            for param, index, names in [*self._live, *((p, self._numbers.of(n), [n]) for p, n in free)]
+            if id(param) in held
+        ]
+        take_steps(optim, steps, self._numbers, parts)
 
 
-def _is_empty(param: Tensor) -> bool:
-    """Whether a wrapper has emptied an original parameter."""
+def _is_in_a_unit(param: Tensor) -> bool:
     return hasattr(param, "_is_sharded")
 
 
-def step_plain(model: nn.Module, optim: Optim, steps: Collection[int], unused: Collection[str] = ()) -> None:
+def step_plain(model: nn.Module, optim: Optim, steps: Sequence[int], unused: Collection[str] = ()) -> None:
     """The same steps on a model without FSDP."""
-    for number in steps:
-        for name, param in model.named_parameters():
-            param.grad = None if name in unused else gradient(name, number, param.shape).to(param.dtype)
-        optim.step()
+    numbered = NamedNumbers(model)
+    parts = [(param, numbered.of(name), name not in unused) for name, param in model.named_parameters()]
+    take_steps(optim, steps, numbered, parts)
 
 
 def adam(params: Any) -> Optim:
@@ -180,36 +200,13 @@ def raw(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
-def check_same(got: Any, wanted: Any, what: str) -> None:
-    """The same as in `kit.compare`, but keys may be in any order."""
-    compare.check_same(what, got, wanted, in_order=False)
-
-
 def check_full(full: Any, optim: Optim, names: Sequence[str], what: str = "the full dict") -> None:
     """Raise unless a full dict by id is the dict of an optimizer of an unwrapped model, whose parameters have `names`."""
-    if full is None:
-        raise AssertionError(f"{what} is None")
-    wanted = optim.state_dict()
-    groups = [dict(group) for group in full["param_groups"]]
-    flat = [name for group in groups for name in group.pop("param_names")]
-    check_same(full["state"], wanted["state"], f"{what}, state")
-    check_same(groups, wanted["param_groups"], f"{what}, param_groups")
-    check_same(flat, list(names), f"{what}, param_names")
-
-
-def by_name(full: Any) -> dict[str, Any]:
-    """The state of a full dict by id, as {name: state}; the parameters without state are left out."""
-    name_of = {
-        key: name
-        for group in full["param_groups"]
-        for key, name in zip(group["params"], group["param_names"], strict=True)
-    }
-    return {name_of[key]: values for key, values in full["state"].items()}
-
-
-def plain_by_name(model: nn.Module, optim: Optim) -> dict[str, Any]:
-    """The state of a plain optimizer as {name: state}."""
-    return {name: dict(optim.state[p]) for name, p in model.named_parameters() if optim.state.get(p)}
+    compare.check_same(f"{what}, names of all parameters", len(names), len(params_of(optim)))
+    wanted, left = optim.state_dict(), iter(names)
+    for group in wanted["param_groups"]:
+        group["param_names"] = list(itertools.islice(left, len(group["params"])))
+    wrapping.check_full(what, full, wanted, in_order=False)
 
 
 def check_gathered(found: Any, recipient: int | None, model: nn.Module, optim: Optim) -> None:
@@ -230,18 +227,10 @@ def frozen_copy(optim: Any) -> Any:
     return copy.deepcopy(optim.state_dict())
 
 
-def snapshot(model: nn.Module, optim: Any) -> Any:
-    """A copy of every byte of a model and its optimizer: parameters, gradients, state and groups."""
-
-    def copied(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().clone()
-
-    return {
-        "params": {name: copied(param) for name, param in model.named_parameters()},
-        "grads": {name: copied(param.grad) for name, param in model.named_parameters()},
-        "buffers": {name: copied(buffer) for name, buffer in model.named_buffers()},
-        "optim": frozen_copy(optim),
-    }
+def snapshot(model: nn.Module, optim: Any) -> dict[str, Any]:
+    """Copies of what a model and its optimizer have, buffers too."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return {**wrapping.copies_of(model, optim), "buffers": buffers}
 
 
 def error_of(call: Callable[[], Any]) -> Error:
@@ -256,14 +245,7 @@ def error_of(call: Callable[[], Any]) -> Error:
 
 def check_alike(errors: Sequence[Error], kind: str, *words: str, within: float = 5.0) -> None:
     """Raise unless all ranks had one and the same error, of one class, with all words in it, soon."""
-    what = "\n".join(f"rank {rank}: {name or 'no error'}: {message}" for rank, (name, message, _) in enumerate(errors))
-    if {name for name, *_ in errors} != {kind}:
-        raise AssertionError(f"not {kind} on all ranks:\n{what}")
-    if len({message for _, message, _ in errors}) != 1:
-        raise AssertionError(f"the message is not the same on all ranks:\n{what}")
-    missing = [word for word in words if word not in errors[0][1]]
-    if missing:
-        raise AssertionError(f"{missing} not in the message:\n{errors[0][1]}")
+    compare.check_refused("the call", [(name, message) for name, message, _ in errors], kind, *words)
     slowest = max(seconds for *_, seconds in errors)
     if slowest > within:
         raise AssertionError(f"it took {slowest:.1f} s until all ranks had the error")

@@ -29,8 +29,11 @@ class Numbers:
     def give(self, model: nn.Module) -> None:
         """Give every element its number as its value."""
         for name, param in model.named_parameters():
-            numbers = torch.arange(self.start[name], self.start[name] + param.numel())
-            param.data = numbers.reshape(param.shape).to(param.dtype)
+            param.data = self.of(name).reshape(param.shape).to(param.dtype)
+
+    def of(self, name: str) -> Tensor:
+        """The numbers of a parameter's elements."""
+        return torch.arange(self.start[name], self.start[name] + self.numel[name])
 
     def gradients(self, step: int) -> Tensor:
         """The gradients by number; the gradient of padding is zero."""

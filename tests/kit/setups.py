@@ -109,7 +109,7 @@ class Plain(Oracle):
         self.fqns = self.setup.in_groups([fqn for live in reversed(lives) for fqn in live.fqns] or params)
         return self.setup.make_optimizer([[params[fqn] for fqn in group] for group in self.fqns])
 
-    def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
+    def step(self, steps: Sequence[int], unused: Collection[str] = ()) -> None:
         for number in steps:
             super().step([number], {*unused, *self.setup.idle_in(number, self.names)})
             self.setup.end_step(self.optim, number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,37 @@ from kit.wraps import WRAPPERS
 STEPS = 3
 
 _FSDP1_PART = "_fsdp_wrapped_module."
+
+
+def take_steps(
+    optims: Any,
+    steps: Sequence[int],
+    numbers: Numbers,
+    parts: Iterable[tuple[Tensor, Tensor, bool]],
+    by_torch: bool = False,
+) -> None:
+    """Step an optimizer, or each one of a list.
+
+    `parts`: live parameters, the numbers of the elements that this rank has of each, and whether it gets a gradient. All other
+    arguments are as for `Trained`.
+    """
+    own = [(param, local_of(param), index, trains and param.requires_grad) for param, index, trains in parts]
+    quick = [LocalSteps(optim) for optim in each_of(optims) if not by_torch and steps_local_parts(optim)]
+    others = [optim for optim in each_of(optims) if by_torch or not steps_local_parts(optim)]
+    gradients: dict[Tensor, Tensor | None] = {}
+    for number in steps:
+        table = numbers.gradients(number)
+        for param, local, index, trains in own:
+            gradients[param] = table[index].reshape(local.shape).to(local.device, param.dtype) if trains else None
+        for one in quick:
+            one.step(gradients)
+        if others or number == steps[-1]:
+            for param, gradient in gradients.items():
+                param.grad = None if gradient is None else like(gradient, param)
+        for optim in others:
+            optim.step()
+    for one in quick:
+        one.finish()
 
 
 class Trained:
@@ -93,25 +124,13 @@ class Trained:
     def step(self, steps: Sequence[int], unused: Collection[str] = ()) -> None:
         """`unused`: names of parameters; live parameters with elements of them, on any rank, get no gradient."""
         without = self._positions_of(unused) if unused else set()
-        quick = [LocalSteps(optim) for optim in each_of(self.optim) if not self.by_torch and steps_local_parts(optim)]
-        by_torch = [optim for optim in each_of(self.optim) if self.by_torch or not steps_local_parts(optim)]
-        locals_ = [local_of(param) for param in self.params]
-        gradients: dict[Tensor, Tensor | None] = {}
-        for number in steps:
-            table = self.numbers.gradients(number)
-            for position, (param, index) in enumerate(zip(self.params, self.index, strict=True)):
-                trains = param.requires_grad and position not in without and self.gets_gradient[position]
-                local = locals_[position]
-                gradients[param] = table[index].reshape(local.shape).to(local.device, param.dtype) if trains else None
-            for one in quick:
-                one.step(gradients)
-            if by_torch or number == steps[-1]:
-                for param, gradient in gradients.items():
-                    param.grad = None if gradient is None else like(gradient, param)
-            for optim in by_torch:
-                optim.step()
-        for one in quick:
-            one.finish()
+        parts = [
+            (param, index, trains and position not in without)
+            for position, (param, index, trains) in enumerate(
+                zip(self.params, self.index, self.gets_gradient, strict=True)
+            )
+        ]
+        take_steps(self.optim, steps, self.numbers, parts, self.by_torch)
 
     def _positions_of(self, names: Collection[str]) -> set[int]:
         """The live parameters that have elements of these parameters on some rank."""
@@ -167,14 +186,9 @@ class Oracle:
         self.optim: Any = make_optimizer(make, self.model)
         self.step(range(steps), unused)
 
-    def step(self, steps: Collection[int], unused: Collection[str] = ()) -> None:
-        for number in steps:
-            table = self.numbers.gradients(number)
-            for name, param in self.model.named_parameters():
-                numbers = table[self.numbers.start[name] :][: param.numel()].reshape(param.shape)
-                param.grad = numbers.to(param.dtype) if param.requires_grad and name not in unused else None
-            for optim in each_of(self.optim):
-                optim.step()
+    def step(self, steps: Sequence[int], unused: Collection[str] = ()) -> None:
+        parts = [(p, self.numbers.of(name), name not in unused) for name, p in self.model.named_parameters()]
+        take_steps(self.optim, steps, self.numbers, parts)
 
     @property
     def names(self) -> list[str]:
@@ -198,8 +212,13 @@ class Oracle:
 
     def by_name(self) -> dict[str, dict[str, Any]]:
         """{name: state} of the parameters that have state."""
-        states = {id(p): s for optim in each_of(self.optim) for p, s in optim.state.items()}
-        return {name: dict(states[id(p)]) for name, p in self.model.named_parameters() if states.get(id(p))}
+        return state_by_name(self.model, self.optim)
+
+
+def state_by_name(model: nn.Module, optims: Any) -> dict[str, dict[str, Any]]:
+    """{name: state} of the parameters of an unwrapped model that have state."""
+    states = {id(param): state for optim in each_of(optims) for param, state in optim.state.items()}
+    return {name: dict(states[id(p)]) for name, p in model.named_parameters() if states.get(id(p))}
 
 
 def known_oracle(

@@ -48,6 +48,7 @@ __all__ = [
     "Trained",
     "adam",
     "adamw_tensor_lr",
+    "by_name",
     "check_full",
     "check_named",
     "check_refused",
@@ -83,15 +84,17 @@ def check_full(what: str, full: Any, wanted: Mapping[str, Any], **options: bool)
         raise Differs(f"{what}: None")
     names = [group.get("param_names") for group in full["param_groups"]]
     check_same(f"{what}, param_names", names, [group["param_names"] for group in wanted["param_groups"]])
-    name_of = {i: n for g in full["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
-    found, right = (
-        {name_of.get(i, i): values for i, values in d["state"].items()} for d in (full, wanted)
-    )  # by name, because those errors say more
-    check_same(f"{what}, state", found, right, **options)
+    check_same(f"{what}, state", by_name(full), by_name(wanted), **options)  # by name, because those errors say more
     check_same(f"{what}, state by id", dict.fromkeys(full["state"]), dict.fromkeys(wanted["state"]), **options)
     groups = [{key: group[key] for key in sorted(group)} for group in full["param_groups"]]
     wanted_groups = [{key: group[key] for key in sorted(group)} for group in wanted["param_groups"]]
     check_same(f"{what}, groups", groups, wanted_groups, **options)
+
+
+def by_name(full: Mapping[str, Any]) -> dict[Any, Any]:
+    """The state of a full dict by id, as {name: state}; without names, ids stay."""
+    name_of = {i: n for g in full["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
+    return {name_of.get(i, i): values for i, values in full["state"].items()}
 
 
 def check_named(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
@@ -103,22 +106,31 @@ def check_named(what: str, full: Any, wanted: Mapping[str, Any]) -> None:
 
 def snapshot(trained: Trained) -> dict[str, Any]:
     """Everything that a call must not change: state and groups with identities, parameters and gradients."""
+    optims, params = each_of(trained.optim), list(trained.model.parameters())
     return {
-        "optim": [_detached(optim.state_dict()) for optim in each_of(trained.optim)],
+        **copies_of(trained.model, trained.optim),
         "identities": [
             (id(param), name, id(value))
-            for optim in each_of(trained.optim)
+            for optim in optims
             for param, values in optim.state.items()
             for name, value in values.items()
         ],
-        "groups": [id(group) for optim in each_of(trained.optim) for group in optim.param_groups],
-        "values": [local_of(param).detach().clone() for param in trained.params],
-        "gradients": [None if p.grad is None else local_of(p.grad).clone() for p in trained.params],
-        "gradient identities": [id(param.grad) for param in trained.params],
-        "names": [name for name, _ in trained.model.named_parameters()],
-        "live": [id(param) for param in trained.model.parameters()],
-        "modes": [module.training for module in trained.model.modules()],
+        "groups": [id(group) for optim in optims for group in optim.param_groups],
+        "gradient identities": [id(param.grad) for param in params],
+        "live": [id(param) for param in params],
         "random": torch.get_rng_state(),
+    }
+
+
+def copies_of(model: Any, optims: Any) -> dict[str, Any]:
+    """Copies of this rank's part of a model, and of the optimizer or optimizers of it."""
+    params = list(model.parameters())
+    return {
+        "optim": [_detached(optim.state_dict()) for optim in each_of(optims)],
+        "values": [local_of(param).detach().clone() for param in params],
+        "gradients": [None if p.grad is None else local_of(p.grad).clone() for p in params],
+        "names": [name for name, _ in model.named_parameters()],
+        "modes": [module.training for module in model.modules()],
     }
 
 

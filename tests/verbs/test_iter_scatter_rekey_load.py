@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
+from kit.compare import check_same
 from kit.groups import (
     Net,
     Sharded,
     adam,
-    by_name,
     check_full,
     check_gathered,
-    check_same,
     error_of,
     fill,
     frozen_copy,
@@ -31,10 +30,11 @@ from kit.groups import (
     nested_net,
     new_groups,
     numbers,
-    plain_by_name,
     plain_net,
     step_plain,
 )
+from kit.trained import state_by_name
+from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -60,15 +60,17 @@ def iterate_everything() -> None:
     fill(plain)
     plain_optim = adam(plain.parameters())
     step_plain(plain, plain_optim, range(STEPS), unused=["middle.0.weight", "middle.0.bias"])
-    state = plain_by_name(plain, plain_optim)
+    state = state_by_name(plain, plain_optim)
     wanted = [(name, state.get(name, {})) for name in names_in(plain)]
     for recipient, nbytes in itertools.product((0, dist.get_world_size() - 1, None), BUCKETS):
         found = list(fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=nbytes))
         mine = wanted if recipient in (rank, None) else [(name, None) for name, _ in wanted]
-        check_same(found, mine, f"iterated to {recipient} in buckets of {nbytes} bytes")
+        check_same(f"iterated to {recipient} in buckets of {nbytes} bytes", found, mine, in_order=False)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None))
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name")
-    check_same({name: values for name, values in listed.items() if values}, full["state"], "iter and gather")
+    check_same(
+        "iter and gather", {name: values for name, values in listed.items() if values}, full["state"], in_order=False
+    )
 
 
 class Elements:
@@ -146,13 +148,15 @@ def gather_and_scatter_in_buckets(flatten: bool) -> None:
         check_gathered(full, recipient, *plain)
         source = recipient if recipient is not None else world_size - 1
         shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, full, source, bucket_nbytes=nbytes)
-        check_same(shard, wanted, f"scattered from {source} in buckets of {nbytes} bytes")
+        check_same(f"scattered from {source} in buckets of {nbytes} bytes", shard, wanted, in_order=False)
         if full is not None:
-            check_same(fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, "shard")
+            check_same(
+                "shard", fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, in_order=False
+            )
     nothing: Any = {"not": "a full dict"}
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, 0)
     shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, full if rank == 0 else nothing, 0)
-    check_same(shard, wanted, "`full` is looked at on the source rank only")
+    check_same("`full` is looked at on the source rank only", shard, wanted, in_order=False)
 
 
 @fairscale_on_cpu()
@@ -165,8 +169,8 @@ def scatter_by_name_and_absent() -> None:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, 1, key_by)  # type: ignore[arg-type]
         fresh, fresh_optim, _ = nested_net(0)
         shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, full, 1)
-        check_same(shard, wanted, f"scattered by {key_by}")
-        check_same(sorted(shard["state"]), [0, 1], "a unit without state has none")
+        check_same(f"scattered by {key_by}", shard, wanted, in_order=False)
+        check_same("a unit without state has none", sorted(shard["state"]), [0, 1], in_order=False)
 
 
 class TestScatter(unittest.TestCase):
@@ -188,22 +192,35 @@ def rekey_round_trips() -> Any:
     by_id = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
     named = fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by="name")
     for what, one in (("wrapped", model), ("not wrapped", plain)):
-        check_same(fsdp_optim.rekey_optim_state_dict(by_id, one, "name"), named, f"id -> name, model {what}")
-        check_same(fsdp_optim.rekey_optim_state_dict(named, one, "id"), by_id, f"name -> id, model {what}")
-        check_same(fsdp_optim.rekey_optim_state_dict(by_id, one, "id"), by_id, f"id -> id, model {what}")
-        check_same(fsdp_optim.rekey_optim_state_dict(named, one, "name"), named, f"name -> name, model {what}")
-    check_same(list(named["state"]), names_in(plain), "names are in the unwrapped model's order")
-    check_same(named["param_groups"][0]["params"], names_in(plain), "params")
-    check_same(set(named["param_id_map"]), set(names_in(plain)), "keys of param_id_map")
+        check_same(
+            f"id -> name, model {what}", fsdp_optim.rekey_optim_state_dict(by_id, one, "name"), named, in_order=False
+        )
+        check_same(
+            f"name -> id, model {what}", fsdp_optim.rekey_optim_state_dict(named, one, "id"), by_id, in_order=False
+        )
+        check_same(
+            f"id -> id, model {what}", fsdp_optim.rekey_optim_state_dict(by_id, one, "id"), by_id, in_order=False
+        )
+        check_same(
+            f"name -> name, model {what}", fsdp_optim.rekey_optim_state_dict(named, one, "name"), named, in_order=False
+        )
+    check_same("names are in the unwrapped model's order", list(named["state"]), names_in(plain), in_order=False)
+    check_same("params", named["param_groups"][0]["params"], names_in(plain), in_order=False)
+    check_same("keys of param_id_map", set(named["param_id_map"]), set(names_in(plain)), in_order=False)
     rekeyed = fsdp_optim.rekey_optim_state_dict(by_id, model, "name")
     check_same(
-        rekeyed["state"]["last.bias"]["exp_avg"].data_ptr(), by_id["state"][6]["exp_avg"].data_ptr(), "not a copy"
+        "not a copy",
+        rekeyed["state"]["last.bias"]["exp_avg"].data_ptr(),
+        by_id["state"][6]["exp_avg"].data_ptr(),
+        in_order=False,
     )
     named_plain = fsdp_optim.rekey_optim_state_dict(plain_optim.state_dict(), plain, "name")
-    check_same(named_plain["state"], plain_by_name(plain, plain_optim), "a plain optimizer's dict by name")
+    check_same(
+        "a plain optimizer's dict by name", named_plain["state"], state_by_name(plain, plain_optim), in_order=False
+    )
     for full in (named, named_plain):
         shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)
-        check_same(shard, frozen_copy(optim), "shard of a dict by name")
+        check_same("shard of a dict by name", shard, frozen_copy(optim), in_order=False)
     return by_id
 
 
@@ -222,10 +239,12 @@ class TestRekey(unittest.TestCase):
         for group, part in zip(full["param_groups"], (names[3:], [], names[:3]), strict=True):
             group["param_names"] = part
         named = fsdp_optim.rekey_optim_state_dict(full, plain, "name")
-        check_same([group["params"] for group in named["param_groups"]], [names[3:], [], names[:3]], "params")
-        check_same([group["lr"] for group in named["param_groups"]], [0.1, 0.3, 0.2], "lr")
-        check_same(named["loss_scale"], 8.0, "loss_scale")
-        check_same(fsdp_optim.rekey_optim_state_dict(named, plain, "id"), full, "and back")
+        check_same(
+            "params", [group["params"] for group in named["param_groups"]], [names[3:], [], names[:3]], in_order=False
+        )
+        check_same("lr", [group["lr"] for group in named["param_groups"]], [0.1, 0.3, 0.2], in_order=False)
+        check_same("loss_scale", named["loss_scale"], 8.0, in_order=False)
+        check_same("and back", fsdp_optim.rekey_optim_state_dict(named, plain, "id"), full, in_order=False)
 
 
 # ---------------------------------------------------------------------------------------------- load
@@ -280,11 +299,13 @@ def load_fp16_shards() -> None:
         flat[len(flat) - padding :] = 0
     wanted = frozen_copy(optim)
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
-    check_same(full["state"][0]["exp_avg"].dtype, torch.float32, "dtype in the full dict")
+    check_same("dtype in the full dict", full["state"][0]["exp_avg"].dtype, torch.float32, in_order=False)
     fresh, fresh_optim = build()
     fsdp_optim.load_optim_state_dict(fresh_optim, fresh.get_shard_from_optim_state_dict(full))
-    check_same(fresh_optim.state_dict(), wanted, "loaded")
-    check_same(fsdp_optim.gather_full_optim_state_dict(fresh, fresh_optim, None), full, "gathered again")
+    check_same("loaded", fresh_optim.state_dict(), wanted, in_order=False)
+    check_same(
+        "gathered again", fsdp_optim.gather_full_optim_state_dict(fresh, fresh_optim, None), full, in_order=False
+    )
 
 
 class TestLoad(unittest.TestCase):
@@ -297,11 +318,12 @@ class TestLoad(unittest.TestCase):
         fresh.load_state_dict(copy.deepcopy(saved))
         assert fresh.state_dict()["state"][0]["exp_avg"].dtype == dtype, "torch's own method does not cast any more"
         fsdp_optim.load_optim_state_dict(fresh, copy.deepcopy(saved))
-        check_same(fresh.state_dict(), saved, "loaded")
+        check_same("loaded", fresh.state_dict(), saved, in_order=False)
         check_same(
+            "order of the values",
             [list(values) for values in fresh.state.values()],
             [list(values) for values in optim.state.values()],
-            "order of the values",
+            in_order=False,
         )
 
     @parameterized.expand([(1,), (2,)])
@@ -326,7 +348,7 @@ class TestLoad(unittest.TestCase):
                 loaded = frozen_copy(optim)
                 step_plain(model, optim, range(STEPS, STEPS + 2))
                 found.append((loaded, frozen_copy(optim), model.state_dict(), type(optim.state)))
-            check_same(found[1], found[0], "load_optim_state_dict and load_state_dict")
+            check_same("load_optim_state_dict and load_state_dict", found[1], found[0], in_order=False)
             assert found[1][0]["param_groups"][0]["lr"] == 0.125
 
     def test_it_goes_through_the_optimizers_own_method(self) -> None:
@@ -337,7 +359,7 @@ class TestLoad(unittest.TestCase):
         optim.register_load_state_dict_pre_hook(lambda *_: hooked.append("pre"))
         optim.register_load_state_dict_post_hook(lambda *_: hooked.append("post"))
         fsdp_optim.load_optim_state_dict(optim, frozen_copy(trained))
-        check_same(optim.state_dict(), trained.state_dict(), "loaded")
+        check_same("loaded", optim.state_dict(), trained.state_dict(), in_order=False)
         assert optim.calls == 1
         assert hooked == ["pre", "post"]
 
@@ -348,7 +370,7 @@ class TestLoad(unittest.TestCase):
         del saved["state"][2]
         step_plain(model, optim, range(STEPS, STEPS + 2))
         fsdp_optim.load_optim_state_dict(optim, saved)
-        check_same(optim.state_dict(), saved, "loaded")
+        check_same("loaded", optim.state_dict(), saved, in_order=False)
 
     def test_the_shard_stays_what_it_was(self) -> None:
         _, optim = plain_net(STEPS)
@@ -356,7 +378,7 @@ class TestLoad(unittest.TestCase):
         kept = copy.deepcopy(saved)
         _, fresh = plain_net(0)
         fsdp_optim.load_optim_state_dict(fresh, saved)
-        check_same(saved, kept, "the shard")
+        check_same("the shard", saved, kept, in_order=False)
 
 
 # ---------------------------------------------------------------------------------------------- replicated
@@ -382,22 +404,31 @@ def everything_replicated(kind: str) -> None:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient, **options)
         check_gathered(full, recipient, *plain)
         listed = list(fsdp_optim.iter_full_optim_state(model, optim, recipient, bucket_nbytes=64, **options))
-        check_same([name for name, _ in listed], names_in(plain[0]), "names")
+        check_same("names", [name for name, _ in listed], names_in(plain[0]), in_order=False)
         if recipient in (rank, None):
-            check_same(dict(listed), plain_by_name(*plain), "iterated")
+            check_same("iterated", dict(listed), state_by_name(*plain), in_order=False)
     fresh, fresh_optim, net = replicated(kind, 0)
-    check_same(fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, "get_shard")
+    check_same(
+        "get_shard", fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, full), wanted, in_order=False
+    )
     mine = full if rank == last else None  # also a plain model's state comes from one rank to all
     shard = fsdp_optim.scatter_full_optim_state_dict(fresh, fresh_optim, mine, last, **options)
-    check_same(shard, wanted, "scatter")
+    check_same("scatter", shard, wanted, in_order=False)
     named = fsdp_optim.rekey_optim_state_dict(full, fresh, "name")
-    check_same(named["state"], plain_by_name(*plain), "by name: without `module.`")
-    check_same(fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, named), wanted, "get_shard by name")
+    check_same("by name: without `module.`", named["state"], state_by_name(*plain), in_order=False)
+    check_same(
+        "get_shard by name",
+        fsdp_optim.get_shard_from_optim_state_dict(fresh, fresh_optim, named),
+        wanted,
+        in_order=False,
+    )
     fsdp_optim.load_optim_state_dict(fresh_optim, shard)
     for param, saved in zip(net.parameters(), plain[0].parameters(), strict=True):
         param.data.copy_(saved)
     step_plain(net, fresh_optim, [STEPS])
-    check_same(frozen_copy(fresh_optim)["state"], plain_net(STEPS + 1)[1].state_dict()["state"], "trained on")
+    check_same(
+        "trained on", frozen_copy(fresh_optim)["state"], plain_net(STEPS + 1)[1].state_dict()["state"], in_order=False
+    )
 
 
 def replicas_that_differ() -> list[tuple[str, str, float]]:
@@ -416,14 +447,18 @@ def between_wrappers() -> None:
     ddp, ddp_optim, _ = replicated("ddp", STEPS)
     a = fsdp_optim.gather_full_optim_state_dict(sharded, sharded_optim, None)
     b = fsdp_optim.gather_full_optim_state_dict(ddp, ddp_optim, None)
-    check_same(a["state"], b["state"], "gathered from FSDP and from DDP")
+    check_same("gathered from FSDP and from DDP", a["state"], b["state"], in_order=False)
     check_same(
-        fsdp_optim.get_shard_from_optim_state_dict(ddp, ddp_optim, a), frozen_copy(ddp_optim), "FSDP's dict into DDP"
+        "FSDP's dict into DDP",
+        fsdp_optim.get_shard_from_optim_state_dict(ddp, ddp_optim, a),
+        frozen_copy(ddp_optim),
+        in_order=False,
     )
     check_same(
+        "DDP's dict into FSDP",
         fsdp_optim.get_shard_from_optim_state_dict(sharded, sharded_optim, b),
         frozen_copy(sharded_optim),
-        "DDP's dict into FSDP",
+        in_order=False,
     )
 
 
@@ -438,7 +473,9 @@ def ddp_on_two_of_three() -> None:
     step_plain(net, optim, range(STEPS))
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, 2)
     check_gathered(full, 2, *plain_net())
-    check_same(fsdp_optim.scatter_full_optim_state_dict(model, optim, full, 2), frozen_copy(optim), "scatter")
+    check_same(
+        "scatter", fsdp_optim.scatter_full_optim_state_dict(model, optim, full, 2), frozen_copy(optim), in_order=False
+    )
 
 
 def real_ddp_training() -> None:
@@ -467,13 +504,18 @@ class TestReplicated(unittest.TestCase):
         model, optim = plain_net()
         full = fsdp_optim.gather_full_optim_state_dict(model, optim)
         check_full(full, optim, names_in(model))
-        check_same(dict(fsdp_optim.iter_full_optim_state(model, optim)), plain_by_name(model, optim), "iterated")
+        check_same(
+            "iterated",
+            dict(fsdp_optim.iter_full_optim_state(model, optim)),
+            state_by_name(model, optim),
+            in_order=False,
+        )
         _, fresh = plain_net(0)
         for shard in (
             fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
             fsdp_optim.scatter_full_optim_state_dict(model, optim, full),
         ):
-            check_same(shard, optim.state_dict(), "shard")
+            check_same("shard", shard, optim.state_dict(), in_order=False)
             fsdp_optim.load_optim_state_dict(fresh, shard)
 
     def test_copies_that_differ_are_an_error(self) -> None:
@@ -535,26 +577,26 @@ def use_optimizer_like(cls: Any) -> None:
     extra = {"loss_scale": 64.0, "history": {"lr": [0.1, 0.2]}}
     for key_by in ("id", "name"):
         full = fsdp_optim.gather_full_optim_state_dict(model, optim, None, key_by)  # type: ignore[arg-type]
-        check_same({key: full[key] for key in extra}, extra, "extra keys of the full dict")
+        check_same("extra keys of the full dict", {key: full[key] for key in extra}, extra, in_order=False)
         for shard in (
             fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
             fsdp_optim.scatter_full_optim_state_dict(model, optim, full if dist.get_rank() == 1 else None, 1),
         ):
-            check_same(shard, optim.state_dict(), "shard with extra keys")
+            check_same("shard with extra keys", shard, optim.state_dict(), in_order=False)
         _, fresh_inner, sharded = nested_net(0, cls=cls)
         fresh = FP16Optimizer(fresh_inner)
         fsdp_optim.load_optim_state_dict(fresh, shard)
-        check_same(fresh.state_dict(), optim.state_dict(), "loaded")
+        check_same("loaded", fresh.state_dict(), optim.state_dict(), in_order=False)
         sharded.step(fresh, [STEPS])
     check_full(fsdp_optim.rekey_optim_state_dict(full, model, "id"), *names_and(plain_net()))
     least = fsdp_optim.gather_full_optim_state_dict(model, TwoMethods(inner), None)
     check_full(least, *names_and(plain_net()))
-    check_same(set(least) & set(extra), set(), "extra keys")
+    check_same("extra keys", set(least) & set(extra), set(), in_order=False)
     for name, values in fsdp_optim.iter_full_optim_state(model, optim, None):
-        check_same(values, by_name(least)[name], name)
+        check_same(name, values, by_name(least)[name], in_order=False)
     if cls is FSDP:
         method = model.get_shard_from_optim_state_dict(fsdp_optim.gather_full_optim_state_dict(model, optim, None))
-        check_same(method, optim.state_dict(), "shard by the method, without the optimizer")
+        check_same("shard by the method, without the optimizer", method, optim.state_dict(), in_order=False)
 
 
 def names_and(trained: tuple[nn.Module, torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, list[str]]:
@@ -570,10 +612,10 @@ def cannot_be_loaded_exactly() -> None:
     kind, message, _ = error_of(lambda: fsdp_optim.load_optim_state_dict(like, shard))
     loaded = frozen_copy(optim)
     if kind:
-        check_same((kind, "bfloat16" in message), ("StateError", True), message)
-        check_same(loaded, before, "nothing is half loaded")
+        check_same(message, (kind, "bfloat16" in message), ("StateError", True), in_order=False)
+        check_same("nothing is half loaded", loaded, before, in_order=False)
     else:
-        check_same(loaded["state"], before["state"], "loaded as it was saved")
+        check_same("loaded as it was saved", loaded["state"], before["state"], in_order=False)
 
 
 class TestOptimizerLike(unittest.TestCase):

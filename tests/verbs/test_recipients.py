@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_same
 from kit.groups import (
     adam,
     check_alike,
     check_gathered,
-    check_same,
     error_of,
     nested_net,
     new_groups,
@@ -43,7 +43,7 @@ def gather_on_every_rank_in_turn() -> None:
         full = model.gather_full_optim_state_dict(optim, recipient)
         check_gathered(full, recipient, *plain)
         by_function = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=recipient)
-        check_same(by_function, full, f"method and function, recipient_rank={recipient}")
+        check_same(f"method and function, recipient_rank={recipient}", by_function, full, in_order=False)
     default = model.gather_full_optim_state_dict(optim)
     check_gathered(default, 0, *plain)
     # A recipient's dict is its own: writing into it changes no other one, on this rank or another.
@@ -139,7 +139,7 @@ def peaks(recipient: int | None) -> dict[str, float]:
     with Peak() as peak:
         shard = fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, source, bucket_nbytes=BUCKET)
     found["scatter"] = peak.mib
-    check_same(shard["state"], optim.state_dict()["state"], "scattered")
+    check_same("scattered", shard["state"], optim.state_dict()["state"], in_order=False)
     return found
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel as FairscaleFSDP
 from kit.cases import expand, some
+from kit.compare import check_same
 from kit.groups import (
     Net,
     Sharded,
     adam,
     check_gathered,
-    check_same,
     fill,
     frozen_copy,
     nested_net,
@@ -143,13 +143,19 @@ def check_calls(model: Any, optim: Any, what: str) -> None:
     before, looks = snapshot(model, optim), attributes(model, optim)
     for name, call in calls:
         result = call()
-        check_same(snapshot(model, optim), before, f"{what}: {name} changed the model or the optimizer")
-        check_same(attributes(model, optim), looks, f"{what}: {name} changed what the model or the optimizer has")
-        check_same(full, given, f"{what}: {name} changed the dict that it was given")
+        check_same(f"{what}: {name} changed the model or the optimizer", snapshot(model, optim), before, in_order=False)
         check_same(
+            f"{what}: {name} changed what the model or the optimizer has",
+            attributes(model, optim),
+            looks,
+            in_order=False,
+        )
+        check_same(f"{what}: {name} changed the dict that it was given", full, given, in_order=False)
+        check_same(
+            f"{what}: {name} changed the tensors of the dict that it was given",
             [(path, id(tensor), tensor.data_ptr()) for path, tensor in tensors_in(full)],
             addresses,
-            f"{what}: {name} changed the tensors of the dict that it was given",
+            in_order=False,
         )
         live = [optim.state_dict(), list(model.parameters()), [p.grad for p in model.parameters()]]
         if "rekey" not in name and name != "for_fairscale":  # these share their tensors with what they are given
@@ -204,7 +210,9 @@ def training_is_not_disturbed() -> None:
             optim.zero_grad()
         return snapshot(model, optim)
 
-    check_same(train(gathering=True), train(gathering=False), "training with gathers in it, and without")
+    check_same(
+        "training with gathers in it, and without", train(gathering=True), train(gathering=False), in_order=False
+    )
 
 
 @fairscale_on_cpu()
@@ -215,7 +223,7 @@ def step_stays_a_tensor() -> None:
         full = fsdp_optim.gather_full_optim_state_dict(model, optim)
         kinds = {type(values["step"]) for values in optim.state.values()}
         kinds |= {type(values["step"]) for values in full["state"].values()} if full is not None else set()
-        check_same(kinds == {Tensor}, True, f"step is a tensor, live and gathered: {kinds}")
+        check_same(f"step is a tensor, live and gathered: {kinds}", kinds == {Tensor}, True, in_order=False)
     sharded.step(optim, [2])
     check_gathered(fsdp_optim.gather_full_optim_state_dict(model, optim), 0, *plain_net())
 
@@ -254,11 +262,11 @@ def hyperparameters_are_copied() -> None:
     before = snapshot(model, optim)
     full = told_by(0, fsdp_optim.gather_full_optim_state_dict(model, optim))
     mine = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
-    check_same(mine["param_groups"][0]["lr"], torch.tensor(0.25), "lr")
+    check_same("lr", mine["param_groups"][0]["lr"], torch.tensor(0.25), in_order=False)
     mine["param_groups"][0]["lr"].fill_(9)
     mine["param_groups"][0]["plan"]["milestones"].append(4)
     mine["param_groups"][0]["params"].clear()
-    check_same(snapshot(model, optim), before, "the optimizer, after writing into the full dict")
+    check_same("the optimizer, after writing into the full dict", snapshot(model, optim), before, in_order=False)
     given = copy.deepcopy(full)
     for shard in (
         fsdp_optim.get_shard_from_optim_state_dict(model, optim, full),
@@ -269,8 +277,8 @@ def hyperparameters_are_copied() -> None:
         shard["param_groups"][0]["params"].clear()
         for _, tensor in tensors_in(shard["state"]):
             tensor.fill_(1)
-        check_same(full, given, "the full dict, after writing into a shard")
-        check_same(snapshot(model, optim), before, "the optimizer, after writing into a shard")
+        check_same("the full dict, after writing into a shard", full, given, in_order=False)
+        check_same("the optimizer, after writing into a shard", snapshot(model, optim), before, in_order=False)
 
 
 @fairscale_on_cpu()
@@ -284,8 +292,8 @@ def later_steps_leave_results_alone() -> None:
     for name, values in listed.items():
         check_own_storages(values, f"iter: {name}")
     sharded.step(optim, range(2, 5))
-    check_same([full, listed, shard], kept, "results, after more steps")
-    check_same(frozen_copy(optim)["state"] == {}, False, "the optimizer has state")
+    check_same("results, after more steps", [full, listed, shard], kept, in_order=False)
+    check_same("the optimizer has state", frozen_copy(optim)["state"] == {}, False, in_order=False)
 
 
 class TestSideEffects(unittest.TestCase):
@@ -331,4 +339,4 @@ class TestTheComparisons(unittest.TestCase):
         looks = attributes(model, optim)
         model.middle[0].training = False
         with self.assertRaisesRegex(AssertionError, "middle.0"):
-            check_same(attributes(model, optim), looks, "here")
+            check_same("here", attributes(model, optim), looks, in_order=False)

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from kit.compare import check_same
 from kit.groups import (
     Error,
     Net,
     adam,
-    by_name,
     check_alike,
-    check_same,
     error_of,
     fill,
     frozen_copy,
@@ -27,6 +26,7 @@ from kit.groups import (
     snapshot,
     step_plain,
 )
+from kit.wrapping import by_name
 from parameterized import parameterized
 from torch import nn
 
@@ -240,11 +240,14 @@ def try_all(verb: str) -> list[tuple[str, Error]]:
         bad = case.edit(copy.deepcopy(good))
         as_given = copy.deepcopy(bad)
         found.append((case.label, error_of(lambda: calls[verb](bad))))  # noqa: B023
-        check_same(bad, as_given, f"{case.label}: the dict itself")
-        check_same(snapshot(model, optim), before, f"{case.label}: the optimizer and the model")
+        check_same(f"{case.label}: the dict itself", bad, as_given, in_order=False)
+        check_same(f"{case.label}: the optimizer and the model", snapshot(model, optim), before, in_order=False)
     if verb not in ("rekey", "no optimizer"):
         check_same(
-            calls[verb](good)["state"], frozen_copy(nested_net(3)[1])["state"], "the good dict, after all the bad ones"
+            "the good dict, after all the bad ones",
+            calls[verb](good)["state"],
+            frozen_copy(nested_net(3)[1])["state"],
+            in_order=False,
         )
     return found
 
@@ -259,7 +262,7 @@ def own_shard_for_a_full_dict() -> list[list[Error]]:
         error_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, own, timeout=15)),
         error_of(lambda: model.get_shard_from_optim_state_dict(own)),
     ]
-    check_same(snapshot(model, optim), before, "the optimizer and the model")
+    check_same("the optimizer and the model", snapshot(model, optim), before, in_order=False)
     return errors
 
 
@@ -290,7 +293,7 @@ def other_groups(fulls: list[Any]) -> list[list[Error]]:
                 error_of(lambda: fsdp_optim.scatter_full_optim_state_dict(model, optim, mine, timeout=15)),  # noqa: B023
             ]
         )
-    check_same(snapshot(model, optim), before, "the optimizer and the model")
+    check_same("the optimizer and the model", snapshot(model, optim), before, in_order=False)
     return found
 
 
@@ -307,7 +310,7 @@ def load_wrongly() -> list[Error]:
     errors = []
     for wrong in (full, named(full), wrong_group, one_less, None):
         errors.append(error_of(lambda: fsdp_optim.load_optim_state_dict(optim, wrong)))  # noqa: B023
-        check_same(snapshot(model, optim), before, "the optimizer and the model")
+        check_same("the optimizer and the model", snapshot(model, optim), before, in_order=False)
     sharded.step(optim, [3])
     return errors
 
@@ -368,5 +371,5 @@ class TestWrongFullDict(unittest.TestCase):
         """What the cases edit is what gather gives, but for what it says of the wrapping."""
         plain, optim = plain_net()
         full = full_dict()
-        check_same(full["state"], optim.state_dict()["state"], "state")
+        check_same("state", full["state"], optim.state_dict()["state"], in_order=False)
         assert full["param_groups"][0]["param_names"] == names_in(plain)
