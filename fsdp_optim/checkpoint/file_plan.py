@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.checkpoint.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.files import File, planned_files, written_cut
-from fsdp_optim.checkpoint.parts import FramesOfParts, PartedFile, Stretch, cuts_of, stretches_on
+from fsdp_optim.checkpoint.parts import FramesOfParts, HeadOfParts, PartedFile, Stretch, cuts_of, stretches_on
 from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.base import FormatWriter, Half
 from fsdp_optim.layout import Placement
@@ -87,11 +87,9 @@ class FilePlan:
         """The files that a rank alone creates and writes."""
         return [file for file in self.files if self.owners.get(file.name) == rank]
 
-    def write_heads(self, store_writer: StoreWriter, rank: int) -> None:
-        """Write what lies in parts of this rank of the files' heads."""
-        for parted in self.parted:
-            for start, content in parted.head_on(rank):
-                store_writer.write(parted.file.name, [content], start)
+    def heads_on(self, rank: int) -> Mapping[str, HeadOfParts]:
+        """What a rank uploads of the heads of files in parts, by file."""
+        return {parted.file.name: tuple(parted.head_on(rank)) for parted in self.parted}
 
     def frames_on(self, rank: int) -> Mapping[str, FramesOfParts]:
         """What a rank uploads of the frames of files in parts, by file."""

@@ -109,6 +109,7 @@ class Job:
             checksums=self.options.checksums,
             budget=budget.share(2, "copies of device memory on the host"),
             stretches=self.plan.stretches_on(rank),
+            heads=self.plan.heads_on(rank),
             frames=self.plan.frames_on(rank),
             plans=self.callers.world.plans,
         )
@@ -132,9 +133,8 @@ class Job:
         return FilesEnd(self.plan, take, self.cast)
 
     def start(self, writer: RankWriter) -> None:
-        """Write the bytes of this rank besides tensors: new files, heads, and small files."""
+        """Write the bytes of this rank besides tensors and what lies between them: new files, and small files."""
         make_files(writer.store_writer, self.plan.own_files(self.callers.rank))
-        self.plan.write_heads(writer.store_writer, self.callers.rank)
         for name, data in self.extras.items():
             writer.store_writer.put(name, data)
 

@@ -23,6 +23,9 @@ from fsdp_optim.move import Key, StateValue
 _MOST_LOOKED_AT = 16
 """Shards, and holders of a shard, that are counted in one part. More of them have small shares of it."""
 
+HeadOfParts: TypeAlias = Sequence[tuple[int, memoryview]]
+"""What one rank puts of a file's head: each range's first byte in the file, and its bytes."""
+
 FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
 """What one rank puts of a file's frames, by their index: each range's first byte in the file, and its bytes."""
 

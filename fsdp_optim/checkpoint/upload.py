@@ -22,8 +22,8 @@ from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
 
-_PIECE_NBYTES = 8 << 20
-"""Bytes that are read from the folder at once, where the store takes no parts of several ranks."""
+_PIECE_NBYTES = 1 << 20
+"""Bytes that are read from the folder at once."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Upload:
                     self._send_parts(opened, writer, file)
                 elif index % len(self.group.ranks) == self.group.position:
                     writer.create(file.name, file.plan.nbytes, b"")
-                    _send(opened, writer, file.name, 0, file.plan.nbytes, _PIECE_NBYTES)
+                    _send(opened, writer, file.name, 0, file.plan.nbytes)
             for name in small:
                 writer.put(name, opened.read_whole(name))
             return writer.finish()
@@ -122,7 +122,7 @@ class Upload:
         size = self.capabilities.part_nbytes_of(file.plan.nbytes)
         num, position, ranks = -(-file.plan.nbytes // size), self.group.position, len(self.group.ranks)
         start, stop = num * position // ranks * size, num * (position + 1) // ranks * size
-        _send(opened, writer, file.name, start, min(stop, file.plan.nbytes), size)
+        _send(opened, writer, file.name, start, min(stop, file.plan.nbytes))
 
     def _lead(self, staging: Staging, source: Store, failed: str | None, content: str) -> None:
         """Finish the upload when all ranks have sent their shares, and announce the result."""
@@ -147,9 +147,10 @@ class Upload:
             keep_newest(self.store, series, self.options.keep_last)
 
 
-def _send(opened: Opened, writer: StoreWriter, name: str, start: int, stop: int, nbytes: int) -> None:
-    """Copy bytes [start, stop) of a file, so many at a time."""
-    for first in range(start, stop, nbytes):
-        piece = memoryview(bytearray(min(nbytes, stop - first)))
+def _send(opened: Opened, writer: StoreWriter, name: str, start: int, stop: int) -> None:
+    """Copy bytes [start, stop) of a file."""
+    memory = memoryview(bytearray(max(min(_PIECE_NBYTES, stop - start), 0)))
+    for first in range(start, stop, _PIECE_NBYTES):
+        piece = memory[: min(_PIECE_NBYTES, stop - first)]
         opened.read_into(name, [piece], first)
         writer.write(name, [piece], first)

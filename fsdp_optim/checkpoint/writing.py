@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.local_extents import (
     in_host_memory,
     ranges_of,
 )
-from fsdp_optim.checkpoint.parts import FramesOfParts, Stretch
+from fsdp_optim.checkpoint.parts import FramesOfParts, HeadOfParts, Stretch
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import PlannedFile
 from fsdp_optim.formats.checksums import Rows, rows_of
@@ -32,8 +32,9 @@ from fsdp_optim.storage.base import StoreWriter
 class RankWriter:
     """Writes this rank's part of some files, and keeps the checksums of the written segments.
 
-    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`, `frames`: the bytes
-    that this rank uploads of values, and of frames, whose files go to the store in parts. `plans`: the plans of earlier calls.
+    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`, `heads`, `frames`:
+    the bytes that this rank uploads of values, of heads and of frames, whose files go to the store in parts. `plans`: the plans
+    of earlier calls.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class RankWriter:
         checksums: bool,
         budget: Budget,
         stretches: Mapping[Key, Sequence[Stretch]],
+        heads: Mapping[str, HeadOfParts] = {},
         frames: Mapping[str, FramesOfParts] = {},
         plans: Plans,
     ) -> None:
@@ -59,6 +61,7 @@ class RankWriter:
         self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
         self._rank, self._checksums, self._stretches = rank, checksums, stretches
         self._budget, self._plans = budget, plans
+        self._heads = dict(heads)
         self._frames = {name: dict(its) for name, its in frames.items()}
 
     @property
@@ -118,6 +121,7 @@ class RankWriter:
         """Write extents to their files."""
         for name, extents in extents_by_file.items():
             file = self._files[name].plan
+            self._write_head(name)
             section = self._section(file)
             for batch in in_host_memory(extents, self._budget):
                 batch.copy_to_host()
@@ -139,12 +143,19 @@ class RankWriter:
 
         return DataSection(file.name, write, 0, file.tensors_in)
 
+    def _write_head(self, name: str) -> None:
+        """Write the head of a file in parts before the first tensor: a part is open from its first byte to its last one."""
+        for place, content in self._heads.pop(name, ()):
+            self.store_writer.write(name, [content], place)
+
     def _write_frame(self, name: str, index: int) -> None:
         for place, content in self._frames[name].pop(index, ()):
             self.store_writer.write(name, [content], place)
 
     def finish(self) -> None:
         """Return when all writes are complete, and on the disk if the save is durable."""
+        for name in list(self._heads):
+            self._write_head(name)
         for name, frames in self._frames.items():
             for index in list(frames):  # those in parts without a byte of a tensor
                 self._write_frame(name, index)

@@ -36,11 +36,25 @@ class MultipartFile:
     """A file on its way to a store that takes parts of `part_nbytes` bytes in any order. The last part may be shorter.
 
     `send(number, data)` gets each part when all its bytes have been written, and may keep `data`; parts are counted from 0.
-    Ranges that come in the order of the file need the memory of one part.
+    `reserve(nbytes)` is called before the memory of a part is made. Ranges that come in the order of the file need the memory of
+    one part.
     """
 
-    def __init__(self, name: str, nbytes: int, part_nbytes: int, send: Callable[[int, memoryview], None]) -> None:
-        self._name, self._nbytes, self._part_nbytes, self._send = name, nbytes, part_nbytes, send
+    def __init__(
+        self,
+        name: str,
+        nbytes: int,
+        part_nbytes: int,
+        send: Callable[[int, memoryview], None],
+        reserve: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._name, self._nbytes, self._part_nbytes, self._send, self._reserve = (
+            name,
+            nbytes,
+            part_nbytes,
+            send,
+            reserve,
+        )
         self._open: dict[int, _OpenPart] = {}
         self._num_sent = 0
 
@@ -60,6 +74,7 @@ class MultipartFile:
             raise CheckpointError(f"{self._name}: has {self._nbytes} bytes, so byte {offset} cannot be written")
         part = self._open.get(number)
         if part is None:
+            self._reserve(nbytes)
             part = self._open[number] = _OpenPart(pages(nbytes), nbytes)
         taken = min(len(piece), nbytes - inside)
         part.memory[inside : inside + taken] = piece[:taken]

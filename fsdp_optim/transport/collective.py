@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_optim.errors import RankError
-from fsdp_optim.memory import Budget, copy_all, empty
+from fsdp_optim.memory import Budget, copy_all, empty, in_pages
 from fsdp_optim.transport.base import Item, RankGroup, Send
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.messages import Message, Round, Streams, rounds_of
@@ -100,10 +100,7 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
     sizes = [[m.nbytes for _, m in (*step.receive, *step.send) if m.find(comm_device) is None] for step in rounds]
     longest = max((nbytes for sizes_of_round in sizes for nbytes in sizes_of_round), default=0)
     num = max(map(len, sizes), default=0)
-    slots = [
-        [torch.empty(longest, dtype=torch.uint8, device=comm_device) for _ in range(num)]
-        for _ in range(min(_ROUNDS_IN_FLIGHT, len(rounds)))
-    ]
+    slots = [[_buffer(longest, comm_device) for _ in range(num)] for _ in range(min(_ROUNDS_IN_FLIGHT, len(rounds)))]
     made = []
     for index, step in enumerate(rounds):
         free = iter(slots[index % _ROUNDS_IN_FLIGHT])
@@ -118,6 +115,13 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
                 postings.append(_Posting(operation, peer, message, buffer, received))
         made.append(postings)
     return made
+
+
+def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for packed messages. Saves and loads make it anew for each window, and `malloc` would keep it between them."""
+    if device.type == "cpu":
+        return in_pages((nbytes,), torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def comm_device_of(group: RankGroup) -> torch.device:

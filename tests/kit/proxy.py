@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import random
 import re
 import socket
@@ -36,7 +37,7 @@ Kind = Literal[
     "Answer",  # `status`, with `body`
     "ResetRequest",  # the connection breaks in the middle of the body of the request
     "ResetAnswer",  # the server has done what it was asked for, and the connection breaks in the middle of its answer
-    "Damage",  # a byte of the body changes on the way; the answer is 400 BadDigest, as that of S3, where a checksum shows it
+    "Damage",  # a byte of the body changes on the way; the answer is 400, as that of S3, where the checksum `found_by` shows it
     "Truncate",  # the body of the answer ends too early, and the connection is closed in order
     "Delay",  # `seconds` before the answer
     "Stale",  # the answer to the same request before
@@ -56,6 +57,7 @@ class Fault:
         every: of the requests that fit, each which it breaks: 3 for the third, the sixth...
         share: the probability with which it breaks a request that fits.
         where: in which part of a body it breaks, from 0 to 1; None: anywhere.
+        found_by: which checksum of the request shows damage: "crc32", or the "sha256" of its signature.
         then: what happens meanwhile.
     """
 
@@ -68,6 +70,7 @@ class Fault:
     every: int = 1
     share: float = 1.0
     where: float | None = None
+    found_by: Literal["crc32", "sha256"] = "crc32"
     seconds: float = 0.0
     status: int = 403
     body: str = ""
@@ -268,11 +271,12 @@ class Proxy:
         body = self._taken(client, request)
         if body:
             body[min(int(len(body) * self._where(fault)), len(body) - 1)] ^= 1
-        if _fits_checksum(request.head, bytes(body)):
+        code = _misfit(request.head, bytes(body), fault.found_by)
+        if code is None:
             return self._forward(client, request, fault, bytes(body))
         with self._lock:
             self.num_refused += 1
-        error = _error("BadDigest", "The CRC32 you specified did not match the calculated checksum.")
+        error = _error(code, f"The {fault.found_by} you specified did not match the calculated checksum.")
         head = f"HTTP/1.1 400 No\r\nConnection: close\r\nContent-Type: application/xml\r\nContent-Length: {len(error)}\r\n\r\n"
         client.sendall((head + error).encode())
         return len(body), 0
@@ -366,10 +370,14 @@ def _fits(request: Any, method: str, key: str, query: str) -> bool:
     return method in ("", request.method) and request.key.endswith(key) and query in request.query
 
 
-def _fits_checksum(head: bytes, body: bytes) -> bool:
-    """Whether a body has the CRC32 that its head names, or its head names none."""
+def _misfit(head: bytes, body: bytes, by: str) -> str | None:
+    """The code of the answer to a body without the checksum that its head names; None where it has it, or the head names none."""
+    if by == "sha256":
+        signed = re.search(rb"(?im)^x-amz-content-sha256: *([0-9a-f]{64})\r$", head)
+        fits = signed is None or bytes.fromhex(signed[1].decode()) == hashlib.sha256(body).digest()
+        return None if fits else "XAmzContentSHA256Mismatch"
     found = re.search(rb"(?im)^x-amz-checksum-crc32: *([^\r]*)\r$", head)
-    return found is None or base64.b64decode(found[1]) == zlib.crc32(body).to_bytes(4, "big")
+    return None if found is None or base64.b64decode(found[1]) == zlib.crc32(body).to_bytes(4, "big") else "BadDigest"
 
 
 def _error(code: str, message: str) -> str:

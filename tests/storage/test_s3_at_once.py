@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 import unittest
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ import fsdp_optim
 from fsdp_optim.formats import extents
 from fsdp_optim.storage.objects.s3_client import shared_clients
 from fsdp_optim.storage.objects.store import PART_NBYTES
+from fsdp_optim.storage.objects.writer import ObjectWriter
 
 KIB = 1 << 10
 PART_KIB = 5
@@ -24,10 +27,11 @@ FILE = "model.safetensors"
 
 
 class AtOnceTest(unittest.TestCase):
-    @parameterized.expand([(64, 10), (24, 3), (12, 1), (1024, 16)])
+    @parameterized.expand([(64, 9), (24, 3), (12, 1), (1024, 16)])
     def test_uploads(self, bucket_kib: int, num: int) -> None:
-        """An eighth of the memory is for elements, a part is being filled, and the rest is parts that are sent."""
-        model, options = nn.Linear(64 * KIB, 1, bias=False), {**shared("rclone"), "part_nbytes": PART_KIB * KIB}
+        """An eighth of the memory is for elements, one of the rest is for the client, and what is left is parts."""
+        width = 66 * KIB + 128  # so that the last part is almost as long as the others
+        model, options = nn.Linear(width, 1, bias=False), {**shared("rclone"), "part_nbytes": PART_KIB * KIB}
         slow = Fault("Delay", method="PUT", key=FILE, times=-1, seconds=0.4)
         with Proxy(port_of(options), [slow]) as proxy:
             given: Any = {"storage_options": proxy.options(options), "progress": False}
@@ -36,8 +40,31 @@ class AtOnceTest(unittest.TestCase):
             self.assertGreater(proxy.num_requests(method="PUT", key=FILE), 50)
 
     def test_the_usual_memory_takes_ten_parts(self) -> None:
-        """The test above in other units: the least part of S3 is what the store chooses."""
-        self.assertEqual(PART_NBYTES, PART_KIB << 20)
+        """Those of S3, of 5 MiB: the client needs no more than 6 MiB, so that a larger memory is for parts."""
+        model, options = nn.Linear(15 << 20, 1, bias=False), {**shared("rclone"), "part_nbytes": PART_NBYTES}
+        slow = Fault("Delay", method="PUT", key=FILE, times=-1, seconds=0.8)
+        with Proxy(port_of(options), [slow]) as proxy:
+            url = f"s3://{new_bucket(options)}/step"
+            fsdp_optim.save(url, model, storage_options=proxy.options(options), progress=False)
+            self.assertEqual(proxy.most_delayed, 10)
+            self.assertEqual(proxy.num_requests(method="PUT", key=FILE), 13)
+
+    def test_one_file_after_the_other(self) -> None:
+        """The head of a file comes with its first tensor: a part that is open takes memory."""
+        model, options, written = nn.Linear(4 * KIB, 1), shared("rclone"), list[str]()
+        optim = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 4 * KIB)).sum().backward()
+        optim.step()
+        real = ObjectWriter.write
+
+        def write(self: ObjectWriter, name: str, pieces: Any, offset: int) -> None:
+            written.append(name)
+            real(self, name, pieces, offset)
+
+        with mock.patch.object(ObjectWriter, "write", write):
+            url = f"s3://{new_bucket(options)}/step"
+            fsdp_optim.save(url, model, optim, storage_options=options, progress=False)
+        self.assertEqual([name for name, _ in itertools.groupby(written)], [FILE, "optim.safetensors"])
 
     def test_reads(self) -> None:
         model, options = nn.Linear(128 * KIB, 1, bias=False), shared("rclone")
@@ -51,9 +78,14 @@ class AtOnceTest(unittest.TestCase):
         self.assertTrue(torch.equal(model.weight, loaded.weight))
 
     def test_the_client_has_a_connection_for_each(self) -> None:
-        """A request without one would open and close its own."""
-        client = shared_clients(shared("rclone")).get(0).client
-        self.assertGreaterEqual(client.meta.config.max_pool_connections, 2 * 16)
+        """A request without one would open one, which would be thrown away at its end."""
+        options = shared("rclone")
+        name = new_bucket(options)
+        client = shared_clients(options).get(time.monotonic() + 60).client
+        client.put_object(Bucket=name, Key="key", Body=b"data")
+        with self.assertNoLogs("urllib3.connectionpool", "WARNING"):
+            bodies = [client.get_object(Bucket=name, Key="key")["Body"] for _ in range(2 * 16)]  # of two calls at once
+            self.assertEqual({body.read() for body in bodies}, {b"data"})
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class TestFaultsThatPass(unittest.TestCase):
             ("answers that end too early", Fault("Truncate", times=-1, share=0.3)),
             ("expired credentials", Fault("ExpiredToken", times=3, every=4)),
             ("bodies that come damaged", Fault("Damage", method="PUT", times=3)),
+            ("bodies that do not fit their signature", Fault("Damage", method="PUT", times=3, found_by="sha256")),
             ("delays", Fault("Delay", times=3, seconds=0.05)),
         ]
     )
@@ -184,18 +185,17 @@ class TestFaultsThatStay(unittest.TestCase):
                 self.assertNotIn("\n", text)
                 self.assertFalse(is_sure_that_not(caught.exception), text)
 
-    def test_a_body_that_is_damaged_each_time(self) -> None:
+    @parameterized.expand([("crc32", "BadDigest"), ("sha256", "XAmzContentSHA256Mismatch")])
+    def test_a_body_that_is_damaged_each_time(self, by: Any, code: str) -> None:
         """The store refuses it by its checksum: one error that names the object, and nothing is there."""
-        with through(Fault("Damage", method="PUT", times=-1), retry_seconds=1) as (bucket, proxy):
+        with through(Fault("Damage", method="PUT", times=-1, found_by=by), retry_seconds=1) as (bucket, proxy):
             upload = bucket.begin_upload("run/object")
             for call in (
                 lambda: bucket.put_part("run/object", upload, 0, memoryview(DATA)),
                 lambda: bucket.put("run/object", DATA),
             ):
                 began, before = time.monotonic(), proxy.num_refused
-                with self.assertRaisesRegex(
-                    CheckpointError, "run/object: cannot write.* BadDigest .*400.* repeated for"
-                ):
+                with self.assertRaisesRegex(CheckpointError, f"run/object: cannot write.* {code} .*400.* repeated for"):
                     call()
                 self.assertLess(time.monotonic() - began, 1 + SLACK)
                 self.assertGreater(proxy.num_refused, before + 1)

@@ -5,6 +5,7 @@ Measured as the operating system sees it, with malloc as it is: memory that it k
 
 from __future__ import annotations
 
+import tempfile
 import unittest
 from typing import Any
 
@@ -17,10 +18,13 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.storage.objects.store import PART_NBYTES
 from fsdp_optim.testing import RankPool
 
 BUDGET_MIB, PART_MIB = 6, 1
 SLACK_MIB = 3  # connections, threads, and what Python keeps
+USUAL_MIB = 64
 
 
 class Layers(nn.Module):
@@ -28,10 +32,17 @@ class Layers(nn.Module):
 
     units = ("layers.0", "layers.1", "layers.2", "layers.3", "")
     tensor_parallel: dict[str, Any] = {}
+    width = 1024
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1025, bias=False) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(self.width, self.width + 1, bias=False) for _ in range(4))
+
+
+class LargeLayers(Layers):
+    """Some 61 MiB, and 183 MiB with Adam's state."""
+
+    width = 2000
 
 
 def measured(url: str, options: Options) -> dict[str, float]:
@@ -54,23 +65,78 @@ def measured(url: str, options: Options) -> dict[str, float]:
     return {**found, "state": state / MIB, "shard": (state + sum(local_of(p).nbytes for p in one.params)) / MIB}
 
 
+def saved(bucket: str, wrapper: str, options: Options) -> list[float]:
+    """The extra memory of the first save of this rank, and of the second one, in MiB.
+
+    The client library is there: it takes what it takes, for whatever it is used.
+    """
+    found = []
+    with cpu():
+        one = Trained(wrapper, adam, 1, LargeLayers)
+        one.forget_gradients()
+        S3Bucket(bucket, options).look("nothing")
+        for step in ("first", "second"):
+            dist.barrier()
+            with Peak() as peak:
+                fsdp_optim.save(f"s3://{bucket}/{step}", one.model, one.optim, storage_options=options, progress=False)
+            found.append(peak.mib)
+    return found
+
+
+def sent_up(bucket: str, folder: str, options: Options) -> list[float]:
+    """The extra memory of a save to a folder that is sent to a bucket, in MiB."""
+    with cpu():
+        one = Trained("FSDP2", adam, 1, LargeLayers)
+        one.forget_gradients()
+        S3Bucket(bucket, options).look("nothing")
+        dist.barrier()
+        with Peak() as peak:
+            url = f"s3://{bucket}/step"
+            result = fsdp_optim.save(
+                f"{folder}/step", one.model, one.optim, upload_to=url, storage_options=options, progress=False
+            )
+            assert result.upload is not None
+            result.upload.wait()
+    return [peak.mib]
+
+
 class MemoryTest(unittest.TestCase):
+    def setUp(self) -> None:
+        self.pool = RankPool()  # of its own: what malloc keeps of other tests would be used first
+        self.addCleanup(self.pool.close)
+        self.options = shared("rclone")
+        self.bucket = new_bucket(self.options)
+
     @parameterized.expand([(1,), (2,)])
     def test_extra_memory(self, num_ranks: int) -> None:
-        pool = RankPool()  # of its own: what malloc keeps of other tests would be used first
-        self.addCleanup(pool.close)
-        options = shared("rclone")
-        url = f"s3://{new_bucket(options)}/run"
         slow = Fault("Delay", method="PUT", times=-1, seconds=0.4)  # parts wait: the budget is what holds them back
-        with Proxy(port_of(options), [slow]) as proxy:
-            given = {**proxy.options(options), "part_nbytes": PART_MIB * MIB}
-            by_rank = pool.run(measured, num_ranks, url, given)
+        with Proxy(port_of(self.options), [slow]) as proxy:
+            given = {**proxy.options(self.options), "part_nbytes": PART_MIB * MIB}
+            by_rank = self.pool.run(measured, num_ranks, f"s3://{self.bucket}/run", given)
         print(by_rank)
         for one in by_rank:
             # A load reads all of the shard into memory of its own before it changes anything.
             most = {"save": BUDGET_MIB + SLACK_MIB, "load": one["shard"] + BUDGET_MIB + SLACK_MIB}
             if any(one[verb] > most[verb] for verb in most) or one["state"] < 15:
                 raise Differs(f"MiB on each rank: {by_rank}, at most {most}")
+
+    @parameterized.expand([("FSDP2",), ("fairscale flat",)])
+    def test_the_usual_memory(self, wrapper: str) -> None:
+        """All of it lies within the usual `bucket_nbytes`, for a first save too: also threads, connections, and code."""
+        self.check_usual(saved, wrapper)
+
+    def test_the_usual_memory_of_an_upload(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self.check_usual(sent_up, folder)
+
+    def check_usual(self, measure: Any, given: str) -> None:
+        slow = Fault("Delay", method="PUT", times=-1, seconds=0.6)
+        with Proxy(port_of(self.options), [slow]) as proxy:
+            options = {**proxy.options(self.options), "part_nbytes": PART_NBYTES}
+            by_rank = self.pool.run(measure, 2, self.bucket, given, options)
+            self.assertGreater(proxy.most_delayed, 16, "as many parts at a time as fill the memory of two ranks")
+        print(by_rank)
+        self.assertLessEqual(max(mib for one in by_rank for mib in one), USUAL_MIB, by_rank)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
@@ -16,6 +17,9 @@ from fsdp_optim.storage.objects.base import ABSENT, Bucket
 from fsdp_optim.storage.objects.keys import Files, Place
 from fsdp_optim.storage.objects.part_notes import PartsNotes
 from fsdp_optim.storage.objects.uploads import Uploads
+
+_CLIENT_NBYTES = 6 << 20
+"""What threads, connections and the requests of a process take at most, of the budget, besides the parts."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class ObjectWriter(StoreWriter):
     def __init__(self, bucket: Bucket, place: Place, address: Address, who: str, budget_nbytes: int) -> None:
         self._bucket, self._place, self._address, self._who = bucket, place, address, who
         self._files = address.files(place)
-        self._uploads = Uploads(bucket, budget_nbytes - address.part_nbytes, address.only_if)
+        self._uploads = Uploads(bucket, budget_nbytes - min(budget_nbytes // 8, _CLIENT_NBYTES), address.only_if)
         self._open: dict[str, MultipartFile] = {}
         self._receipts: dict[str, dict[int, Future[str]]] = {}
         self._notes = PartsNotes(bucket, place, address.token)
@@ -94,7 +98,8 @@ class ObjectWriter(StoreWriter):
         def send(number: int, data: memoryview) -> None:
             receipts[number] = self._uploads.put_part(key, file.upload, number, data)
 
-        opened = self._open[name] = MultipartFile(f"{self._place.where}/{name}", file.nbytes, file.part_nbytes, send)
+        where, reserve = f"{self._place.where}/{name}", partial(self._uploads.reserve, file.upload)
+        opened = self._open[name] = MultipartFile(where, file.nbytes, file.part_nbytes, send, reserve)
         return opened
 
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
