@@ -22,7 +22,7 @@ from kit import scripts
 from kit.cases import expand
 from kit.catalogs import LOG, CatalogTest, sequence_of
 from kit.catalogs import save as save_plain
-from kit.checkpoint_damage import flip, seal_as_it_is, sealed_brief
+from kit.checkpoint_damage import flip_a_weight, garble, seal_as_it_is, sealed_brief, shorten
 from kit.checkpoint_format import read_manifest
 from kit.checkpoints import before_writes
 from kit.compare import refused
@@ -519,20 +519,6 @@ class ShardedObjectsTest(CatalogTest):
 
 
 # ------------------------------------------------------------------------------------------ damage, and going back
-
-
-def shorten(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def flip_a_weight(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    flip(file, file.stat().st_size - 1)
-
-
-def garble(folder: Path) -> None:
-    (folder / "fsdp_optim.json").write_bytes(b"{" * 50)
 
 
 class BackTest(CatalogTest):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from kit.catalogs import CatalogTest, clock, save
-from kit.checkpoint_damage import flip
+from kit.checkpoint_damage import flip_a_weight, garble, shorten
 from kit.checkpoints import before_writes
 from kit.compare import refused
 from kit.wrapping import Trained, adam, check_same
@@ -31,23 +31,6 @@ def filled(value: float) -> nn.Module:
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)
     return model
-
-
-def shorten(folder: Path) -> None:
-    """A tensor file loses its end, which shows in a listing."""
-    file = folder / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def flip_a_weight(folder: Path) -> None:
-    """A bit of a tensor, which shows in a load."""
-    file = folder / "model.safetensors"
-    flip(file, file.stat().st_size - 1)
-
-
-def garble(folder: Path) -> None:
-    """The manifest, so that not even the sequence number is known."""
-    (folder / "fsdp_optim.json").write_bytes(b"{" * 50)
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None]]] = [("short", shorten), ("bit", flip_a_weight), ("garbled", garble)]

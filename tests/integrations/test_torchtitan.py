@@ -13,13 +13,14 @@ import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from kit.cases import expand
 from kit.checkpoint_damage import flip
-from kit.compare import Differs, check_refused, check_same, error_text
+from kit.compare import check_refused, check_same, error_text
+from kit.folders import SharedFolder
+from kit.stand_ins import import_without
 from kit.torchtitan_cpu import (
     everything,
     import_torchtitan,
@@ -67,27 +68,19 @@ def loaded_and_resumed(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @unittest.skipUnless(NEEDS, WHY)
-class TestResume(unittest.TestCase):
-    folder: Path
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        made = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(made.cleanup)
-        cls.folder = Path(made.name)
-
+class TestResume(SharedFolder):
     @expand(
         soon=[("disabled", {}), ("async", {"fuse_qkv": True})],
         later=[("async_with_pinned_mem", {"parallelism": {"pipeline_parallel_degree": 2}})],
     )
     def test_a_run_that_stopped_goes_on_as_if_it_had_not(self, mode: str, spec: dict[str, Any]) -> None:
         """Two optimizers, the loader of each rank, the schedule, random states; parameters that a hook joins; a pipeline."""
-        run_on_ranks(stop_and_resume, 2, self.folder / mode, async_mode=mode, spec=spec)
+        run_on_ranks(stop_and_resume, 2, self.root / mode, async_mode=mode, spec=spec)
 
     @expand(soon=[], later=[(1,), (3,), (4,)])  # test_torchtitan_layouts.py has another number in `make test`
     def test_other_numbers_of_ranks(self, world_size: int) -> None:
         """The sums of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
-        folder = self.folder / f"alike {world_size}"
+        folder = self.root / f"alike {world_size}"
         [(saved, whole), _] = run_on_ranks(saved_alike, 2, folder)
         for loaded, resumed in run_on_ranks(loaded_and_resumed, world_size, folder):
             loaded, whole = (without(one, "random", "num_drawn") for one in (loaded, whole))
@@ -126,16 +119,8 @@ def damaged(folder: Path) -> dict[str, tuple[str, str]]:
 def import_without_a_name() -> str:
     """The error of the plug-in's import where torchtitan does not have a name."""
     import_torchtitan()
-    base = importlib.import_module("torchtitan.components.checkpointer.base")
-    plug_in = "fsdp_optim.integrations.torchtitan"
-    with mock.patch.dict(vars(base)), mock.patch.dict(sys.modules):
-        sys.modules.pop(plug_in, None)
-        del base.ModelWrapper
-        try:
-            importlib.import_module(plug_in)
-        except ImportError as error:
-            return str(error)
-    raise Differs("the plug-in was imported")
+    base = "torchtitan.components.checkpointer.base"
+    return import_without("fsdp_optim.integrations.torchtitan", base, "ModelWrapper")
 
 
 @unittest.skipUnless(NEEDS, WHY)

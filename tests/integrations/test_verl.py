@@ -10,14 +10,12 @@ import contextlib
 import functools
 import importlib
 import sys
-import tempfile
 import threading
 import time
 import unittest
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +23,9 @@ import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_damage import flip
 from kit.checkpoints import before_writes
-from kit.compare import Differs, check_refused, check_same, error_text
+from kit.compare import check_refused, check_same, error_text
+from kit.folders import SharedFolder
+from kit.stand_ins import import_without
 from kit.verl_cpu import engine_of, import_verl, small_llama_folder, verl_on_cpu
 from parameterized import parameterized
 
@@ -73,15 +73,10 @@ def folder_of(folder: Path, step: int, role: str = "actor") -> str:
 
 
 @unittest.skipIf(sys.version_info >= (3, 13), "verl needs a Python before 3.13")
-class VerlTest(unittest.TestCase):
-    folder: Path
-
+class VerlTest(SharedFolder):
     @classmethod
-    def setUpClass(cls) -> None:
-        made = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(made.cleanup)
-        cls.folder = Path(made.name)
-        run_on_ranks(small_llama_folder, 1, cls.folder / "model")
+    def fill(cls) -> None:
+        run_on_ranks(small_llama_folder, 1, cls.root / "model")
 
 
 # ------------------------------------------------------------------------------------------ resume
@@ -127,15 +122,15 @@ def loaded_alike(folder: Path, strategy: str) -> tuple[dict[str, Any], dict[str,
 class TestResume(VerlTest):
     @parameterized.expand([("fsdp2", True), ("fsdp", False)])
     def test_a_run_that_stopped_goes_on_as_if_it_had_not(self, strategy: str, in_background: bool) -> None:
-        run_on_ranks(stop_and_resume, 2, self.folder, strategy, in_background)
+        run_on_ranks(stop_and_resume, 2, self.root, strategy, in_background)
 
     @expand(soon=[("fsdp2", (3,))], later=[("fsdp2", (1, 4)), ("fsdp", (1, 3, 4))])
     def test_other_numbers_of_ranks(self, strategy: str, world_sizes: tuple[int, ...]) -> None:
         """The averages of two and of four equal gradients are exact, those of three are not, so three ranks only load."""
-        [(saved, whole), _] = run_on_ranks(saved_alike, 2, self.folder, strategy)
+        [(saved, whole), _] = run_on_ranks(saved_alike, 2, self.root, strategy)
         for world_size in world_sizes:
             with self.subTest(world_size):
-                for loaded, resumed in run_on_ranks(loaded_alike, world_size, self.folder, strategy):
+                for loaded, resumed in run_on_ranks(loaded_alike, world_size, self.root, strategy):
                     check_same(f"loaded on {world_size}", loaded, saved, in_order=False)
                     if world_size != 3:
                         check_same(f"trained on {world_size}", resumed, whole, in_order=False)
@@ -200,8 +195,8 @@ def opened_by_transformers(place: str) -> dict[str, Any]:
 
 class TestBackground(VerlTest):
     def test_the_tracker_is_written_after_the_marker(self) -> None:
-        run_on_ranks(in_background, 2, self.folder)
-        place = f"{self.folder}/background/global_step_2/actor/huggingface"
+        run_on_ranks(in_background, 2, self.root)
+        place = f"{self.root}/background/global_step_2/actor/huggingface"
         self.assertEqual(run_on_ranks(opened_by_transformers, 1, place), [{}])
 
 
@@ -240,15 +235,7 @@ PLUG_IN = "fsdp_optim.integrations.verl"
 def import_without_a_name() -> str:
     """The error of the plug-in's import where verl does not have a name."""
     import_verl()
-    module = importlib.import_module("verl.utils.checkpoint.checkpoint_manager")
-    with mock.patch.dict(vars(module)), mock.patch.dict(sys.modules):
-        sys.modules.pop(PLUG_IN, None)
-        del module.get_checkpoint_tracker_filename
-        try:
-            importlib.import_module(PLUG_IN)
-        except ImportError as error:
-            return str(error)
-    raise Differs("the plug-in was imported")
+    return import_without(PLUG_IN, "verl.utils.checkpoint.checkpoint_manager", "get_checkpoint_tracker_filename")
 
 
 def disable_and_enable() -> list[list[str]]:
@@ -266,12 +253,12 @@ def disable_and_enable() -> list[list[str]]:
 
 class TestFailures(VerlTest):
     def test_a_failing_rank_and_a_damaged_checkpoint(self) -> None:
-        found = run_on_ranks(failures, 2, self.folder)
+        found = run_on_ranks(failures, 2, self.root)
         for rank in (0, 1):
             check_refused(
                 f"rank {rank}", [one[rank] for one in found], "StateError", "lr_scheduler", "schedule is lost"
             )
-            self.assertFalse((self.folder / f"fails-{rank}/global_step_1/actor/huggingface").exists())
+            self.assertFalse((self.root / f"fails-{rank}/global_step_1/actor/huggingface").exists())
         check_refused("damage", [one[2] for one in found], "CheckpointError", "optim.safetensors")
 
     def test_a_version_without_a_name_is_refused_in_one_line(self) -> None:
@@ -365,16 +352,16 @@ def from_verl_itself(folder: Path) -> None:
 
 class TestContents(VerlTest):
     def test_adapters_only(self) -> None:
-        run_on_ranks(lora_only, 2, self.folder)
+        run_on_ranks(lora_only, 2, self.root)
 
     @pytest.mark.slow
     def test_save_contents_and_load_contents(self) -> None:
-        run_on_ranks(contents, 2, self.folder)
+        run_on_ranks(contents, 2, self.root)
 
     @pytest.mark.slow
     def test_max_ckpt_to_keep_hdfs_path_and_del_local_after_load(self) -> None:
-        run_on_ranks(keeps, 2, self.folder)
+        run_on_ranks(keeps, 2, self.root)
 
     @pytest.mark.slow
     def test_a_checkpoint_of_verls_own_manager(self) -> None:
-        run_on_ranks(from_verl_itself, 2, self.folder)
+        run_on_ranks(from_verl_itself, 2, self.root)

@@ -26,6 +26,22 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
     path.write_bytes(whole)
 
 
+def shorten(folder: Path) -> None:
+    """Cut a tensor file, which shows in a listing."""
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip_a_weight(folder: Path) -> None:
+    """Flip a bit of a tensor, which shows in a load."""
+    flip(folder / "model.safetensors", -1)
+
+
+def garble(folder: Path) -> None:
+    """Overwrite the manifest, so that not even the sequence number is known."""
+    (folder / "fsdp_optim.json").write_bytes(b"{" * 50)
+
+
 def raw_header(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
+
+from kit.compare import Differs
 
 
 class _StandIn(types.ModuleType):
@@ -36,3 +40,16 @@ def stand_ins(*names: str) -> Iterator[None]:
     finally:
         for name in made:
             del sys.modules[name]
+
+
+def import_without(plug_in: str, module: str, name: str) -> str:
+    """The error of the import of a plug-in where a module of the trainer does not have a name."""
+    lacking = importlib.import_module(module)
+    with mock.patch.dict(vars(lacking)), mock.patch.dict(sys.modules):
+        sys.modules.pop(plug_in, None)
+        delattr(lacking, name)
+        try:
+            importlib.import_module(plug_in)
+        except ImportError as error:
+            return str(error)
+    raise Differs("the plug-in was imported")
