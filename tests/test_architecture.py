@@ -485,6 +485,11 @@ class TestHouse(unittest.TestCase):
             assert issubclass(getattr(errors, name), (errors.FsdpOptimError,)), name
             assert issubclass(getattr(errors, name), parent), name
 
+    def test_no_file_of_the_kit_hides_a_module_of_python(self) -> None:
+        """A file of the kit that runs as a program has the kit's folder first in sys.path."""
+        files = {file.stem for file in (Path(__file__).parent / "kit").glob("*.py")}
+        self.assertEqual(sorted(files & sys.stdlib_module_names), [])
+
     def test_tests_share_by_the_kit_alone(self) -> None:
         """An error in one test's file is no error of another; `from kit.wrapping import ...` gets what tests share."""
         tests = Path(__file__).parent

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from fsdp_optim import FullyShardedDataParallel as FSDP
 from kit import compare, wrapping
+from kit.elements import Numbers
 from kit.local_parts import params_of
-from kit.numbers import Numbers
 from kit.trained import STEPS, take_steps
 
 Rename = Callable[[str], str]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_optim
+from kit.elements import Numbers
 from kit.local_parts import local_of
-from kit.numbers import Numbers
 from kit.optimizers import adam
 from kit.trained import Oracle, Trained
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kit.elements import Numbers
 from kit.local_parts import local_of
-from kit.numbers import Numbers
 from kit.optimizers import adam
 from kit.trained import Oracle, Trained
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_optim
+from kit.elements import Numbers
 from kit.local_parts import LocalSteps, access_of, like, local_of, steps_local_parts
 from kit.models import Net
-from kit.numbers import Numbers
 from kit.optimizers import adam, each_of, make_optimizer
 from kit.wraps import WRAPPERS
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim.testing import fairscale_on_cpu
 from kit.compare import Differs, check_refused, check_same, differences, error_text
+from kit.elements import Numbers
 from kit.local_parts import like, local_of
 from kit.models import Net, freeze_stem
-from kit.numbers import Numbers
 from kit.optimizers import Make, OfModel, Optim, adam, adamw_tensor_lr, each_of, sgd, two_groups, without_stem
 from kit.trained import STEPS, Oracle, Trained, known_oracle
 from kit.wraps import (
