@@ -9,7 +9,6 @@ from fsdp_optim.layout.boxes import (
     Box,
     Piece,
     Run,
-    RunTable,
     Shape,
     bounds_of_box,
     boxes_of_run,
@@ -23,31 +22,35 @@ from fsdp_optim.layout.layout import Layout
 from fsdp_optim.layout.listed import Boxes
 from fsdp_optim.layout.mesh import MeshBoxes, OnMesh, cut_named, cut_of
 from fsdp_optim.layout.placement import Placement, Whole
-from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order
+from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order, sorted_ranks
 from fsdp_optim.layout.split_runs import SplitRuns
 from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
+from fsdp_optim.layout.tables import BoxTable, Mask, Numbers, along
 
 __all__ = [
     "STORAGE",
     "Block",
     "Box",
+    "BoxTable",
     "Boxes",
     "DisjointBoxes",
     "FlatChunks",
     "FlatRuns",
     "Layout",
+    "Mask",
     "MeshBoxes",
+    "Numbers",
     "OnMesh",
     "Piece",
     "Placement",
     "RankSet",
     "Ranks",
     "Run",
-    "RunTable",
     "Shape",
     "SplitRuns",
     "StridedBoxes",
     "Whole",
+    "along",
     "bounds_of_box",
     "boxes_of_run",
     "contiguous_order",
@@ -57,4 +60,5 @@ __all__ = [
     "number_array",
     "ranks_in_order",
     "row_major_strides",
+    "sorted_ranks",
 ]

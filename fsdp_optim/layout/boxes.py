@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-import numpy
-from numpy.typing import NDArray
-
 from fsdp_optim.errors import LayoutError
 
 Shape = tuple[int, ...]
@@ -114,24 +111,6 @@ class Run:
     start: int
     stop: int
     offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class RunTable:
-    """Many Runs as arrays: the `start`, `stop` and `offset` of each Run."""
-
-    starts: NDArray[numpy.int64]
-    stops: NDArray[numpy.int64]
-    offsets: NDArray[numpy.int64]
-
-    @classmethod
-    def of(cls, run: Run, times: int) -> RunTable:
-        """One Run, repeated `times` times."""
-        return cls(*(numpy.full(times, number) for number in (run.start, run.stop, run.offset)))
-
-    def rows(self, index: NDArray[numpy.int64]) -> RunTable:
-        """The Runs at some indices, in the order of `index`."""
-        return RunTable(self.starts[index], self.stops[index], self.offsets[index])
 
 
 def row_major_strides(sizes: Shape) -> Shape:

@@ -9,13 +9,13 @@ from functools import cached_property
 from math import prod
 
 import numpy
-from numpy.typing import NDArray
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import Block, Run, RunTable, Shape, boxes_of_run
+from fsdp_optim.layout.boxes import Block, Run, Shape, boxes_of_run
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_at, ranks_in_order
 from fsdp_optim.layout.replicas import join_replicas
+from fsdp_optim.layout.tables import BoxTable, Numbers
 
 
 @dataclass(frozen=True)
@@ -92,23 +92,27 @@ class FlatChunks(Placement):
     def shard_of(self, rank: int) -> int | None:
         return next((group.index(rank) for group in self.replicas if rank in group), None)
 
+    @property
+    def in_runs(self) -> bool:
+        return True
+
     def run(self, shard: int) -> Run:
         chunk_start = shard * self.chunk_numel - self.start
         start = min(max(chunk_start, 0), self._numel)
         stop = max(min(chunk_start + self.chunk_numel, self._numel), start)
         return Run(start, stop, 0 if self.own_tensor or start == stop else start - chunk_start)
 
-    def runs(self, shards: Sequence[int]) -> RunTable:
-        chunk_starts = number_array(shards) * self.chunk_numel - self.start
-        starts = numpy.clip(chunk_starts, 0, self._numel)
+    def run_table(self, shards: Numbers) -> BoxTable:
+        chunk_starts = shards * self.chunk_numel - self.start
+        starts = numpy.minimum(numpy.maximum(chunk_starts, 0), self._numel)
         stops = numpy.maximum(numpy.minimum(chunk_starts + self.chunk_numel, self._numel), starts)
-        offsets = (
-            numpy.zeros_like(starts) if self.own_tensor else numpy.where(starts == stops, 0, starts - chunk_starts)
-        )
-        return RunTable(starts, stops, offsets)
+        return BoxTable.of_runs(starts, stops, numpy.zeros_like(starts) if self.own_tensor else starts - chunk_starts)
 
-    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        return numpy.stack([number_array(group)[number_array(shards)] for group in self.replicas])
+    def box_table(self, shards: Numbers) -> None:
+        return None
+
+    def holders_of(self, shards: Numbers) -> Numbers:
+        return numpy.stack([ranks_at(group, shards) for group in self.replicas])
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         run = self.run(shard)

@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Sequence
 
 import numpy
-from numpy.typing import NDArray
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import Block, Run, RunTable, boxes_of_run
+from fsdp_optim.layout.boxes import Block, Run, boxes_of_run
 from fsdp_optim.layout.ranks import check_distinct
 from fsdp_optim.layout.runs import OrderedRuns
+from fsdp_optim.layout.tables import BoxTable, Numbers
 
 
 class FlatRuns(OrderedRuns):
@@ -45,16 +45,22 @@ class FlatRuns(OrderedRuns):
     def holders(self, shard: int) -> tuple[int, ...]:
         return (self.by[shard],)
 
+    @property
+    def in_runs(self) -> bool:
+        return True
+
     def run(self, shard: int) -> Run:
         return Run(self.starts[shard], self.stops[shard], 0)
 
-    def runs(self, shards: Sequence[int]) -> RunTable:
-        index = numpy.asarray(shards, numpy.int64)
-        starts, stops = numpy.array(self.starts, numpy.int64)[index], numpy.array(self.stops, numpy.int64)[index]
-        return RunTable(starts, stops, numpy.zeros_like(starts))
+    def run_table(self, shards: Numbers) -> BoxTable:
+        starts, stops = (numpy.array(its, numpy.int64)[shards] for its in (self.starts, self.stops))
+        return BoxTable.of_runs(starts, stops, numpy.zeros_like(starts))
 
-    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        by: NDArray[numpy.int64] = numpy.array(self.by, numpy.int64)[numpy.asarray(shards, numpy.int64)]
+    def box_table(self, shards: Numbers) -> None:
+        return None
+
+    def holders_of(self, shards: Numbers) -> Numbers:
+        by: Numbers = numpy.array(self.by, numpy.int64)[shards]
         return by.reshape(1, -1)
 
     def blocks(self, shard: int) -> tuple[Block, ...]:

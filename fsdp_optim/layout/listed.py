@@ -64,6 +64,10 @@ class Boxes(Placement):
         return sum(1 + len(blocks) for _, blocks in self.by_rank)
 
     @property
+    def has_tables(self) -> bool:
+        return False
+
+    @property
     def has_replicas(self) -> bool:
         return any(len(ranks) > 1 for _, ranks in self._shards)
 

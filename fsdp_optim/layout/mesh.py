@@ -10,13 +10,13 @@ from functools import cached_property
 from math import prod
 
 import numpy
-from numpy.typing import NDArray
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout.boxes import Block, Box, Run, RunTable, Shape, bounds_of_box
+from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box, row_major_strides
 from fsdp_optim.layout.placement import Placement
-from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
+from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_at, ranks_in_order
 from fsdp_optim.layout.replicas import join_replicas
+from fsdp_optim.layout.tables import BoxTable, Numbers
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class OnMesh(Placement):
         place = next((group.index(rank) for group in self.replicas if rank in group), None)
         return _shard_at(place, self.mesh_shape, self._split_dims) if place is not None else None
 
-    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        places = _place_table(self.mesh_shape, self._split_dims)[number_array(shards)]
-        return numpy.concatenate([number_array(group)[places].T for group in self.replicas])
+    def holders_of(self, shards: Numbers) -> Numbers:
+        places = _place_table(self.mesh_shape, self._split_dims)[shards].T
+        return numpy.concatenate([ranks_at(group, places) for group in self.replicas])
 
     def join(self, other: Placement) -> Placement | None:
         if not isinstance(other, OnMesh) or self._cut != other._cut:
@@ -165,33 +165,41 @@ class MeshBoxes(OnMesh):
     def run(self, shard: int) -> Run | None:
         return _run_of_shard(self.full_shape, self._split_parts, shard)
 
-    def runs(self, shards: Sequence[int]) -> RunTable | None:
-        if len(self.splits) != 1 or self.splits[0][1] != 0:
+    @property
+    def in_runs(self) -> bool:
+        return bool(self.shape) and not any(dim for _, dim in self.splits)
+
+    def run_table(self, shards: Numbers) -> BoxTable | None:
+        if not self.in_runs:
             return None
-        # A single split along the first dimension gives every shard whole rows.
-        row = prod(self.shape[1:])
-        rows = -(-self.shape[0] // self._parts[0])
-        edges = numpy.minimum(number_array(shards) * rows, self.shape[0])
-        stops = numpy.minimum(edges + rows, self.shape[0])
-        is_empty = edges == stops
-        return RunTable(
-            numpy.where(is_empty, 0, edges * row), numpy.where(is_empty, 0, stops * row), numpy.zeros_like(edges)
-        )
+        lows, highs = self._bounds_of(shards)  # cuts along the first dimension alone give every shard whole rows
+        row, zeros = prod(self.shape[1:]), numpy.zeros_like(shards)
+        return BoxTable.of_runs(zeros + lows[0] * row, zeros + highs[0] * row, zeros)
+
+    def box_table(self, shards: Numbers) -> BoxTable:
+        return BoxTable.of_boxes(len(shards), *self._bounds_of(shards))
+
+    def _bounds_of(self, shards: Numbers) -> tuple[list[int | Numbers], list[int | Numbers]]:
+        """The first index in each dimension of each shard, and one past the last; a number where all shards have the same."""
+        lows: list[int | Numbers] = [0] * len(self.full_shape)
+        highs: list[int | Numbers] = list(self.full_shape)
+        weight, left = self.num_shards, shards
+        for dim, parts in self._split_parts:
+            weight //= parts
+            index = left if weight == 1 else left // weight
+            left = left if weight == 1 else left - index * weight
+            low, high = lows[dim], highs[dim]
+            chunk = -((low - high) // parts)
+            start = low + index * chunk
+            lows[dim], highs[dim] = numpy.minimum(start, high), numpy.minimum(start + chunk, high)
+        return lows, highs
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
-        if start >= stop:
-            return range(0)
-        if not self.splits:
-            return range(1)
-        row = prod(self.shape[1:])
-        first, last = start // row, (stop - 1) // row
-        if len(self.splits) == 1 and self.splits[0][1] == 0:
-            rows = -(-self.shape[0] // self._parts[0])  # the rows of one shard
-            return range(first // rows, min(last // rows + 1, self.num_shards))
-        ranges = [(first, last), *((0, size - 1) for size in self.shape[1:])]
-        if first == last and len(self.shape) == 2:
-            ranges[1] = start - first * row, stop - 1 - first * row
-        return _shards_over(self.shape, self._split_parts, ranges)
+        if start >= stop or not self.splits:
+            return range(1 if start < stop else 0)
+        if len(self.splits) > 1 and stop - start == self.numel:
+            return range(self.num_shards)
+        return _shards_over(self.shape, self._split_parts, _indices_over(self.shape, start, stop))
 
 
 @functools.lru_cache(maxsize=256)
@@ -204,7 +212,7 @@ def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, .
 
 
 @functools.lru_cache(maxsize=64)
-def _place_table(mesh_shape: Shape, split_dims: Shape) -> NDArray[numpy.int64]:
+def _place_table(mesh_shape: Shape, split_dims: Shape) -> Numbers:
     """The same as `_places_by_shard`, as an array with a row for each shard."""
     return numpy.array(_places_by_shard(mesh_shape, split_dims), numpy.int64)
 
@@ -261,31 +269,51 @@ def run_of_box(shape: Shape, box: Box) -> Run | None:
     return Run(start, start + numel, 0)
 
 
-def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """The shards that may hold elements with an index in `ranges`, [first, last] of each dimension.
+def _indices_over(shape: Shape, start: int, stop: int) -> list[tuple[int, int]]:
+    """The first and the last index, in each dimension, of the row-major elements [start, stop), of which there are some."""
+    first, last, found = start, stop - 1, list[tuple[int, int]]()
+    for step in row_major_strides(shape):
+        low, high = first // step, last // step
+        found.append((low, high))
+        if low != high:
+            return found + [(0, size - 1) for size in shape[len(found) :]]
+        first, last = first - low * step, last - low * step
+    return found
 
-    `splits`: (dimension, parts), which cut one after the other.
+
+def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequence[tuple[int, int]]) -> Sequence[int]:
+    """The shards that hold elements with an index in `ranges`, [first, last] of each dimension.
+
+    `splits`: (dimension, parts), which cut one after the other. The shards are a product: of the parts of each dimension.
     """
-    found = [
-        (0, tuple((0, size) for size in shape))
-    ]  # the number of each part that is left, and (start, size) in each dimension
+    weight, cuts = prod(parts for _, parts in splits), dict[int, list[tuple[int, int]]]()
     for dim, parts in splits:
-        first, last = ranges[dim]
-        cut = []
-        for number, spans in found:
-            at, size = spans[dim]
-            chunk = -(-size // parts)
-            low = max(first - at, 0) // chunk
-            high = (min(last, at + size - 1) - at) // chunk
-            cut += [
-                (
-                    number * parts + index,
-                    (*spans[:dim], (at + index * chunk, min(chunk, size - index * chunk)), *spans[dim + 1 :]),
-                )
-                for index in range(low, high + 1)
-            ]
-        found = cut
-    return [number for number, _ in found]
+        weight //= parts
+        cuts.setdefault(dim, []).append((parts, weight))
+    found: Sequence[int] = range(1)
+    for dim, its in cuts.items():
+        parts_over = _parts_over(shape[dim], its, *ranges[dim])
+        found = [a + b for a in found for b in parts_over] if len(found) > 1 or found[0] else parts_over
+    return found if isinstance(found, range) else sorted(found)
+
+
+def _parts_over(size: int, cuts: Sequence[tuple[int, int]], first: int, last: int) -> Sequence[int]:
+    """The parts of one dimension with an index in [first, last], each as what its number adds to the number of a shard.
+
+    `cuts`: (number of parts, weight in the number of a shard), each of which cuts the parts of the one before.
+    """
+    (parts, weight), *inner = cuts
+    chunk = -(-size // parts)
+    indices = range(first // chunk, last // chunk + 1)
+    if not inner:
+        return range(indices[0] * weight, indices[-1] * weight + 1, weight)
+    return [
+        index * weight + number
+        for index in indices
+        for number in _parts_over(
+            min(chunk, size - index * chunk), inner, max(first - index * chunk, 0), min(last - index * chunk, chunk - 1)
+        )
+    ]
 
 
 def _coordinates(index: int, shape: Shape) -> Shape:

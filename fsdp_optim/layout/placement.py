@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import numpy
-from numpy.typing import NDArray
 
-from fsdp_optim.layout.boxes import Block, Box, Run, RunTable, Shape
+from fsdp_optim.layout.boxes import Block, Box, Run, Shape
 from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
+from fsdp_optim.layout.tables import BoxTable, Numbers
 
 
 class Placement(ABC):
@@ -44,19 +44,33 @@ class Placement(ABC):
         """The shard as one Run, a shortcut for plans; None for a shard that consists of several runs."""
         return None
 
-    def runs(self, shards: Sequence[int]) -> RunTable | None:
-        """Consecutive shards as Runs, computed at once, a shortcut for plans; None where that is not possible."""
+    def run_table(self, shards: Numbers) -> BoxTable | None:
+        """The runs of some shards, in the order of `shards`; None where not every shard is one run."""
         return None
 
-    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        """The ranks that hold consecutive shards, as an array by replica and shard. All shards need equally many holders."""
-        by_shard: NDArray[numpy.int64] = numpy.array([self.holders(shard) for shard in shards], numpy.int64)
-        by_replica: NDArray[numpy.int64] = by_shard.reshape(len(shards), -1).T
+    def box_table(self, shards: Numbers) -> BoxTable | None:
+        """The Boxes of some shards, in the order of `shards`; None where shards are runs across the borders of rows."""
+        return BoxTable.of_blocks([self.blocks(shard) for shard in shards.tolist()], len(self.shape))
+
+    def holders_of(self, shards: Numbers) -> Numbers:
+        """The ranks that hold some shards, as an array by replica and shard. All shards need equally many holders."""
+        by_shard: Numbers = numpy.array([self.holders(shard) for shard in shards.tolist()], numpy.int64)
+        by_replica: Numbers = by_shard.reshape(len(shards), -1).T
         return by_replica
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
         """All shards that hold some of the row-major elements [start, stop), possibly with shards that do not."""
         return range(self.num_shards)
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether every shard is one run."""
+        return False
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether plans may ask for the tables of shards. All shards then have equally many holders."""
+        return True
 
     @property
     def is_open(self) -> bool:
@@ -179,14 +193,22 @@ class Whole(Placement):
     def blocks(self, shard: int) -> tuple[Block, ...]:
         return (Block(Box((0,) * len(self.shape), self.shape), self.offset),) if self.numel else ()
 
+    @property
+    def in_runs(self) -> bool:
+        return True
+
     def run(self, shard: int) -> Run:
         return Run(0, self.numel, self.offset)
 
-    def runs(self, shards: Sequence[int]) -> RunTable:
-        return RunTable.of(self.run(0), len(shards))
+    def run_table(self, shards: Numbers) -> BoxTable:
+        zeros = numpy.zeros_like(shards)
+        return BoxTable.of_runs(zeros, zeros + self.numel, zeros + self.offset)
 
-    def holders_of(self, shards: Sequence[int]) -> NDArray[numpy.int64]:
-        return number_array(self.on).reshape(-1, 1)[:, : len(shards)]
+    def box_table(self, shards: Numbers) -> BoxTable:
+        return BoxTable.of_boxes(len(shards), [0] * len(self.shape), self.shape, self.offset)
+
+    def holders_of(self, shards: Numbers) -> Numbers:
+        return number_array(self.on)[:, None] + numpy.zeros_like(shards)
 
     @property
     def most_numel(self) -> int:

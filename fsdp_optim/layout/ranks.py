@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy
@@ -37,6 +38,19 @@ def check_distinct(groups: tuple[Ranks, ...]) -> None:
         return
     if sum(map(len, groups)) != len({rank for group in groups for rank in group}):
         raise LayoutError(f"each rank may be listed only once, but a rank is listed twice in {groups}")
+
+
+def ranks_at(group: Ranks, places: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+    """The ranks at some places of a group."""
+    if isinstance(group, range):
+        return group.start + group.step * places
+    return numpy.array(group, numpy.int64)[places]
+
+
+@functools.lru_cache(maxsize=64)
+def sorted_ranks(groups: tuple[Ranks, ...]) -> NDArray[numpy.int64]:
+    """All ranks of some groups, in order. Cached: parameters share their groups."""
+    return numpy.unique(numpy.concatenate([number_array(group) for group in groups]))
 
 
 def number_array(numbers: Sequence[int]) -> NDArray[numpy.int64]:

@@ -41,6 +41,10 @@ class SplitRuns(OrderedRuns):
         return tuple(map(tuple, found))
 
     @property
+    def has_tables(self) -> bool:
+        return False
+
+    @property
     def num_shards(self) -> int:
         return len(self._shards)
 

@@ -10,9 +10,12 @@ from functools import cached_property
 
 from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape, bounds_of_box
+from fsdp_optim.plan.bulk import Pairs, copies_between
 from fsdp_optim.plan.copies import Copy
-from fsdp_optim.plan.rows import copy_of_part, parts_of
-from fsdp_optim.plan.runs import BULK_FROM, Runs, runs_into, runs_out_of
+from fsdp_optim.plan.table import CopyTable
+
+RUNS_FROM, BOXES_FROM = 48, 4
+"""The number of pairs of shards from which arrays are quicker than single copies: pairs of runs, and pairs with Boxes."""
 
 
 def plan(source: Layout, target: Layout, *, rank: int | None = None) -> tuple[Copy, ...]:
@@ -39,17 +42,13 @@ def copies_of(source: Placement, target: Placement, *, rank: int | None = None, 
     parameter = _parameter("", source, target, replica)
     if not source.numel:
         return ()
-    bulk = parameter.in_bulk(rank) if rank is not None else None
-    return tuple(parameter.copies(rank)) if bulk is None else bulk
+    return parameter.of_rank(rank, sends=True) if rank is not None else tuple(parameter.copies(None))
 
 
 def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> Sequence[Copy]:
     """Those copies of `copies_of` that this rank receives, from itself or from other ranks."""
     parameter = _parameter("", source, target, replica)
-    if not source.numel:
-        return ()
-    bulk = parameter.in_bulk(rank, sends=False)
-    return tuple(parameter.into(rank)) if bulk is None else bulk
+    return parameter.of_rank(rank, sends=False) if source.numel else ()
 
 
 def replica_of(name: str) -> int:
@@ -78,6 +77,10 @@ def _parameter(fqn: str, source: Placement, target: Placement, replica: int) -> 
     return _Parameter(fqn, source, target, replica)
 
 
+_Shards = tuple[int | None, Sequence[int], int | None, Sequence[int]]
+"""A rank's shard of the target, shards of the source, the rank's shard of the source, and shards of the target."""
+
+
 @dataclass(frozen=True)
 class _Parameter:
     """The copies of one parameter, from `source` to `target`."""
@@ -87,25 +90,55 @@ class _Parameter:
     target: Placement
     replica: int
 
-    def in_bulk(self, rank: int, *, sends: bool = True) -> Runs | None:
-        """The copies of one rank as arrays; None where the copies are few or strided, and so are made one by one.
+    def of_rank(self, rank: int, *, sends: bool) -> Sequence[Copy]:
+        """The copies that a rank receives and, with `sends`, those that it sends: at once where they may be many."""
+        if self.source.overlapping:
+            mine = self.target.shard_of(rank)
+            if sends or mine is None:
+                return tuple(self.copies(rank)) if sends else ()
+            return tuple(self._into_from_overlapping(mine, rank))
+        its = self._shards_of(rank, sends=sends)
+        if self.source.has_tables and self.target.has_tables:
+            _, into, _, out = its
+            fewest = RUNS_FROM if self.source.in_runs and self.target.in_runs else BOXES_FROM
+            if len(into) + len(out) * self.target.num_replicas >= fewest:
+                return self._in_bulk(rank, *its)
+        return tuple(self._singly(rank, *its))
 
-        `sends`: include the copies that the rank sends to others.
-        """
+    def _shards_of(self, rank: int, *, sends: bool) -> _Shards:
+        """The shards of a rank, each with those of the other side that may have elements in common with it."""
         mine, held = self.target.shard_of(rank), self.source.shard_of(rank) if sends else None
-        if self.source.overlapping or not self._are_many(mine, held):
-            return None
-        into = runs_into(self.source, self.target, mine, rank, self.replica) if mine is not None else Runs.none()
-        out = runs_out_of(self.source, self.target, held, rank, self.replica) if held is not None else Runs.none()
-        return into.joined(out) if into is not None and out is not None else None
+        return mine, self._shards_into(mine), held, self._shards_out_of(held)
 
-    def _are_many(self, mine: int | None, held: int | None) -> bool:
-        """Whether a rank with the shard `mine` of the target and `held` of the source may take part in many copies."""
-        here = _bounds(self.target, mine) if mine is not None else None
-        there = _bounds(self.source, held) if held is not None else None
-        num_received = len(self.source.shards_over(*here)) if here is not None else 0
-        num_sent = len(self.target.shards_over(*there)) * self.target.num_replicas if there is not None else 0
-        return num_received + num_sent >= BULK_FROM
+    def _singly(
+        self, rank: int, mine: int | None, into: Sequence[int], held: int | None, out: Sequence[int]
+    ) -> Iterator[Copy]:
+        """The same copies as `_in_bulk`, one by one."""
+        if mine is not None:
+            yield from self._into(mine, rank, into)
+        if held is not None:
+            yield from self._out_of(held, rank, out)
+
+    def _in_bulk(
+        self, rank: int, mine: int | None, into: Sequence[int], held: int | None, out: Sequence[int]
+    ) -> CopyTable:
+        """The copies between the shard `mine` of the target and the shards `into`, and between `held` and the shards `out`."""
+        pairs = Pairs.none()
+        if mine is not None and into:
+            pairs = Pairs.into(self.source, into, self.target, mine, rank, self.replica)
+        if held is not None and out:
+            pairs = pairs.joined(Pairs.out_of(self.source, held, self.target, out, rank, self.replica))
+        return copies_between(self.source, self.target, pairs)
+
+    def _shards_into(self, shard: int | None) -> Sequence[int]:
+        """The shards of the source that may have elements of a shard of the target."""
+        bounds = _bounds(self.target, shard) if shard is not None else None
+        return self.source.shards_over(*bounds) if bounds is not None else ()
+
+    def _shards_out_of(self, shard: int | None) -> Sequence[int]:
+        """The shards of the target that may have elements of a shard of the source."""
+        bounds = _bounds(self.source, shard) if shard is not None else None
+        return self.target.shards_over(*bounds) if bounds is not None else ()
 
     def copies(self, rank: int | None) -> Iterator[Copy]:
         if rank is None or self.source.overlapping:
@@ -113,40 +146,26 @@ class _Parameter:
                 (shard, holder) for shard in range(self.target.num_shards) for holder in self.target.holders(shard)
             )
             for shard, target_rank in pairs:
-                for copy in self._into(shard, target_rank):
+                if self.source.overlapping:
+                    copies = self._into_from_overlapping(shard, target_rank)
+                else:
+                    copies = self._into(shard, target_rank, self._shards_into(shard))
+                for copy in copies:
                     if rank is None or rank in (copy.source_rank, target_rank):
                         yield copy
             return
-        yield from self.into(rank)
-        held = self.source.shard_of(rank)
-        if held is not None:
-            yield from self._out_of(held, rank)
+        yield from self._singly(rank, *self._shards_of(rank, sends=True))
 
-    def into(self, rank: int) -> Iterator[Copy]:
-        """All copies that fill the shard of the target that one rank holds."""
-        mine = self.target.shard_of(rank)
-        if mine is not None:
-            yield from self._into(mine, rank)
-
-    def _into(self, shard: int, target_rank: int) -> Iterator[Copy]:
-        """All copies that fill a shard on one target rank."""
-        bounds = _bounds(self.target, shard)
-        if bounds is None:
-            return
-        if self.source.overlapping:
-            yield from self._into_from_overlapping(shard, target_rank)
-            return
-        for source_shard in self.source.shards_over(*bounds):
+    def _into(self, shard: int, target_rank: int, source_shards: Sequence[int]) -> Iterator[Copy]:
+        """All copies that fill a shard on one target rank, from some shards that do not overlap."""
+        for source_shard in source_shards:
             source_rank = self._sender(source_shard, target_rank)
             yield from self._between(source_shard, source_rank, shard, target_rank)
 
-    def _out_of(self, shard: int, source_rank: int) -> Iterator[Copy]:
-        """All copies of a shard that one source rank sends to other ranks."""
-        bounds = _bounds(self.source, shard)
-        if bounds is None:
-            return
+    def _out_of(self, shard: int, source_rank: int, target_shards: Sequence[int]) -> Iterator[Copy]:
+        """All copies of a shard that one source rank sends to other ranks, which hold some shards."""
         is_only_holder = self.source.num_replicas == 1
-        for target_shard in self.target.shards_over(*bounds):
+        for target_shard in target_shards:
             for target_rank in self.target.holders(target_shard):
                 if target_rank != source_rank and (is_only_holder or self._sender(shard, target_rank) == source_rank):
                     yield from self._between(shard, source_rank, target_shard, target_rank)
@@ -172,14 +191,6 @@ class _Parameter:
             if copy is not None:
                 yield copy
             return
-        run = target_run if source_run is None else source_run
-        if run is not None and len(self.target.shape) == 2:
-            blocks = self.source.blocks(source_shard) if source_run is None else self.target.blocks(target_shard)
-            if len(blocks) == 1 and blocks[0].strides is None:
-                ends = self.fqn, source_rank, target_rank
-                for part in parts_of(self.target.shape[1], blocks[0], run):
-                    yield copy_of_part(part, self.target.shape, blocks[0], *ends, is_from_block=source_run is None)
-                return
         copies = [
             _block_copy(self.fqn, common, source, source_rank, target, target_rank)
             for target in self.target.blocks(target_shard)

@@ -12,7 +12,7 @@ from typing import overload
 from fsdp_optim.layout import Placement
 from fsdp_optim.plan.copies import Copy
 from fsdp_optim.plan.planner import copies_into, copies_of
-from fsdp_optim.plan.runs import has_from, num_into
+from fsdp_optim.plan.table import has_from, num_into
 from fsdp_optim.plan.ways import Ways
 
 _COPY_NBYTES = 512  # about what a copy, its way and their numbers take

@@ -16,7 +16,9 @@ from fsdp_optim.layout import (
     Block,
     Box,
     Boxes,
+    DisjointBoxes,
     FlatChunks,
+    FlatRuns,
     Layout,
     MeshBoxes,
     OnMesh,
@@ -54,7 +56,7 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                 if chunk < len(group):
                     mine = tensors[group[chunk]]
                     mine[len(mine) if placement.own_tensor else place] = element
-    elif isinstance(placement, SplitRuns):
+    elif isinstance(placement, (FlatRuns, SplitRuns)):
         for rank, start, stop in zip(placement.by, placement.starts, placement.stops, strict=True):
             mine = tensors.setdefault(rank, {})
             for element in range(start, stop):
@@ -73,6 +75,9 @@ def held(placement: Placement) -> dict[int, dict[int, int]]:
                         taken.append((i - first) // chunk == coordinate[mesh_dim])
                     local = local.compress(taken, axis=dim)
                 tensors[rank] = dict(enumerate(local.ravel().tolist()))
+    elif isinstance(placement, DisjointBoxes):
+        for rank, box in zip(placement.by, placement.boxes, strict=True):
+            tensors[rank] = dict(enumerate(elements_of_box(placement.shape, box)))
     else:
         assert isinstance(placement, Boxes)
         for rank, blocks in placement.by_rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import FrozenInstanceError, replace
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -19,6 +20,7 @@ from fsdp_optim.layout import (
     Block,
     Box,
     Boxes,
+    BoxTable,
     FlatChunks,
     Layout,
     MeshBoxes,
@@ -174,15 +176,36 @@ def test_its_ranks_in_groups_and_one_for_each_shard(placement: Placement) -> Non
     assert list(placement.first_holders) == sorted(firsts)
     assert tuple(sorted({rank for group in placement.rank_groups for rank in group})) == placement.ranks
     for shard in range(placement.num_shards):
-        one = range(shard, shard + 1)
         if all(len(placement.holders(other)) == len(placement.holders(0)) for other in range(placement.num_shards)):
-            assert tuple(placement.holders_of(one)[:, 0].tolist()) == placement.holders(shard)
-        table, run = placement.runs(one), placement.run(shard)
+            assert tuple(placement.holders_of(np.array([shard]))[:, 0].tolist()) == placement.holders(shard)
+
+
+@many
+@given(oracle.shapes.flatmap(oracle.placements), st.data())
+def test_tables_have_the_elements_of_the_shards(placement: Placement, data: st.DataObject) -> None:
+    """Row by row, whether a table has the runs of shards or their Boxes, and for shards in any order, also asked for twice."""
+    shards = data.draw(st.lists(st.integers(0, placement.num_shards - 1), max_size=6)) if placement.num_shards else []
+    asked = np.array(shards, np.int64)
+    tables = placement.run_table(asked), placement.box_table(asked)
+    assert tables != (None, None)
+    for table, shape in zip(tables, ((placement.numel,), placement.shape), strict=True):
         if table is not None:
-            assert run is not None
-            start, stop, offset = (int(column[0]) for column in (table.starts, table.stops, table.offsets))
-            assert stop - start == run.stop - run.start
-            assert stop == start or (start, offset) == (run.start, run.offset)
+            found: list[dict[int, int]] = [{} for _ in shards]
+            owners = range(len(shards)) if table.owners is None else table.owners.tolist()
+            for row, owner in enumerate(owners):
+                found[owner] |= elements_of_row(table, row, shape)
+            assert found == [shard_elements(placement, shard) for shard in shards]
+
+
+def elements_of_row(table: BoxTable, row: int, shape: Shape) -> dict[int, int]:
+    """{index into the local tensor: element of the parameter} of one Box of a table."""
+    lows, highs = table.lows[:, row].tolist(), table.highs[:, row].tolist()
+    strides = np.broadcast_to(table.strides, table.lows.shape)[:, row].tolist()
+    found = {}
+    for index in product(*map(range, lows, highs)):
+        place = int(table.bases[row]) + sum(i * stride for i, stride in zip(index, strides, strict=True))
+        found[place] = sum(i * stride for i, stride in zip(index, row_major_strides(shape), strict=True))
+    return found
 
 
 @many

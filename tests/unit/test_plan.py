@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from typing import ClassVar
@@ -19,7 +20,7 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Layout, MeshBoxes, Placement, Run, Whole
 from fsdp_optim.plan import (
     Copy,
-    Runs,
+    CopyTable,
     clip_to_source,
     clip_to_target,
     copies_into,
@@ -33,6 +34,16 @@ from fsdp_optim.plan import (
 
 most = examples(120)
 some = examples(40)
+
+
+def singly() -> AbstractContextManager[object]:
+    """All copies are planned one by one."""
+    return mock.patch.multiple(planner, RUNS_FROM=10**9, BOXES_FROM=10**9)
+
+
+def in_bulk() -> AbstractContextManager[object]:
+    """All copies are planned in bulk, where that is possible."""
+    return mock.patch.multiple(planner, RUNS_FROM=0, BOXES_FROM=0)
 
 
 def arrays_of(source: Layout, target: Layout) -> tuple[oracle.Arrays, oracle.Arrays]:
@@ -123,10 +134,10 @@ def test_copies_as_arrays_are_those_that_are_made_one_by_one(pair: tuple[Layout,
     for rank in (*oracle.RANKS, 99):
         for fqn in pair[1].fqns:
             placements, replica = (pair[0].placements[fqn], pair[1].placements[fqn]), replica_of(fqn)
-            with mock.patch.object(planner, "BULK_FROM", 10**9):
+            with singly():
                 one_by_one = copies_of(*placements, rank=rank, replica=replica)
                 received = copies_into(*placements, rank, replica)
-            with mock.patch.object(planner, "BULK_FROM", 0):
+            with in_bulk():
                 assert list(copies_of(*placements, rank=rank, replica=replica)) == list(one_by_one)
                 assert list(copies_into(*placements, rank, replica)) == list(received)
             assert has_from(one_by_one, rank) == any(copy.source_rank == rank for copy in one_by_one)
@@ -151,9 +162,9 @@ def test_many_copies_are_arrays(source: Placement, rank: int) -> None:
     whole, everywhere = Whole(source.shape, (rank,)), Whole(source.shape, range(128))
     for pair in ((source, whole), (whole, source), (source, everywhere), (everywhere, source)):
         found = copies_of(*pair, rank=rank, replica=5)
-        with mock.patch.object(planner, "BULK_FROM", 10**9):
+        with singly():
             assert found == copies_of(*pair, rank=rank, replica=5)
-        assert isinstance(found, Runs) or len(found) < 48, (pair, len(found))
+        assert isinstance(found, CopyTable) or len(found) < 48, (pair, len(found))
         assert has_from(found, rank) == any(copy.source_rank == rank for copy in found)
         assert num_into(found, rank) == pair[1].numel_on(rank)
         assert found[: len(found)] == tuple(found)

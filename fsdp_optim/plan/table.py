@@ -1,0 +1,156 @@
+"""Many copies of a plan as arrays: a recipient of thousands of shards has a copy for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy
+
+from fsdp_optim.layout import Numbers
+from fsdp_optim.plan.copies import Copy
+
+Row = tuple[int, int, int, int, int, Copy | None]
+"""Source rank, target rank, number of elements, source offset, target offset, and the Copy itself if it is strided."""
+
+
+@dataclass(frozen=True, eq=False)
+class CopyTable(Sequence[Copy]):
+    """Copies without FQNs as columns of numbers: a sequence of `Copy`, each of which is made when it is asked for.
+
+    `columns`: by copy, the source rank, target rank, source offset and target offset; then the sizes, the strides in the
+    source and the strides in the target, by dimension. Copies that are all runs have one size and no strides. In a Copy,
+    dimensions of one element are left out.
+    """
+
+    columns: Numbers
+
+    @property
+    def source_ranks(self) -> Numbers:
+        ranks: Numbers = self.columns[0]
+        return ranks
+
+    @property
+    def target_ranks(self) -> Numbers:
+        ranks: Numbers = self.columns[1]
+        return ranks
+
+    @property
+    def are_runs(self) -> bool:
+        """Whether all copies are runs."""
+        return len(self.columns) == 5
+
+    @property
+    def numels(self) -> Numbers:
+        """The number of elements of each copy."""
+        numels: Numbers = self.columns[4] if self.are_runs else self._dims[0].prod(axis=0)
+        return numels
+
+    @property
+    def _dims(self) -> Numbers:
+        """The sizes, the strides in the source and those in the target, by dimension and copy."""
+        if self.are_runs:
+            ones = numpy.ones_like(self.columns[4])
+            return numpy.stack((self.columns[4], ones, ones))[:, None]
+        return self.columns[4:].reshape(3, len(self.columns) // 3 - 1, len(self))
+
+    def merged(self) -> CopyTable:
+        """The copies with neighbouring dimensions made one over which both sides are contiguous. Changes this table.
+
+        A merged dimension is where the outer one was, and its inner one has one element.
+        """
+        if self.are_runs:
+            return self
+        sizes, strides = self._dims[0], self._dims[1:]
+        for dim in range(len(sizes) - 2, -1, -1):
+            outer, inner = sizes[dim], sizes[dim + 1]
+            are_even = strides[:, dim] == inner * strides[:, dim + 1]
+            are_one = are_even[0] & are_even[1] | (outer == 1)
+            numpy.copyto(strides[:, dim], strides[:, dim + 1], where=are_one)
+            numpy.multiply(outer, inner, out=outer, where=are_one)
+            inner[are_one] = 1
+        if (sizes[1:] == 1).all() and ((strides[:, :1] == 1).all(axis=0) | (sizes[:1] == 1)).all():
+            return CopyTable(self.columns[:5].copy())
+        return self
+
+    def joined(self, other: CopyTable) -> CopyTable:
+        """These copies, followed by those of `other`."""
+        if self.are_runs and other.are_runs:
+            return CopyTable(numpy.concatenate((self.columns, other.columns), axis=1))
+        num = max(self._dims.shape[1], other._dims.shape[1])
+        return CopyTable(numpy.concatenate((self._widened(num), other._widened(num)), axis=1))
+
+    def _widened(self, num: int) -> Numbers:
+        """The columns with `num` dimensions, of which the added ones have one element."""
+        dims = numpy.ones((3, num, len(self)), numpy.int64)
+        dims[:, : self._dims.shape[1]] = self._dims
+        return numpy.concatenate((self.columns[:4], dims.reshape(3 * num, len(self))))
+
+    def rows_at(self, index: Numbers) -> CopyTable:
+        """The copies at some indices, in the order of `index`."""
+        return CopyTable(self.columns[:, index])
+
+    def rows(self) -> Iterator[Row]:
+        """The numbers of each copy."""
+        source, target, source_offset, target_offset = self.columns[:4].tolist()
+        numbers = zip(source, target, self.numels.tolist(), source_offset, target_offset, strict=True)
+        if self.are_runs:
+            return ((*row, None) for row in numbers)
+        return ((*row, None if copy.is_run else copy) for row, copy in zip(numbers, self, strict=True))
+
+    def __len__(self) -> int:
+        return int(self.columns.shape[1])
+
+    @overload
+    def __getitem__(self, index: int) -> Copy: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Copy, ...]: ...
+    def __getitem__(self, index: int | slice) -> Copy | tuple[Copy, ...]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        return next(iter(CopyTable(self.columns[:, index : index + 1 or None])))
+
+    def __iter__(self) -> Iterator[Copy]:
+        source, target, source_offset, target_offset = self.columns[:4].tolist()
+        ends = zip(source, target, source_offset, target_offset, strict=True)
+        if self.are_runs:
+            numels = self.columns[4].tolist()
+            return (
+                Copy("", s, t, (num,), at, (1,), to, (1,)) for (s, t, at, to), num in zip(ends, numels, strict=True)
+            )
+        return (_strided(*its, *dims) for its, dims in zip(ends, self._dims.transpose(2, 0, 1).tolist(), strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(Copy.__eq__, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # a table is equal to a tuple of copies, whose hash would differ
+
+
+def _strided(
+    source_rank: int,
+    target_rank: int,
+    source_offset: int,
+    target_offset: int,
+    sizes: Sequence[int],
+    source_strides: Sequence[int],
+    target_strides: Sequence[int],
+) -> Copy:
+    """The Copy of one row of a table, without its dimensions of one element."""
+    its = [dim for dim in zip(sizes, source_strides, target_strides, strict=True) if dim[0] > 1]
+    size, source, target = zip(*(its or [(1, 1, 1)]), strict=True)
+    return Copy("", source_rank, target_rank, size, source_offset, source, target_offset, target)
+
+
+def has_from(copies: Sequence[Copy], rank: int) -> bool:
+    """Whether a rank is the source of any of the copies."""
+    if isinstance(copies, CopyTable):
+        return bool((copies.source_ranks == rank).any())
+    return any(copy.source_rank == rank for copy in copies)
+
+
+def num_into(copies: Sequence[Copy], rank: int) -> int:
+    """The number of elements that the copies bring to a rank."""
+    if isinstance(copies, CopyTable):
+        return int(copies.numels[copies.target_ranks == rank].sum())
+    return sum(copy.numel for copy in copies if copy.target_rank == rank)

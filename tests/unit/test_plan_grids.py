@@ -1,0 +1,182 @@
+"""Plans of parameters that are cut along several dimensions: in bulk, and exactly as box by box and element by element."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from unittest import mock
+
+import numpy as np
+import pytest
+from kit import oracle
+from kit.cases import some
+
+from fsdp_optim.layout import (
+    BoxTable,
+    DisjointBoxes,
+    FlatChunks,
+    FlatRuns,
+    Layout,
+    MeshBoxes,
+    Placement,
+    Run,
+    Shape,
+    StridedBoxes,
+    Whole,
+    boxes_of_run,
+)
+from fsdp_optim.plan import Copy, CopyTable, copies_into, copies_of, has_from, num_into, planner
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2, 2)])
+def test_a_table_cuts_runs_into_the_same_boxes_as_one_run(shape: Shape) -> None:
+    runs = [Run(start, stop, 7) for start, stop in itertools.combinations(range(int(np.prod(shape)) + 1), 2)]
+    table = BoxTable.of_runs(*(np.array([getattr(run, name) for run in runs]) for name in ("start", "stop", "offset")))
+    cut = table.as_boxes(shape)
+    assert cut.owners is not None
+    cut, owners = cut.rows(some := np.flatnonzero((cut.lows < cut.highs).all(axis=0))), cut.owners[some]
+    found = list(zip(cut.lows.T.tolist(), cut.highs.T.tolist(), strict=True))
+    wanted = [boxes_of_run(shape, run.start, run.stop) for run in runs]
+    ends = [[o + n for o, n in zip(box.offsets, box.sizes, strict=True)] for boxes in wanted for box in boxes]
+    assert found == [(list(box.offsets), end) for box, end in zip(itertools.chain(*wanted), ends, strict=True)]
+    assert owners.tolist() == [number for number, boxes in enumerate(wanted) for _ in boxes]
+
+
+MESHES = [
+    MeshBoxes(shape, mesh, splits, (range(mesh[0] * mesh[1]),))
+    for shape in ((7, 6), (3, 8), (2, 5))
+    for mesh in ((2, 3), (4, 2))
+    for splits in (((1, 1), (0, 0)), ((0, 0), (1, 1)), ((1, 0), (0, 1)), ((1, 1),), ((0, 0), (1, 0)), ((0, 1), (1, 1)))
+]
+
+
+@pytest.mark.parametrize("placement", MESHES, ids=str)
+def test_no_shard_is_passed_over_and_each_is_a_run_where_it_is_one(placement: MeshBoxes) -> None:
+    numel = placement.numel
+    held = [
+        {i * placement.shape[1] + j for i, j in itertools.product(*map(range, box.offsets, ends))}
+        for box in map(placement.box, range(placement.num_shards))
+        for ends in [tuple(o + n for o, n in zip(box.offsets, box.sizes, strict=True))]
+    ]
+    for start, stop in itertools.combinations(range(numel + 1), 2):
+        over = list(placement.shards_over(start, stop))
+        assert over == sorted(set(over))
+        needed = {shard for shard, elements in enumerate(held) if not elements.isdisjoint(range(start, stop))}
+        assert needed <= set(over), (start, stop)
+        row = placement.shape[1]
+        if start // row == (stop - 1) // row and len({dim for _, dim in placement.splits}) == 2:
+            assert needed == set(over), (start, stop)  # inside of one row none is looked at in vain
+    for shard, elements in enumerate(held):
+        run = placement.run(shard)
+        if not elements:
+            assert run == Run(0, 0, 0)
+        elif max(elements) - min(elements) + 1 == len(elements):
+            assert run == Run(min(elements), max(elements) + 1, 0)
+        else:
+            assert run is None
+    assert placement.num_replicas == len(placement.holders(0))
+
+
+def grids(shape: Shape) -> dict[str, Placement]:
+    """Cuts along several dimensions, with uneven and empty parts, replicas, one rank, and nested and interleaved cuts."""
+    first, last = 0, len(shape) - 1
+    here, few, many = (range(1),), (range(6),), (range(24),)
+    return {
+        "columns, then rows": MeshBoxes(shape, (3, 2), ((1, last), (0, first)), few),
+        "rows, then columns": MeshBoxes(shape, (3, 2), ((0, first), (1, last)), few),
+        "other ranks": MeshBoxes(shape, (3, 2), ((1, last), (0, first)), ((5, 3, 1, 0, 2, 4),)),
+        "many empty": MeshBoxes(shape, (6, 4), ((1, last), (0, first)), many),
+        "columns of replicas": MeshBoxes(shape, (2, 3), ((1, last),), few),
+        "replicas beside tensor parallel": MeshBoxes(shape, (2, 3, 4), ((2, last), (1, first)), many),
+        "two replicas": MeshBoxes(shape, (3, 2), ((1, last), (0, first)), (range(6), range(6, 12))),
+        "nested rows": MeshBoxes(shape, (3, 2), ((0, first), (1, first)), few),
+        "nested columns": MeshBoxes(shape, (3, 4), ((1, last), (0, last)), (range(12),)),
+        "nested around rows": MeshBoxes(shape, (2, 3, 2), ((0, last), (1, first), (2, last)), (range(12),)),
+        "middle": MeshBoxes(shape, (3, 2), ((0, last // 2), (1, last)), few),
+        "interleaved rows": StridedBoxes(shape, (3, 2), ((0, first), (1, last)), few, (2, 1)),
+        "interleaved columns": StridedBoxes(shape, (2, 3), ((0, last), (1, first)), few, (3, 1)),
+        "interleaved runs": StridedBoxes(shape, (2, 5), ((0, last // 2), (1, first)), (range(10),), (2, 1)),
+        "one rank": MeshBoxes(shape, (1, 1), ((0, first), (1, last)), here),
+    }
+
+
+def others(shape: Shape) -> dict[str, Placement]:
+    """What grids are gathered into, saved as, or loaded into."""
+    numel = int(np.prod(shape))
+    edges = [numel * i // 7 for i in range(8)]
+    boxes = [box for start, stop in itertools.pairwise(edges) for box in boxes_of_run(shape, start, stop)]
+    return {
+        "whole": Whole(shape, (2, 0), 3),
+        "chunks": FlatChunks(shape, 0, -(-numel // 6), (range(6),)),
+        "many chunks": FlatChunks(shape, 0, -(-numel // 24), (range(24),)),
+        "chunks of a flat parameter": FlatChunks(shape, 5, -(-(numel + 9) // 7), (range(7),)),
+        "replicas of chunks": FlatChunks(shape, 0, -(-numel // 4), (range(4), range(4, 8)), own_tensor=True),
+        "rows": MeshBoxes(shape, (5,), ((0, 0),), (range(5),)),
+        "grid": MeshBoxes(shape, (2, 4), ((0, 0), (1, len(shape) - 1)), (range(8),)),
+        "runs": FlatRuns(shape, tuple(edges[:-1]), tuple(edges[1:]), (6, 5, 4, 3, 2, 1, 0)),
+        "boxes": DisjointBoxes(shape, tuple(boxes), tuple(range(len(boxes)))),
+    }
+
+
+SHAPES: list[Shape] = [(7, 6), (3, 8), (13, 2), (5, 8, 3), (2, 3, 2, 4)]
+CASES = [(name, shape) for shape in SHAPES for name in grids(shape)]
+SOON, LATER = some(CASES, every=4)
+
+
+@pytest.mark.parametrize(("name", "shape"), [*SOON, *(pytest.param(*case, marks=pytest.mark.slow) for case in LATER)])
+def test_a_grid_is_planned_in_bulk_as_one_by_one_and_element_by_element(name: str, shape: Shape) -> None:
+    grid = grids(shape)[name]
+    for other in others(shape).values():
+        for source, target in ((grid, other), (other, grid)):
+            whole = check_plan(source, target)
+            for rank in {0, 3, 5, max(source.ranks), max(target.ranks)}:
+                mine = [copy for copy in whole if rank in (copy.source_rank, copy.target_rank)]
+                in_bulk = planned(source, target, rank, fewest=0)
+                assert isinstance(in_bulk, CopyTable)
+                assert in_bulk.are_runs == all(copy.is_run for copy in in_bulk)
+                assert list(in_bulk) == list(planned(source, target, rank, fewest=10**9))
+                assert sorted(in_bulk, key=str) == sorted(mine, key=str)
+                assert {between: [c for c in in_bulk if ends(c) == between] for between in map(ends, mine)} == {
+                    between: [c for c in mine if ends(c) == between] for between in map(ends, mine)
+                }, "both ranks plan the copies between them in the same order"
+                for index, copy in enumerate(in_bulk):
+                    assert in_bulk[index] == copy == in_bulk[index - len(in_bulk)]
+                rows = [(*ends(c), c.numel, c.source_offset, c.target_offset, None if c.is_run else c) for c in in_bulk]
+                assert list(in_bulk.rows()) == rows
+                assert num_into(in_bulk, rank) == target.numel_on(rank)
+                assert has_from(in_bulk, rank) == any(copy.source_rank == rank for copy in mine)
+
+
+def ends(copy: Copy) -> tuple[int, int]:
+    """The two ranks of a copy."""
+    return copy.source_rank, copy.target_rank
+
+
+def planned(source: Placement, target: Placement, rank: int, *, fewest: int) -> Sequence[Copy]:
+    """The copies of a rank, in bulk from `fewest` pairs of shards on."""
+    with mock.patch.multiple(planner, RUNS_FROM=fewest, BOXES_FROM=fewest):
+        copies = copies_of(source, target, rank=rank, replica=5)
+        received = [copy for copy in copies if copy.target_rank == rank]
+        assert list(copies_into(source, target, rank, 5)) == received
+    return copies
+
+
+def check_plan(source: Placement, target: Placement) -> Sequence[Copy]:
+    """The copies of all ranks, executed element by element."""
+    layouts = [Layout({"": placement}) for placement in (source, target)]
+    before, wanted = (oracle.local_arrays(layout, {"": 1}) for layout in layouts)
+    copies = copies_of(source, target, replica=5)
+    after = oracle.execute(copies, before, wanted)
+    assert {key: array.tolist() for key, array in after.items()} == {key: its.tolist() for key, its in wanted.items()}
+    return copies
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (8, 16, 6)])
+def test_many_copies_of_a_grid_are_a_table(shape: Shape) -> None:
+    """The default limits: the recipient of a gather, and a rank that writes long runs."""
+    grid = MeshBoxes(shape, (8, 4), ((1, len(shape) - 1), (0, 0)), (range(32),))
+    for target in (Whole(shape, (0,)), FlatChunks(shape, 0, -(-grid.numel // 32), (range(32),))):
+        for source, to in ((grid, target), (target, grid)):
+            found = copies_of(source, to, rank=0)
+            assert isinstance(found, CopyTable)
+            assert found == planned(source, to, 0, fewest=10**9)
