@@ -64,8 +64,9 @@ def resume(
 
     Args:
         root: a path, or a URL as for `save`.
-        on_damage: what to do if the newest checkpoint is damaged, or cannot be read just now. "error": raise CheckpointError
-            that names it, and the one before it. "previous": log a warning, and load the newest one that can be loaded.
+        on_damage: what to do if the newest checkpoint is damaged, or cannot be read just now. "error": raise a
+            CheckpointError that names this checkpoint and the one before. "previous": log a warning, and load the newest
+            checkpoint that can be loaded.
         model, optim, weights, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
             timeout, bucket_nbytes, local_cache, storage_options: as for `load`.
 
@@ -136,7 +137,7 @@ def checkpoints(
 
     Returns:
         For each checkpoint its `path`, `step`, `world_size`, `nbytes`, whether it is `complete` (else the `reason`), and its
-        `metric`. Folders without a manifest are no checkpoints, and saves under way are none yet.
+        `metric`. Folders without a manifest are not listed, nor are saves that have not ended.
 
     Raises:
         CheckpointError: the folder cannot be listed.

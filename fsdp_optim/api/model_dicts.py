@@ -1,4 +1,4 @@
-"""The calls that have the weights and buffers of a model as a dict in memory."""
+"""The calls that move the weights and buffers of a model to a dict in memory, and back."""
 
 from __future__ import annotations
 

@@ -50,10 +50,11 @@ def convert(
     Reads every format that `load` reads. Works without a process group; where torch.distributed is initialized, all ranks of the
     default group make the call and each copies a share of the bytes. The new checkpoint is written aside and gets its name when
     it is complete. A conversion that is killed or interrupted goes on where it stopped, if it is called again with the same
-    source, which has not changed, the same `dst` and the same options: in a folder, what is there already is verified and not
-    written again; in a bucket that takes parts (`s3://`), parts that the store has are not put again. On another machine than
-    before this needs two minutes from the kill on, so that the first process is surely gone. Any other save into the same parent
-    folder removes such leftovers, under the same prefix after five minutes. After an error nothing is left.
+    unchanged source, the same `dst` and the same options: in a folder, data that are there already are verified and not written
+    again; in a bucket that takes parts (`s3://`), parts that the store has are not put again. On another machine, the second call
+    goes on only if two minutes have passed since the kill, so that the first process is surely gone. Any other save into the same
+    parent folder removes such leftovers; under the same prefix of a bucket, it does so after five minutes. After an error nothing
+    is left.
 
     Args:
         src: the checkpoint: a path, or a URL as for `save`.
@@ -87,7 +88,7 @@ def convert(
 
     Raises (the same on all ranks):
         CheckpointError: the source is damaged, incomplete or unknown, or `dst` is taken or cannot be written.
-        StateError: the source has ids without names, and neither `names` nor `model` tells them; or the ranks differ.
+        StateError: the source has ids without names, and neither `names` nor `model` is given; or the ranks differ.
     """
     with checkpoint_errors(dst):
         options = ConvertOptions(
@@ -118,9 +119,9 @@ def verify(
 ) -> Verified:
     """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
 
-    What has checksums is compared with them, which is every byte of this library's own checkpoints, unless they were saved with
-    `checksums=False`. Formats of other libraries have none: there everything is read, so that files that are missing, cut short
-    or contradict each other are found, but no changed bytes. Nothing is unpickled.
+    Data with checksums are compared with these checksums: every byte of this library's own checkpoints, unless they were saved
+    with `checksums=False`. Formats of other libraries have no checksums: there everything is read, so that files are found that
+    are missing, are cut short or contradict each other, but changed bytes are not found. Nothing is unpickled.
 
     Args:
         path: as for `save`.
@@ -139,9 +140,9 @@ def verify(
 
 
 def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspected:
-    """What a checkpoint of any format that `load` reads has: tensors by name, with dtypes, shapes and bytes, and the optimizer.
+    """Describe a checkpoint of any format that `load` reads: tensors by name, with dtypes, shapes and bytes, and the optimizer.
 
-    Reads the description and no elements. No communication.
+    Reads no elements. No communication.
 
     Args:
         path, storage_options: as for `save`.

@@ -1,4 +1,4 @@
-"""The calls that have optimizer state in memory at both ends: dicts, and the live optimizers of two models."""
+"""The calls that move optimizer state in memory: between a live optimizer and a dict, and between two live optimizers."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def gather_full_optim_state_dict(
 ) -> FullDict | None:
     """The full optimizer state per original parameter, as if the model had no wrapper. Called by all ranks of the model.
 
-    Changes no step, gradient, parameter, group or state. An optimizer with `synchronize_for_checkpoint()` (Dion), whose replicas
-    differ between steps, is asked to make them equal first, as by save, iterate and transfer. Memory beyond the training's own:
-    on a recipient the full state and `bucket_nbytes`, on other ranks `bucket_nbytes`.
+    Changes no step, gradient, parameter, group or state. An optimizer whose replicas differ between steps, and that has the
+    method `synchronize_for_checkpoint()` (as Dion), first makes the replicas equal; save, iterate and transfer ask for this too.
+    Memory beyond the training's own: on a recipient the full state and `bucket_nbytes`, on other ranks `bucket_nbytes`.
 
     Args:
         model: the root that `optim` was built from: fairscale FSDP, torch FSDP, DistributedDataParallel, a plain module, or a

@@ -106,13 +106,15 @@ def save(
             their extras are flattened as torch flattens dicts: keys become str for other readers, and come back in `load`.
         weights: "all": all parameters and buffers, and the values of modules. "trainable": the parameters that require
             gradients (adapters, say), and all buffers and values of modules, because training changes these too. "none": the
-            optimizer alone, beside model files that the trainer has elsewhere. It is recorded; load has `weights` too.
+            optimizer alone, beside model files that the trainer has elsewhere. The checkpoint records the choice; `load` has an
+            argument of the same name.
         rename: the names in the checkpoint, of weights and optimizer state alike: a function from a name of the model to the
             name in the checkpoint, or a dict of beginnings of names, such as `{"": "model."}`; the longest beginning that fits
-            is replaced. Two parameters of one name are an error. A load gets `rename=` for the way back.
+            is replaced. Two parameters of one name are an error. `load` has an argument of the same name for the way back.
         weights_dtype: for export: torch.bfloat16, float16, float32 or float64, to which floating parameters and buffers are cast
             as they are written, in bounded memory; the live ones, those in 8 bits and less, and the optimizer's state stay as
-            they are. A number that would become infinite is an error. It is recorded; a load of other dtypes needs `cast=True`.
+            they are. A number that would become infinite is an error. The checkpoint records the dtype; a load of other dtypes
+            needs `cast=True`.
         storage_options: the options of a URL: `endpoint_url`, `region_name`, credentials, and all options of boto3's client or of
             the fsspec file system; `part_nbytes`: the size of uploaded parts in bytes; `dead_after`: the seconds without sign of
             life after which a save is dead and its leftovers are removed (300). The options may differ between ranks.
@@ -271,14 +273,14 @@ def load(
         cast: allow weights and buffers with another floating dtype in the model than in the checkpoint. State keeps its saved
             dtype, unless the live optimizer has another dtype for it, or is one of torch.optim and the state had the saved
             dtype of the weights: then the state follows the weights.
-        rename: names in the checkpoint that the model has under others: a function from a stored name to the model's name, or
-            a dict of beginnings of names, such as `{"model.": ""}`; the longest beginning that fits is replaced.
-        verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have none.
+        rename: the model's names, if the checkpoint has other names: a function from a stored name to the model's name, or a
+            dict of beginnings of names, such as `{"model.": ""}`; the longest beginning that fits is replaced.
+        verify: compare the checksums of all bytes that are read. Other libraries' checkpoints have no checksums.
         check: "bitwise": at the end, read the checkpoint again and compare it with the live model and optimizer.
-        allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. Without it, the
+        allow_pickle: load pickled values, which can run any code, so only give True if you trust the author. With False, the
             model loads, and only the access to a pickled value of the extras raises CheckpointError. A pickled value of a
             module (`get_extra_state`) raises CheckpointError, or counts as missing with `strict=False`.
-        local_cache: a folder of this machine that keeps what was read from a URL, in blocks of 1 MiB, for the next time. Blocks
+        local_cache: a folder of this machine that keeps the bytes read from a URL, in blocks of 1 MiB, for later loads. Blocks
             are verified when they are used. The ranks on one machine may share the folder.
         progress, name_of, process_group, timeout, bucket_nbytes, storage_options: as for `save`.
 

@@ -1,4 +1,4 @@
-"""Declare: what a module cannot say by itself about the parameters that it has on this rank. No communication."""
+"""Declare: adds facts about the parameters of a module on this rank that the module does not record. No communication."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: G
     def read() -> Local:
         local = read_local(
             reader, optim, options.call, callers.ranks
-        )  # its error says more if the model is a part of a wrapped one
+        )  # this error says more if the model is a part of a wrapped model
         if recipient_rank is not None and recipient_rank not in callers.ranks:
             if alone and 0 <= recipient_rank < callers.world.size:
                 raise RankError(

@@ -29,7 +29,7 @@ FullParam = tuple[str, dict[str, Any] | None]
 def iterate(model: Model, optim: Optimizers, options: GatherOptions) -> Iterator[FullParam]:
     """Yield (FQN, state) for one parameter after the other: the state on recipients, None elsewhere."""
     if world_here().size == 1:
-        options.validate()  # at once, because no other rank has to raise the error too
+        options.validate()  # raised at once, because no other rank has to raise the error too
     return _each_ordinary(_iterate(model, optim, options))
 
 
@@ -77,7 +77,7 @@ def _tells_when_stopped(callers: RankGroup, *, at_end: bool) -> Iterator[None]:
         with suppress(Exception):  # the other ranks raise it; on this rank the caller chose to stop
             if callers.turn.ended_by is not None:
                 pass  # the other ranks know that the call is over
-            elif at_end:  # the caller got all items, and only did not ask for more
+            elif at_end:  # the caller got all items, and did not ask for another
                 agree(callers, "end")
             else:
                 agree(callers, "stopped", stopped, fatal=True)

@@ -97,7 +97,7 @@ def _held(fqn: str, name: str, local: Local) -> Any:
     if param is None or param.state is None or param.named.fqns[0] != fqn:
         return NOTHING
     placements = tuple(original.placement for original in param.handle.originals)
-    if name not in param.state:  # a rank that holds no element of the parameter may have fewer values of it
+    if name not in param.state:  # a rank that holds no element of the parameter may have fewer values for the parameter
         return NOTHING
     value = param.handle.unwrap(param.state[name])
     if len(placements) != 1 or not isinstance(placements[0], Whole):

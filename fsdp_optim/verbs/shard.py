@@ -72,7 +72,7 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
 def _shard_of_stages(
     stages: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options
 ) -> Shard | list[Shard]:
-    """The same for pipeline stages. Called by all ranks: only together they can tell whether the full dict fits the model."""
+    """The same for pipeline stages. Called by all ranks, because only together they can check that the full dict fits."""
     with calling("get_shard_from_optim_state_dict", [stages], options, options) as ((reader,), callers):
 
         def read() -> Local:
@@ -115,8 +115,8 @@ def _without_optimizer(model: Model, full: Mapping[str, Any], options: Options) 
 def _of_other_ranks(view: ModelView, full: FullState, options: Options) -> frozenset[str]:
     """The parameters of the full state that this rank's model lacks, if they may belong to other ranks; else none.
 
-    They may with `name_of`, which exists for such models. They also may if ranks give their experts different names: then each
-    missing name differs only in its numbers from a parameter that this rank does not share with all others.
+    With `name_of`, they may, because that argument exists for such models. They also may if ranks give their experts different
+    names: then each missing name has, but for its numbers, the name of a parameter that this rank does not share with all others.
     """
     known = set(view.order)
     missing = frozenset(fqn for _, fqns in full.groups for fqn in fqns if fqn not in known)

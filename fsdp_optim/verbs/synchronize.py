@@ -1,4 +1,4 @@
-"""Optimizers whose replicas differ between steps, and that make them equal when they are asked to, before a checkpoint."""
+"""Optimizers whose replicas differ between steps: before a checkpoint, a method of the optimizer makes the replicas equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _METHOD = "synchronize_for_checkpoint"
 def synchronize(callers: RankGroup, optim: Optimizers) -> None:
     """Call `synchronize_for_checkpoint()` of the optimizers that have this method, as Dion does. Called by all ranks.
 
-    The method may communicate, so the ranks agree before that all of them call it.
+    The method may communicate, so all ranks first agree to call it.
     """
     listed = optim if isinstance(optim, (list, tuple)) else [optim]
     methods = [method for one in listed if callable(method := getattr(innermost(one), _METHOD, None))]

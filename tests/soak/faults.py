@@ -33,7 +33,7 @@ from soak.torture import PATIENCE, Torture, temporary
 WAITS = 60.0 * PATIENCE  # seconds that a rank waits for another
 WORLD = 2
 CASES_OF_RANKS = 12  # in one call of run_on_ranks
-RANKS_EVERY = 4  # every so many cases on one process, one call of run_on_ranks
+RANKS_EVERY = 4  # the number of cases on one process between two calls of run_on_ranks
 STARTS = ("there", "there", "aside", "leftover", "nothing")
 
 

@@ -140,7 +140,7 @@ def places_in(
 ) -> list[tuple[Any, ...]]:
     """The places of all values in a JSON document: the keys that lead to each value, the whole document first.
 
-    `alike`: of values that lie side by side and for which it gives the same, the first alone.
+    `alike`: a function of a value; of the values in one container with equal results, only the first is listed.
     """
     found = [path]
     items = list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
@@ -189,7 +189,7 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
 
 
 def text_of(rng: random.Random, value: Any, canonical: bool) -> bytes:
-    """The text of a document from `mutate_json`, with doubled keys and deep nesting where it asks for them."""
+    """The text of a document from `mutate_json`, with doubled keys and deep nesting where the document asks for these."""
     limit = sys_digits(0)
     try:
         text = json.dumps(value, sort_keys=canonical, separators=(",", ":") if canonical else None, ensure_ascii=False)

@@ -25,7 +25,7 @@ from soak.ranks import LEFTOVER, LIMIT, MODES, check_values, fill, leftovers
 from soak.recording import Disk, Event, Recorder, Tree, at_random_choice, choices, put
 from soak.torture import Torture, temporary
 
-NEXT_EVERY = 10  # of so many different states, one is also saved to
+NEXT_EVERY = 10  # one of this number of different states also gets a further save
 
 
 class Small(nn.Module):

@@ -177,10 +177,10 @@ def load_again_and_again(order: dict[str, Any], rank: int) -> None:
 
 
 def least_replaced(mode: str) -> int:
-    """The least number of saves whose end is noted while a load that gives up was looking.
+    """The least number of saves that have noted their end during a load that gives up.
 
-    A path that is overwritten has been replaced once in each look; after one that `keep_last` removes came as many saves. The
-    last of these saves may not have noted its end yet.
+    An overwritten path was replaced once during each attempt of the load; a path that `keep_last` removed was followed by as many
+    saves. The last of these saves may not have noted its end yet.
     """
     return (LOOKS if mode.endswith("overwrite") else MODES[mode]["keep_last"]) - 1
 

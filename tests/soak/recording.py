@@ -247,7 +247,7 @@ def _names(names: dict[str, int], events: Sequence[Event]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The choice of the changes that are kept, of those that were not flushed.
+    """A choice of the changes to keep, of those that were not flushed.
 
     Attributes:
         names: (folder, number of its changes) -> how many of them are kept.
