@@ -67,6 +67,11 @@ class Handle:
         """The parameter's elements on this rank, in the local shape; shares the parameter's memory."""
         return self.kept().detach() if self.kept is not None else self.param.detach()
 
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The dtype of `weights`."""
+        return self.param.dtype if self.kept is None else self.kept().dtype
+
     def install(self, flat: torch.Tensor) -> None:
         """Overwrite the elements that `weights` gives with those of a 1-D tensor."""
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 import torch
 
@@ -88,15 +89,20 @@ class Near:
     """The ranks that have a module's buffers and other entries: the ranks that hold parameters of the module."""
 
     def __init__(self, tree: ModuleTree, view: ModelView) -> None:
-        self._everyone = view.ranks
-        self._by_prefix: dict[str, tuple[set[int], bool]] = {}
-        for named in view.handles:
+        self._tree, self._view = tree, view
+
+    @cached_property
+    def _by_prefix(self) -> dict[str, tuple[set[int], bool]]:
+        """By the path of a module, the ranks that hold its parameters, and whether all of these are loose."""
+        found: dict[str, tuple[set[int], bool]] = {}
+        for named in self._view.handles:
             for original in named.handle.originals:
-                parts = tree.fqn(original.module, original.attribute).split(".")
+                parts = self._tree.fqn(original.module, original.attribute).split(".")
                 for length in range(1, len(parts)):
-                    ranks, loose = self._by_prefix.get(".".join(parts[:length]), (set(), True))
+                    ranks, loose = found.get(".".join(parts[:length]), (set(), True))
                     known = (ranks.union(original.placement.ranks), loose and named.handle.loose)
-                    self._by_prefix[".".join(parts[:length])] = known
+                    found[".".join(parts[:length])] = known
+        return found
 
     def ranks(self, fqn: str) -> Ranks:
         """The ranks that hold parameters of the buffer's module, or of the nearest outer module with parameters."""
@@ -112,4 +118,4 @@ class Near:
             found = self._by_prefix.get(".".join(parts[:length]))
             if found is not None and found[0]:
                 return found
-        return set(self._everyone), True
+        return set(self._view.ranks), True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +36,8 @@ def read_module_values(tree: ModuleTree, view: ModelView, rename: Rename) -> Mod
     values: dict[str, ModuleValue] = {}
     takers: dict[str, nn.Module] = {}
     lost: list[str] = []
-    adding = [module for module in tree.modules if _adds(module)]
-    near, taken = Near(tree, view if adding else replace(view, handles=())), _names_of_params(view) if adding else {}
+    adding = _adding(tree.modules)
+    near, taken = Near(tree, view), _names_of_params(view) if adding else {}
     for module in adding:
         path = tree.path(module)
         if _is_taker(module):
@@ -80,6 +80,23 @@ def _overrides(module: nn.Module, name: str) -> bool:
 
 def _has_extra(module: nn.Module) -> bool:
     return _overrides(module, "get_extra_state")
+
+
+def _adding(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that add entries of their own. A class is asked once, unless a module has methods of its own."""
+    of_class: dict[type[nn.Module], bool] = {}
+    found = []
+    for module in modules:
+        kind, own = type(module), module.__dict__
+        if "get_extra_state" in own or "_save_to_state_dict" in own:
+            adds = _adds(module)
+        elif kind in of_class:
+            adds = of_class[kind]
+        else:
+            adds = of_class[kind] = _adds(module)
+        if adds:
+            found.append(module)
+    return found
 
 
 def _adds(module: nn.Module) -> bool:

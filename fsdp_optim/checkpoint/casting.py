@@ -58,7 +58,7 @@ def state_dtype(
     follows the weights. All other values keep their dtype, because other optimizers may keep fp32 state for bf16 weights.
     """
     before = {dtype_named(weights[fqn].dtype) for fqn in param.named.fqns if fqn in weights}
-    now = param.handle.weights().dtype
+    now = param.handle.weights_dtype
     if not saved.is_floating_point or before <= {now}:
         return saved
     live = (param.state or {}).get(name)

@@ -167,7 +167,7 @@ def _param_of(local: Local, value: StoredValue) -> LocalParam | None:
 def _is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
     """Whether a load may and did cast a weight. `castable_with`: the `cast` argument of the load."""
     param = _param_of(local, value)
-    if param is None or param.handle.weights().dtype == value.dtype:
+    if param is None or param.handle.weights_dtype == value.dtype:
         return False
     return castable(param.handle, value.stored.dtype, cast=castable_with)
 

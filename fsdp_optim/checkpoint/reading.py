@@ -166,10 +166,11 @@ def read_constants(checkpoint: FormatReader, stored: Sequence[StoredTensor]) -> 
     """Read some small tensors whole, on this rank."""
     values = [torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype), device=_CPU) for tensor in stored]
     extents: dict[str, list[Extent]] = {}
+    plans = Plans()
     for tensor, value in zip(stored, values, strict=True):
         memory, size = bytes_of(value.view(-1)), tensor.itemsize
-        here = Whole(tensor.shape, (0,))
-        for rank, stored_offset, offset, numel in elements_in(tensor.placement, here, 0, 0, value.numel()):
+        planned = plans.of(tensor.placement, Whole(tensor.shape, (0,)), 0, sends=False)
+        for rank, stored_offset, offset, numel in elements_of(planned, 0, value.numel()):
             file, start = tensor.place_on(rank)
             part = memory[offset * size : (offset + numel) * size]
             extents.setdefault(file, []).append(Extent(start + stored_offset * size, part))

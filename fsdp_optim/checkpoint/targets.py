@@ -123,7 +123,7 @@ class Weights:
     def install(self) -> None:
         for param in self.local.optim.params:
             flats = self.flats.get(param.local_id, {})
-            if set(flats) == {dtype_name(param.handle.weights().dtype)} or (
+            if set(flats) == {dtype_name(param.handle.weights_dtype)} or (
                 len(flats) == 1 and self.stored.keys() >= set(param.named.fqns)
             ):
                 param.handle.install(next(iter(flats.values())))

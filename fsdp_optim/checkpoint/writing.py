@@ -22,7 +22,7 @@ from fsdp_optim.formats.base import PlannedFile
 from fsdp_optim.formats.checksums import Rows, rows_of
 from fsdp_optim.formats.extents import DataSection, write_extents
 from fsdp_optim.formats.frames import Pieces
-from fsdp_optim.layout import FlatRuns, SplitRuns
+from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.plan import Copy, Plans, clip_to_source
@@ -62,6 +62,7 @@ class RankWriter:
         self._rank, self._checksums, self._stretches = rank, checksums, stretches
         self._budget, self._plans = budget, plans
         self._heads = dict(heads)
+        self._stored: dict[tuple[int, int, int], tuple[Placement, Sequence[tuple[int, Copy]]]] = {}
         self._frames = {name: dict(its) for name, its in frames.items()}
 
     @property
@@ -105,17 +106,20 @@ class RankWriter:
                 yield clipped(memory.extent(start, first - part.start, last - first), stretch.start, stretch.stop)
             at += num
 
-    def _copies(self, part: Slice, start: int) -> Iterator[tuple[int, Copy]]:
+    def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
         """The copies to storage that this rank writes of a value, each with the first element of its part of storage.
 
         Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
         values.
         """
-        stored = stored_on(part.cut, part.value.nbytes)
         replica = start // WRITTEN_TOGETHER % part.cut.num_replicas
-        for copy in self._plans.of(part.cut, stored, self._rank, replica):
-            if copy.source_rank == self._rank:
-                yield offset_in_storage(stored, copy.target_rank), copy
+        key = (id(part.cut), part.value.nbytes, replica)  # layers share their cuts, which take long to compare
+        if key not in self._stored:
+            stored = stored_on(part.cut, part.value.nbytes)
+            planned = self._plans.of(part.cut, stored, self._rank, replica)
+            mine = [(offset_in_storage(stored, c.target_rank), c) for c in planned if c.source_rank == self._rank]
+            self._stored[key] = part.cut, mine  # a reference that keeps the id unique
+        return self._stored[key][1]
 
     def write(self, extents_by_file: ExtentsByFile) -> None:
         """Write extents to their files."""

@@ -27,6 +27,7 @@ elements of each such rank are one range of bytes of one file.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -91,11 +92,16 @@ class StoredTensor:
     @property
     def placement(self) -> Placement:
         """The placement of the elements on ranks of storage."""
-        return self.chunks.placement if self.chunks is not None else Whole(self.shape, (STORAGE,))
+        return self.chunks.placement if self.chunks is not None else _whole_in_storage(self.shape)
 
     def place_on(self, rank: int) -> tuple[str, int]:
         """The file in which the elements of one rank of storage are, and the byte at which they begin."""
         return self.chunks.at[rank] if self.chunks is not None else (self.file, self.start)
+
+
+@functools.lru_cache(maxsize=256)
+def _whole_in_storage(shape: Shape) -> Whole:
+    return Whole(shape, (STORAGE,))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"FSOSUMS1"
 MOST_NBYTES = 4 << 20  # in a segment
-_FEWEST_NBYTES, _LARGEST_NBYTES = 512, 1 << 20  # in the segments that this library writes
+_FEWEST_NBYTES, _LARGEST_NBYTES = 2048, 1 << 20  # in the segments that this library writes
 _MOST_SEGMENTS_LOG2 = 17  # in a file, about; every reader reads the whole table
 _SEGMENTS_PER_RANK = 32  # in a tensor; a rank reads the first and the last segment of its part whole
 _ROW = numpy.dtype([("end", "<u8"), ("hash", "<u8")])
@@ -31,7 +31,7 @@ Buffer = bytes | bytearray | memoryview
 
 def hash_of(data: Buffer) -> int:
     """The XXH3 hash, 64 bits, seed 0."""
-    return int(xxhash.xxh3_64_intdigest(data))
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def hex_of(data: Buffer) -> str:

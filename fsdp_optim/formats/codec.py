@@ -88,11 +88,15 @@ class Encoder:
         if type(value) is float:
             return value if math.isfinite(value) else {"$float": str(value)}
         if type(value) in (list, tuple, set, frozenset, torch.Size):
-            items = [self.encode(f"{where}[{index}]", item) for index, item in enumerate(value)]
+            items = [
+                item if _is_leaf(item) else self.encode(f"{where}[{index}]", item) for index, item in enumerate(value)
+            ]
             tags: dict[object, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$size"}
             return items if type(value) is list else {tags[type(value)]: items}
         if type(value) is dict and all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
-            return {key: self.encode(f"{where}[{key!r}]", item) for key, item in value.items()}
+            return {
+                key: item if _is_leaf(item) else self.encode(f"{where}[{key!r}]", item) for key, item in value.items()
+            }
         for tag, cls in _DICTS.items():
             if type(value) is cls:
                 pairs = [[self.encode(where, key), self.encode(f"{where}[{key!r}]", v)] for key, v in value.items()]
@@ -162,6 +166,14 @@ class Encoder:
         return len(self.tensors) - 1
 
 
+def _is_leaf(value: Any) -> bool:
+    """Whether a value is its own JSON: most values are, and need no name for an error."""
+    kind = type(value)
+    if kind is str:
+        return _is_text(value)
+    return value is None or kind is bool or (kind is int and value.bit_length() <= _MOST_BITS)
+
+
 def _is_text(value: str) -> bool:
     """Whether a str can be encoded: a lone surrogate cannot."""
     try:
@@ -224,24 +236,25 @@ class Decoder:
 
     def _decode(self, encoded: Any) -> Any:
         if isinstance(encoded, list):
-            return [self._decode(item) for item in encoded]
+            return self._items(encoded)
         if not isinstance(encoded, dict):
             return encoded
         if not any(key.startswith("$") for key in encoded):
-            return {key: self._decode(item) for key, item in encoded.items()}
+            return {key: self._decode(item) if type(item) in (list, dict) else item for key, item in encoded.items()}
         (tag,) = encoded
+        if tag == "$tuple":  # by far the most frequent one
+            return tuple(self._items(encoded[tag]))
         return self._tagged(tag, encoded[tag])
 
     def _items(self, encoded: Any) -> list[Any]:
         """The values of a list. Only lists are accepted, so that a short text cannot become a large value."""
         if not isinstance(encoded, list):
             raise TypeError(f"{str(encoded)[:80]} is not a list")
-        return [self._decode(item) for item in encoded]
+        return [self._decode(item) if type(item) in (list, dict) else item for item in encoded]
 
     def _tagged(self, tag: str, encoded: Any) -> Any:
         makers: Mapping[str, Callable[[Any], Any]] = {
             "$float": float,
-            "$tuple": lambda items: tuple(self._items(items)),
             "$set": lambda items: set(self._items(items)),
             "$frozenset": lambda items: frozenset(self._items(items)),
             "$size": lambda items: torch.Size(self._items(items)),

@@ -87,10 +87,11 @@ def allocate(
     If some originals are in `missing`, the tensors begin as copies of the live values.
     """
     tensors = {}
+    padding = _padding(param, rank) if summary is not None and summary.sharded else []
     keeps = param.state is not None and not missing.isdisjoint(param.named.fqns)
     for name, dtype in (summary.dtypes if summary is not None else {}).items():
         flat = slabs.empty((param.handle.local_numel,), dtype, param.handle.device)
-        for start, stop in _padding(param, rank):
+        for start, stop in padding:
             flat[start:stop].zero_()
         live = param.handle.local(param.state[name]) if keeps and param.state is not None else None
         if live is not None:

@@ -43,6 +43,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import RanksFailed, WorkerDied, fairscale_on_cpu, run_on_ranks
+from fsdp_optim.transport.world import world_here
 
 Error = tuple[str, str, float]
 WORLD = 3
@@ -65,7 +66,8 @@ class Calls:
         self.recipient = 1
 
     def run(self, verb: str, model: Any = None, optim: Any = None, timeout: float = PATIENCE) -> Any:
-        """One call with a model and an optimizer that may be broken ones; the iterator is exhausted."""
+        """One call with a model and an optimizer that may be broken ones, which plans anew; the iterator is exhausted."""
+        world_here().plans.clear()
         model = self.model if model is None else model
         if verb == "gather":
             optim = optim or self.optim
