@@ -1,0 +1,57 @@
+"""The ranges that a rank writes of values that share one cut are those of values with cuts of their own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp_optim.checkpoint.files import WRITTEN_TOGETHER
+from fsdp_optim.checkpoint.writing import RankWriter
+from fsdp_optim.layout import FlatChunks
+from fsdp_optim.memory import Budget
+from fsdp_optim.move import Slice, StateValue
+from fsdp_optim.plan import Plans
+
+NUMEL = 1 << 20
+STARTS = (0, WRITTEN_TOGETHER, 5 * WRITTEN_TOGETHER + 8)
+DTYPES = (torch.float64, torch.uint8, torch.float32)
+
+
+def cut() -> FlatChunks:
+    """Two replicas, each in two shards."""
+    return FlatChunks((NUMEL,), 0, NUMEL // 2, ((0, 1), (2, 3)), own_tensor=True)
+
+
+def ranges(rank: int, *, shared: bool) -> list[list[tuple[int, int]]]:
+    """The written ranges of each value, as pairs (start, stop)."""
+    one, found = cut(), []
+    values = [StateValue("a", str(number), dtype, one if shared else cut()) for number, dtype in enumerate(DTYPES)]
+    plan = SimpleNamespace(starts=STARTS, segment_nbytes=2048)
+    file: Any = SimpleNamespace(name="file", values=values, plan=plan)
+    writer = RankWriter(
+        mock.Mock(), [file], rank, checksums=True, budget=Budget(1 << 20), stretches={}, heads={}, plans=Plans()
+    )
+    for value in values:
+        part = Slice(value, value.placement, torch.zeros(NUMEL // 2, dtype=value.dtype))
+        extents = writer.extents_of([part]).get("file", [])
+        found.append([(extent.start, extent.stop) for extent in extents])
+    return found
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_values_that_share_a_cut(rank: int) -> None:
+    assert ranges(rank, shared=True) == ranges(rank, shared=False)
+
+
+def test_all_replicas_together_write_each_byte_once() -> None:
+    by_rank = [ranges(rank, shared=True) for rank in range(4)]
+    for number, (start, dtype) in enumerate(zip(STARTS, DTYPES, strict=True)):
+        at = start
+        for first, stop in sorted(one for found in by_rank for one in found[number]):
+            assert first == at
+            at = stop
+        assert at == start + NUMEL * dtype.itemsize
