@@ -49,6 +49,7 @@ PART_NBYTES, READ_NBYTES, LEAST_NBYTES = 5 << 20, 8 << 20, 1 << 20
 WRITERS, READERS = 10, 16  # threads: as many requests as ours has under way, with the usual bucket_nbytes
 PATIENCE = {"read_timeout": 3600, "connect_timeout": 60}  # seconds
 LARGE_BUCKET_NBYTES = 256 << 20
+MODEL = "big"  # of gather.py: 12 blocks
 
 Options = dict[str, Any]
 
@@ -161,7 +162,8 @@ def contest(
     logging.getLogger("fsdp_optim").setLevel(logging.ERROR)
     options = {**options, "config": Config(**PATIENCE)}
     with fairscale_on_cpu():
-        subject, fairscale, new = Subject(in_fsdp2), Subject(in_fairscale), Subject(in_fsdp2, step=False)
+        subject, fairscale = Subject(in_fsdp2, MODEL), Subject(in_fairscale, MODEL)
+        new = Subject(in_fsdp2, MODEL, step=False)
         theirs = S3Bucket(bucket, options)
         theirs.look("nothing")  # connects
         nbytes = 3 * 4 * sum(param.numel() for param in subject.model.parameters())
