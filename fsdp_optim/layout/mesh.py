@@ -286,6 +286,8 @@ def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequ
 
     `splits`: (dimension, parts), which cut one after the other. The shards are a product: of the parts of each dimension.
     """
+    if len(splits) == 1:
+        return _parts_over(shape[splits[0][0]], [(splits[0][1], 1)], *ranges[splits[0][0]])
     weight, cuts = prod(parts for _, parts in splits), dict[int, list[tuple[int, int]]]()
     for dim, parts in splits:
         weight //= parts

@@ -163,6 +163,8 @@ def _common(pairs: Pairs, left: BoxTable, right: BoxTable) -> Found:
     lows = numpy.maximum(left.lows, right.lows)
     sizes = numpy.minimum(left.highs, right.highs) - lows
     (rows,) = (sizes > 0).all(axis=0).nonzero()
-    ends = [(table.bases + along(lows, table.strides))[None] for table in (left, right)]
-    strides = [left.strides, right.strides] if left.num_dims != 1 else []  # those of runs are 1
-    return rows, CopyTable(numpy.concatenate([pairs.columns[2:], *ends, sizes, *strides])[:, rows]).merged()
+    is_run = left.num_dims == 1
+    ends = [(its.bases + (lows[0] if is_run else along(lows, its.strides)))[None] for its in (left, right)]
+    strides = [] if is_run else [left.strides, right.strides]  # those of runs are 1
+    columns = numpy.concatenate([pairs.columns[2:], *ends, sizes, *strides])
+    return rows, CopyTable(columns if len(rows) == len(pairs) else columns[:, rows]).merged()
