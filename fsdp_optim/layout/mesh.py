@@ -183,11 +183,11 @@ class MeshBoxes(OnMesh):
         """The first index in each dimension of each shard, and one past the last; a number where all shards have the same."""
         lows: list[int | Numbers] = [0] * len(self.full_shape)
         highs: list[int | Numbers] = list(self.full_shape)
-        weight, left = self.num_shards, shards
+        weight = self.num_shards
+        left: Numbers | int = shards  # their numbers in what the cuts so far have made
         for dim, parts in self._split_parts:
             weight //= parts
-            index = left if weight == 1 else left // weight
-            left = left if weight == 1 else left - index * weight
+            index, left = (left, 0) if weight == 1 else (left // weight, left % weight)
             low, high = lows[dim], highs[dim]
             chunk = -((low - high) // parts)
             start = low + index * chunk

@@ -96,6 +96,10 @@ def grids(shape: Shape) -> dict[str, Placement]:
         "interleaved rows": StridedBoxes(shape, (3, 2), ((0, first), (1, last)), few, (2, 1)),
         "interleaved columns": StridedBoxes(shape, (2, 3), ((0, last), (1, first)), few, (3, 1)),
         "interleaved runs": StridedBoxes(shape, (2, 5), ((0, last // 2), (1, first)), (range(10),), (2, 1)),
+        "nested in one part": MeshBoxes(shape, (6, 1), ((0, first), (1, first)), few),
+        "nested in six parts": MeshBoxes(shape, (1, 6), ((0, last), (1, last)), few),
+        "one part of the rows": MeshBoxes(shape, (6, 1), ((0, last), (1, first)), few),
+        "replicas of one part": MeshBoxes(shape, (2, 1, 3), ((0, first), (1, first)), few),
         "one rank": MeshBoxes(shape, (1, 1), ((0, first), (1, last)), here),
     }
 
