@@ -10,11 +10,11 @@ import unittest
 from typing import Any
 
 import torch.distributed as dist
+from kit.cases import expand
 from kit.peaks import MIB, Peak
 from kit.proxy import Fault, Proxy
 from kit.servers import Options, new_bucket, port_of, shared
 from kit.wrapping import Differs, Trained, adam, cpu, local_of
-from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
@@ -107,7 +107,7 @@ class MemoryTest(unittest.TestCase):
         self.options = shared("rclone")
         self.bucket = new_bucket(self.options)
 
-    @parameterized.expand([(1,), (2,)])
+    @expand([(2,)], [(1,)])
     def test_extra_memory(self, num_ranks: int) -> None:
         slow = Fault("Delay", method="PUT", times=-1, seconds=0.4)  # parts wait: the budget is what holds them back
         with Proxy(port_of(self.options), [slow]) as proxy:
@@ -120,7 +120,7 @@ class MemoryTest(unittest.TestCase):
             if any(one[verb] > most[verb] for verb in most) or one["state"] < 15:
                 raise Differs(f"MiB on each rank: {by_rank}, at most {most}")
 
-    @parameterized.expand([("FSDP2",), ("fairscale flat",)])
+    @expand([("FSDP2",)], [("fairscale flat",)])
     def test_the_usual_memory(self, wrapper: str) -> None:
         """All of it lies within the usual `bucket_nbytes`, for a first save too: also threads, connections, and code."""
         self.check_usual(saved, wrapper)
