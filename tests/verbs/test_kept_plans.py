@@ -211,12 +211,8 @@ KEPT = Table(kept, [(SIZE, wrapper) for wrapper in EVERY])
 CHANGED = Table(
     changed,
     [
-        *((SIZE, name, "FSDP2") for name in CHANGES),
-        *(
-            (SIZE, name, wrapper)
-            for name in ("unfrozen", "wrapped_inside")
-            for wrapper in ("FSDP1 flat", "fairscale flat")
-        ),
+        *((SIZE, name, "FSDP2") for name in CHANGES if name != "other_wrappers"),
+        *((SIZE, "wrapped_inside", wrapper) for wrapper in ("FSDP1 flat", "fairscale flat")),
     ],
     [(SIZE, name, wrapper) for name in CHANGES if name != "other_ranks" for wrapper in FEW],
 )
