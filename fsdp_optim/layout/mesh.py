@@ -270,7 +270,7 @@ def run_of_box(shape: Shape, box: Box) -> Run | None:
 
 
 def _indices_over(shape: Shape, start: int, stop: int) -> list[tuple[int, int]]:
-    """The first and the last index, in each dimension, of the row-major elements [start, stop), of which there are some."""
+    """The first and the last index, in each dimension, of the row-major elements [start, stop). There is at least one."""
     first, last, found = start, stop - 1, list[tuple[int, int]]()
     for step in row_major_strides(shape):
         low, high = first // step, last // step

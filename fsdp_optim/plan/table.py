@@ -17,7 +17,7 @@ Row = tuple[int, int, int, int, int, Copy | None]
 
 @dataclass(frozen=True, eq=False)
 class CopyTable(Sequence[Copy]):
-    """Copies without FQNs as columns of numbers: a sequence of `Copy`, each of which is made when it is asked for.
+    """Copies without FQNs as columns of numbers: a sequence of `Copy`, made one by one when the sequence is read.
 
     `columns`: by copy, the source rank, target rank, source offset and target offset; then the sizes, the strides in the
     source and the strides in the target, by dimension. Copies that are all runs have one size and no strides. In a Copy,
@@ -82,7 +82,7 @@ class CopyTable(Sequence[Copy]):
         return CopyTable(numpy.concatenate((self._widened(num), other._widened(num)), axis=1))
 
     def _widened(self, num: int) -> Numbers:
-        """The columns with `num` dimensions, of which the added ones have one element."""
+        """The columns with `num` dimensions. The added dimensions have one element."""
         dims = numpy.ones((3, num, len(self)), numpy.int64)
         dims[:, : self._dims.shape[1]] = self._dims
         return numpy.concatenate((self.columns[:4], dims.reshape(3 * num, len(self))))

@@ -16,7 +16,7 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.move import Slice, StateValue
 from fsdp_optim.plan import Plans
 
-NUMEL = 1 << 15  # of which storage has four parts, one part and two parts
+NUMEL = 1 << 15  # storage has four parts, one part or two parts of a value
 STARTS = (0, WRITTEN_TOGETHER, 5 * WRITTEN_TOGETHER + 8, 8 * WRITTEN_TOGETHER)
 DTYPES = (torch.float64, torch.uint8, torch.float32, torch.int8)
 

@@ -292,7 +292,7 @@ class BoundedTest(unittest.TestCase):
         self.assertEqual(tiny.num_made, 2)
 
     def test_threads_share_plans(self) -> None:
-        plans = Plans(most_nbytes=3 * 2048 + 3 * 12 * 512)  # of which eight do not fit
+        plans = Plans(most_nbytes=3 * 2048 + 3 * 12 * 512)  # eight plans do not fit
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda number: self.plan(plans, self.CUT[number % 8]).num_filled, range(400)))
         self.assertEqual(found, [12 * (number % 8 + 1) for number in range(400)])
