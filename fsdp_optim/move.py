@@ -16,7 +16,7 @@ import torch
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches, in_pages
-from fsdp_optim.plan import Copy, RankPlan, clip_to_source, clip_to_target, replica_of
+from fsdp_optim.plan import Copy, RankPlan, clip_to_source, clip_to_target, has_from, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -241,7 +241,8 @@ def _move_window(
                 items.append(Item(copies, route.value.dtype, flat, target.memory(route.value)))
             else:
                 copies = planned if window.is_all else _clipped(clip_to_target, planned, window)
-                held = source.memory(route.value) if any(copy.source_rank == rank for copy in copies) else None
+                sends = planned.sends and (window.is_all or has_from(copies, rank))
+                held = source.memory(route.value) if sends else None
                 items.append(Item(copies, route.value.dtype, flatten(held) if held is not None else None, flat))
         if source.is_stored and failure.error is None:
             source.fill(slices)

@@ -40,8 +40,11 @@ class RankPlan(Sequence[Copy]):
             replica: as in `copies_of`.
             sends: include the copies that the rank sends to other ranks.
         """
-        planned = copies_of(source, target, rank=rank, replica=replica) if sends else None
-        copies = copies_into(source, target, rank, replica) if planned is None else planned
+        copies = (
+            copies_of(source, target, rank=rank, replica=replica)
+            if sends
+            else copies_into(source, target, rank, replica)
+        )
         return cls(rank, copies, target.shard_of(rank) is not None, target.numel_on(rank))
 
     @cached_property
