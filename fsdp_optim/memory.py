@@ -31,6 +31,10 @@ class Budget:
         """The equal share of each of `num` uses that need memory at the same time."""
         return Budget(max(self.nbytes // num, 1), use)
 
+    def num_fitting(self, nbytes: int) -> int:
+        """How many uses of `nbytes` each have room at the same time."""
+        return self.nbytes // nbytes
+
 
 def in_batches(
     items: Iterable[T],

@@ -7,7 +7,7 @@ import functools
 import re
 import sys
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 from kit.scripts import run
@@ -37,22 +37,21 @@ def is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
-def nodes(tree: ast.AST, *, inside_functions: bool = True) -> Iterator[ast.AST]:
-    """All nodes but those that only type checkers see."""
+def nodes(tree: ast.AST, *, at_import: bool = False) -> Iterator[ast.AST]:
+    """All nodes, with those that only type checkers see. `at_import`: only the nodes that run when the file is imported."""
     waiting = [tree]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
-            if is_for_type_checkers(node):
-                continue
-            if not inside_functions and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            if at_import and (is_function or is_for_type_checkers(node)):
                 continue
             yield node
             waiting.append(node)
 
 
 @functools.cache
-def nodes_of(file: Path, *, inside_functions: bool = True) -> list[ast.AST]:
-    return list(nodes(tree_of(file), inside_functions=inside_functions))
+def nodes_of(file: Path, *, at_import: bool = False) -> list[ast.AST]:
+    return list(nodes(tree_of(file), at_import=at_import))
 
 
 def owner_of(node: ast.Attribute) -> str:
@@ -69,10 +68,14 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 @functools.cache
-def imports(file: Path, *, inside_functions: bool = True) -> frozenset[str]:
-    """Modules that a file imports when it runs, with the package's own ones by their full names."""
+def imports(file: Path, *, at_import: bool = False) -> frozenset[str]:
+    """Modules that a file imports, also for types alone, with the package's own ones by their full names."""
+    return imports_among(nodes_of(file, at_import=at_import), file)
+
+
+def imports_among(nodes: Iterable[ast.AST], file: Path) -> frozenset[str]:
     found: set[str] = set()
-    for node in nodes_of(file, inside_functions=inside_functions):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -152,6 +155,14 @@ ON_PATHS = {  # methods of a path that ask the file system, or change it
 }
 
 
+def in_circles(uses: Mapping[str, Set[str]]) -> set[str]:
+    """The names that are in a circle, or that use one that is."""
+    left = set(uses)
+    while ready := {name for name in left if not uses[name] & left}:
+        left -= ready
+    return left
+
+
 class TestArrows(unittest.TestCase):
     def test_every_room_is_known_and_uses_only_what_it_may(self) -> None:
         wrong = []
@@ -166,21 +177,33 @@ class TestArrows(unittest.TestCase):
         assert not [room for room, uses in ARROWS.items() if "integrations" in uses]
 
     def test_the_arrows_close_no_circle(self) -> None:
-        done: set[str] = set()
-        while len(done) < len(ARROWS):
-            ready = {room for room, uses in ARROWS.items() if room not in done and uses <= done}
-            assert ready, f"a circle among {set(ARROWS) - done}"
-            done |= ready
+        assert not in_circles(ARROWS), f"a circle among {in_circles(ARROWS)}"
 
     def test_no_circle_among_files(self) -> None:
-        """Also inside a room; an import in a function counts, because it only hides a circle."""
+        """Also inside a room; an import in a function, or for types alone, counts, because it only hides a circle."""
         uses = {module: imports(file) & set(MODULES) - {module} for module, file in MODULES.items()}
         uses = {module: used - {PACKAGE} for module, used in uses.items() if module != PACKAGE}
-        done: set[str] = set()
-        while len(done) < len(uses):
-            ready = {module for module, used in uses.items() if module not in done and used <= done}
-            assert ready, f"a circle among {sorted(set(uses) - done)}"
-            done |= ready
+        assert not in_circles(uses), f"a circle among {in_circles(uses)}"
+
+    def test_circles_are_seen(self) -> None:
+        self.assertEqual(in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}), {"a", "b", "c"})
+        self.assertEqual(in_circles({"a": {"b"}, "b": {"c"}, "c": set()}), set())
+
+    @parameterized.expand(
+        [
+            ("from fsdp_optim.plan import Copy",),
+            ("def f():\n    from fsdp_optim import plan",),
+            ("from .. import plan",),
+            ("if TYPE_CHECKING:\n    from fsdp_optim.plan import Copy",),
+            ("def f():\n    if typing.TYPE_CHECKING:\n        import fsdp_optim.plan",),
+        ]
+    )
+    def test_every_kind_of_import_counts(self, code: str) -> None:
+        file = ROOT / "verbs" / "made_up.py"
+        self.assertIn(f"{PACKAGE}.plan", imports_among(nodes(ast.parse(code)), file))
+        is_at_import = code.startswith("from")
+        found = imports_among(nodes(ast.parse(code), at_import=True), file)
+        self.assertEqual(f"{PACKAGE}.plan" in found, is_at_import)
 
     def test_only_verbs_and_api_join_the_parts(self) -> None:
         for module, file in MODULES.items():
@@ -200,7 +223,7 @@ class TestArrows(unittest.TestCase):
             if room_of(module) == "storage":
                 outside = {used.split(".")[0] for used in imports(file)} - set(sys.stdlib_module_names) - {PACKAGE}
                 assert outside <= OF_CLIENTS.get(module, set()), f"{module} imports {outside}"
-                at_import = {used.split(".")[0] for used in imports(file, inside_functions=False)}
+                at_import = {used.split(".")[0] for used in imports(file, at_import=True)}
                 assert at_import <= {*sys.stdlib_module_names, PACKAGE, "xxhash"}, (
                     f"{module} imports {at_import} at once"
                 )
@@ -267,6 +290,50 @@ class TestArrows(unittest.TestCase):
         assert not wrong, wrong
 
 
+DIVIDED_BY_HAND = {"fsdp_optim.memory", "fsdp_optim.storage.objects.writer"}
+"""`Budget` itself; and a store, which knows bytes and no `Budget`: there a function with a name divides."""
+
+
+def is_budget(node: ast.AST) -> bool:
+    """Whether an expression is a number of bytes of a budget: `bucket_nbytes`, `options.memory`, `budget.nbytes`."""
+    if isinstance(node, ast.Attribute) and node.attr == "nbytes":
+        return is_budget(node.value) or isinstance(node.value, ast.Call)  # budget.share(...).nbytes
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name == "memory" or "budget" in name.lower() or "bucket_nbytes" in name.lower()
+
+
+def divisions_by_hand(tree: ast.AST) -> list[str]:
+    """Where a budget is divided by another number than the bytes of an element."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Div, ast.RShift)):
+            is_by_element = ast.unparse(node.right).endswith("itemsize")
+            if is_budget(node.left) and not is_by_element:
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+class TestBudget(unittest.TestCase):
+    def test_a_budget_is_shared_out_by_name(self) -> None:
+        wrong = {m: divisions_by_hand(tree_of(f)) for m, f in MODULES.items() if m not in DIVIDED_BY_HAND}
+        assert not any(wrong.values()), {module: lines for module, lines in wrong.items() if lines}
+
+    @parameterized.expand(
+        [
+            ("bucket_nbytes // 2", 1),
+            ("self.options.memory // (2 * SHARES)", 1),
+            ("budget.nbytes / 2", 1),
+            ("group.budget.nbytes >> 1", 1),
+            ("budget.nbytes // value.dtype.itemsize", 0),
+            ("budget.share(2, 'two').nbytes // 2", 1),
+            ("budget.share(2, 'two').nbytes", 0),
+            ("nbytes // 2", 0),
+        ]
+    )
+    def test_divisions_are_seen(self, code: str, num: int) -> None:
+        self.assertEqual(len(divisions_by_hand(ast.parse(code))), num)
+
+
 # Private names of the wrappers, and public ones that only their own adapter has to know.
 PRIVATE: dict[str, set[str]] = {
     "fairscale": {
@@ -293,6 +360,10 @@ def private_names_used(file: Path) -> Iterator[tuple[str, int]]:
             yield node.value, node.lineno
 
 
+IN_SEVERAL_ADAPTERS = {
+    *("_fsdp_wrapped_module", "_param_infos", "_shared_param_infos"),  # of fairscale's FSDP, and of torch's
+    *("_buffers", "_non_persistent_buffers_set", "_local_tensor"),  # of nn.Module and of DTensor
+}
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and named so that no field is called alike
 # torch has no public name for these.
 PRIVATE_OF_TORCH = {
@@ -365,6 +436,20 @@ class TestPrivateNames(unittest.TestCase):
         ]
         assert not wrong, wrong
 
+    def test_a_private_name_is_known_to_one_adapter(self) -> None:
+        """Nor do the integrations know it. Names that two wrappers have given alike, and torch's own, may be in several."""
+        files = {m: file for m, file in MODULES.items() if room_of(m) in ("adapters", "integrations")}
+        ours = {name for file in MODULES.values() for name in names_given(tree_of(file))} | OF_NAMED_TUPLES
+        users: dict[str, set[str]] = {}
+        for module, file in files.items():
+            for name, _ in private_names_used(file):
+                if name.startswith("_") and not name.startswith("__") and name not in ours | IN_SEVERAL_ADAPTERS:
+                    users.setdefault(name, set()).add(module)
+        wrong = {name: used for name, used in users.items() if len(used) > 1}
+        wrong = {name: used for name, used in wrong.items() if {room_of(module) for module in used} != {"integrations"}}
+        assert not wrong, wrong
+        assert len([name for name, used in users.items() if used <= {f"{PACKAGE}.adapters.fsdp1"}]) >= 4
+
     def test_the_names_are_real(self) -> None:
         """The list above is of fairscale's names: its adapter uses some of them, and fairscale has them."""
         used = {name for name, _ in private_names_used(ROOT / "adapters" / "fairscale.py")}
@@ -376,7 +461,7 @@ class TestPrivateNames(unittest.TestCase):
 
     def test_fairscale_is_imported_where_users_ask_for_it_only(self) -> None:
         for module, file in MODULES.items():
-            at_import = {name.split(".")[0] for name in imports(file, inside_functions=False)}
+            at_import = {name.split(".")[0] for name in imports(file, at_import=True)}
             if "fairscale" in at_import:
                 assert module == f"{PACKAGE}.drop_in", f"{module} imports fairscale"
 

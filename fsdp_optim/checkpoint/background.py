@@ -60,7 +60,7 @@ def async_save(
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
                 move(job.moved, live, job.target(keep), job.callers, job.budget, failure)
-                agree(job.callers, "snapshot_of", failure.error, fatal=failure.fatal)
+                agree(job.callers, "snapshot", failure.error, fatal=failure.fatal)
                 if completion is None:  # agree() has raised
                     raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
                 completion.watch()

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
@@ -23,7 +21,7 @@ from fsdp_optim.checkpoint.files import File, files_of_both
 from fsdp_optim.checkpoint.finish import finish
 from fsdp_optim.checkpoint.formats import Wanted, format_named, open_checkpoint
 from fsdp_optim.checkpoint.job import Job, encode_written
-from fsdp_optim.checkpoint.lanes import JOURNAL, Share
+from fsdp_optim.checkpoint.lanes import JOURNAL, Share, num_lanes_in, unit_nbytes_in
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_of_leader
@@ -52,9 +50,6 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
-
-_UNIT_NBYTES, _MOST_LANES = 8 << 20, 16
-_SHARES = 4  # of a lane's memory: a unit, what is read around it, and what the store keeps of it
 
 
 def convert(
@@ -175,9 +170,13 @@ class _Work:
         return self.callers.rank == self.callers.ranks[0]
 
     @property
+    def budget(self) -> Budget:
+        return Budget(self.options.memory, "the elements of a checkpoint that a process converts")
+
+    @property
     def unit_nbytes(self) -> int:
         """The length of units: it depends on nothing that may differ when a conversion goes on."""
-        return min(_UNIT_NBYTES, self.options.memory // (2 * _SHARES))
+        return unit_nbytes_in(self.budget)
 
     def run(self, target: Place) -> Saved:
         """Write the new files and commit them."""
@@ -353,16 +352,14 @@ class _Work:
 
     def _join(self, begun: _Begun) -> Any:
         who = f"rank {self.callers.rank}"
-        budget = Budget(self.options.memory).share(2, "units, and what the store keeps of them")
+        budget = self.budget.share(2, "units, and their bytes that the store keeps")
         return begun.store.join(begun.address, durable=begun.durable, who=who, budget_nbytes=budget.nbytes)
 
     def _num_lanes(self, begun: _Begun) -> int:
-        """The number of threads: one for each core, more where requests of a store are waited for, one where parts are sent."""
+        """The number of threads of this rank: several only where a store keeps ranges that are written in any order."""
         if not is_resumable(begun.store):
             return 1
-        is_remote = any(one.request_nbytes for one in self.transcript.stored.values())
-        wanted = _MOST_LANES if is_remote else torch.get_num_threads()
-        return max(min(wanted, _MOST_LANES, self.options.memory // (_SHARES * self.unit_nbytes)), 1)
+        return num_lanes_in(self.budget, self.unit_nbytes, self.transcript.stored)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy
+import torch
 
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.reading import CheckpointEnd
@@ -29,6 +30,22 @@ from fsdp_optim.transport.world import alone
 
 JOURNAL = f"{UNTIL_COMMIT}journal"
 """The name of the file of the journal."""
+
+_UNIT_NBYTES, _MOST_LANES = 8 << 20, 16
+_USES = 4  # of a lane's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store
+
+
+def unit_nbytes_in(budget: Budget) -> int:
+    """The length of units, so that at least two lanes fit into a budget."""
+    lane = budget.share(2, "two lanes")
+    return min(_UNIT_NBYTES, lane.share(_USES, "a unit, and bytes around it that are read or kept by the store").nbytes)
+
+
+def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTensor]) -> int:
+    """The number of lanes that fit into a budget: at most one for each core, or more where requests of a store are waited for."""
+    is_remote = any(tensor.request_nbytes for tensor in stored.values())
+    wanted = _MOST_LANES if is_remote else torch.get_num_threads()
+    return max(min(wanted, _MOST_LANES, budget.num_fitting(_USES * unit_nbytes)), 1)
 
 
 @dataclass

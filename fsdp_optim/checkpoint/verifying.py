@@ -6,24 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import torch
-
 from fsdp_optim.checkpoint.contents import RECORDS, SavedValue, planned
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.formats import open_checkpoint
-from fsdp_optim.checkpoint.lanes import Share
+from fsdp_optim.checkpoint.lanes import Share, num_lanes_in, unit_nbytes_in
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at
 from fsdp_optim.checkpoint.units import plan_units
 from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.base import FormatReader, Half, PlannedFile, StoredTensor
 from fsdp_optim.layout import Whole
-from fsdp_optim.memory import dtype_named
+from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
 from fsdp_optim.storage.base import StoreWriter
 
-_UNIT_NBYTES, _MOST_LANES, _SHARES = 8 << 20, 16, 4
 _MOST_NAMED = 20  # damaged places in an error
 
 
@@ -58,6 +55,8 @@ def verify(
     """Read everything. Raises CheckpointError that names all places with damage."""
     check_at_least("memory", memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
+        budget = Budget(memory, "the elements of a checkpoint that a process verifies")
+        unit_nbytes = unit_nbytes_in(budget)
         files, stored = _files(checkpoint)
         nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
         with Progress(progress, "verifying", nbytes, shown=True) as shown:
@@ -66,17 +65,15 @@ def verify(
                 checkpoint,
                 stored,
                 files,
-                plan_units(files, min(_UNIT_NBYTES, memory // (2 * _SHARES)), {}),
+                plan_units(files, unit_nbytes, {}),
                 join=Nowhere,
                 staged=None,
                 has_journal=False,
-                unit_nbytes=min(_UNIT_NBYTES, memory // (2 * _SHARES)),
+                unit_nbytes=unit_nbytes,
                 shown=shown.up_to,
                 failed=lambda error: problems.append(str(error)),
             )
-            is_remote = any(one.request_nbytes for one in stored.values())
-            wanted = _MOST_LANES if is_remote else torch.get_num_threads()
-            share.run(Nowhere(), max(min(wanted, _MOST_LANES, memory // (_SHARES * share.unit_nbytes)), 1))
+            share.run(Nowhere(), num_lanes_in(budget, unit_nbytes, stored))
             checkpoint.check_unchanged()
             _raise(checkpoint, problems)
             shown.done()

@@ -15,8 +15,16 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background, restore, resuming, save
-from fsdp_optim.options import GatherOptions, LoadOptions, Options, ResumeOptions, SaveOptions, ScatterOptions
+from fsdp_optim.checkpoint import background, convert, model_dict, restore, resuming, save
+from fsdp_optim.options import (
+    ConvertOptions,
+    GatherOptions,
+    LoadOptions,
+    Options,
+    ResumeOptions,
+    SaveOptions,
+    ScatterOptions,
+)
 from fsdp_optim.verbs import gather, iterate, scatter, shard, transfer
 
 # Public function, module and name of its implementation, its options, and its arguments that are not options.
@@ -30,7 +38,14 @@ CALLS: list[tuple[str, Any, str, type, set[str]]] = [
     ("async_save", background, "async_save", SaveOptions, {"path", "model", "optim"}),
     ("load", restore, "restore", LoadOptions, {"path", "model", "optim"}),
     ("resume", resuming, "resume", ResumeOptions, {"root", "model", "optim"}),
+    ("convert", convert, "convert", ConvertOptions, {"src", "dst", "model"}),
+    ("gather_full_model_state_dict", model_dict, "gather_model", GatherOptions, {"model"}),
+    ("scatter_full_model_state_dict", model_dict, "scatter_model", LoadOptions, {"model", "full", "source_rank"}),
 ]
+ALWAYS = {"iter_full_optim_state": {"key_by"}, "gather_full_model_state_dict": {"key_by"}}
+"""Options that have one value in a call, and are no arguments."""
+TAKEN = {"scatter_full_model_state_dict": {"cast", "rename"}}
+"""The options of its own that a call takes, where these are some of the options of another call."""
 AS = {  # the function whose docstring describes the arguments that this function's docstring does not
     "iter_full_optim_state": "gather_full_optim_state_dict",
     "scatter_full_optim_state_dict": "get_shard_from_optim_state_dict",
@@ -40,6 +55,9 @@ AS = {  # the function whose docstring describes the arguments that this functio
     "save": "gather_full_optim_state_dict",
     "load": "gather_full_optim_state_dict",
     "resume": "load",
+    "convert": "save",
+    "gather_full_model_state_dict": "gather_full_optim_state_dict",
+    "scatter_full_model_state_dict": "load",
 }
 
 
@@ -74,14 +92,10 @@ class SignaturesTest(unittest.TestCase):
             self.assertEqual(one.default, defaults[key], key)
         given = {key: object() for key in arguments}
         model, path = nn.Linear(1, 1), "/somewhere"
-        positional = [
-            path if key in ("path", "root") else model
-            for key in inspect.signature(getattr(fsdp_optim, name)).parameters
-            if key in others
-        ]
+        needed = {key: path if key in ("path", "root", "src", "dst") else model for key in others}
         with mock.patch.object(module, verb) as called:
-            getattr(fsdp_optim, name)(*positional, **given)
-        asked = called.call_args.args[-1]
+            getattr(fsdp_optim, name)(**needed, **given)
+        (asked,) = [one for one in called.call_args.args if isinstance(one, kind)]
         found = {
             field.name: getattr(one, field.name)
             for one in (asked, getattr(asked, "call", asked))
@@ -98,17 +112,26 @@ class SignaturesTest(unittest.TestCase):
         if kind is Options:  # each call takes some of these
             return
         lacking = own - set(arguments_of(name, others))
-        self.assertEqual(lacking, {"key_by"} if name == "iter_full_optim_state" else set())
+        self.assertEqual(lacking, own - TAKEN[name] if name in TAKEN else ALWAYS.get(name, set()))
 
     @parameterized.expand([(name, others) for name, *_, others in CALLS])
     def test_every_argument_is_described(self, name: str, others: set[str]) -> None:
         words = described(name)
         self.assertEqual({key for key in arguments_of(name, others) if key not in words}, set())
 
+    def test_every_call_with_options_is_in_the_table(self) -> None:
+        known = {field.name for field in dataclasses.fields(Options)} - {"strict"}
+        public = {name: getattr(fsdp_optim, name) for name in fsdp_optim.__all__}
+        functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
+        taking = {name for name, one in functions.items() if known & set(inspect.signature(one).parameters)}
+        self.assertEqual(taking - WITHOUT_OPTIONS, {name for name, *_ in CALLS})
+
     def test_save_and_async_save_take_the_same(self) -> None:
         first, second = (inspect.signature(getattr(fsdp_optim, name)).parameters for name in ("save", "async_save"))
         self.assertEqual(dict(first), dict(second))
 
+
+WITHOUT_OPTIONS = {"wait"}  # its `timeout` is no option of a collective call
 
 SET_BY_MANAGER = {"step", "extra", "per_rank_extra", "overwrite", "keep_last", "upload_to"}
 NOT_OF_MANAGER = {"format", "rename", "weights_dtype"}  # a manager's checkpoints are for its own resume

@@ -19,7 +19,7 @@ from fsdp_optim.storage.objects.part_notes import PartsNotes
 from fsdp_optim.storage.objects.uploads import Uploads
 
 _CLIENT_NBYTES = 6 << 20
-"""What threads, connections and the requests of a process take at most, of the budget, besides the parts."""
+"""The most bytes that threads, connections and requests of a process take of the budget, besides the parts."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,19 @@ class Address:
         return cls(**{**values, "shared": {name: SharedFile(*one) for name, one in values["shared"].items()}})
 
 
+def _nbytes_for_parts(budget_nbytes: int) -> int:
+    """The share of a budget that parts get: all but the share of the client, which is at most an eighth."""
+    of_client = min(budget_nbytes // 8, _CLIENT_NBYTES)
+    return budget_nbytes - of_client
+
+
 class ObjectWriter(StoreWriter):
     """Puts the parts of shared files, and files of its own. Its receipt has the receipts of parts by file."""
 
     def __init__(self, bucket: Bucket, place: Place, address: Address, who: str, budget_nbytes: int) -> None:
         self._bucket, self._place, self._address, self._who = bucket, place, address, who
         self._files = address.files(place)
-        self._uploads = Uploads(bucket, budget_nbytes - min(budget_nbytes // 8, _CLIENT_NBYTES), address.only_if)
+        self._uploads = Uploads(bucket, _nbytes_for_parts(budget_nbytes), address.only_if)
         self._open: dict[str, MultipartFile] = {}
         self._receipts: dict[str, dict[int, Future[str]]] = {}
         self._notes = PartsNotes(bucket, place, address.token)
