@@ -532,7 +532,16 @@ READ_BY_USERS = (
 )  # there methods need a docstring too
 
 
+MOST_LINES = 400
+
+
 class TestHouse(unittest.TestCase):
+    def test_no_file_is_long(self) -> None:
+        lines = {file: file.read_text().count("\n") for file in FILES}
+        long = {str(file.relative_to(ROOT)): num for file, num in lines.items() if num > MOST_LINES}
+        assert not long, long
+        assert max(lines.values()) > MOST_LINES // 2
+
     def test_no_file_is_named_utils(self) -> None:
         named = [file for file in FILES if file.stem.strip("_") in ("utils", "util", "helpers", "common", "misc")]
         assert not named, named

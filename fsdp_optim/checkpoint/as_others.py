@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_optim.adapters.registry import wrapper_parts
 from fsdp_optim.checkpoint import background
 from fsdp_optim.checkpoint import save as saving
-from fsdp_optim.checkpoint.formats import Wanted, format_named
+from fsdp_optim.checkpoint.formats import FormatChoices, format_named
 from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.options import SaveOptions
@@ -18,7 +18,11 @@ from fsdp_optim.storage.posix.files import checkpoint_errors
 
 
 def save_as(
-    path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions, wanted: Wanted
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Optimizers | None,
+    options: SaveOptions,
+    wanted: FormatChoices,
 ) -> Saved:
     """As `save`, with the names and small files of `wanted`. Called by all ranks of the model."""
     with checkpoint_errors(path):
@@ -26,7 +30,11 @@ def save_as(
 
 
 def async_save_as(
-    path: str | os.PathLike[str], model: nn.Module, optim: Optimizers | None, options: SaveOptions, wanted: Wanted
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optim: Optimizers | None,
+    options: SaveOptions,
+    wanted: FormatChoices,
 ) -> SaveHandle:
     """As `async_save`, with the names and small files of `wanted`. Called by all ranks of the model."""
     with checkpoint_errors(path):

@@ -69,11 +69,11 @@ def begin(
         leading: _Leading | None = None
         if callers.rank == callers.ranks[0]:
             leading = _Leading.begin(saved, callers, store, managed, undo)
-        told = tell(callers, "folder", leading.words if leading else b"", compared=store.machine_id().encode())
-        agreed = _Agreed.decode(told.content_of(callers.ranks[0]))
+        result = tell(callers, "folder", leading.words if leading else b"", compared=store.machine_id().encode())
+        agreed = _Agreed.decode(result.content_of(callers.ranks[0]))
         plan = leading.plan if leading is not None else None
         if agreed.strategy == BY_MACHINES:
-            agreed = replace(agreed, strategy=IN_PLACE if told.alike else PER_RANK)
+            agreed = replace(agreed, strategy=IN_PLACE if result.alike else PER_RANK)
             if agreed.strategy == IN_PLACE:
                 if leading is not None:
                     plan = saved.planned(callers, agreed)

@@ -19,7 +19,7 @@ from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
 from fsdp_optim.checkpoint.files import File, files_of_both
 from fsdp_optim.checkpoint.finish import finish
-from fsdp_optim.checkpoint.formats import Wanted, format_named, open_checkpoint
+from fsdp_optim.checkpoint.formats import FormatChoices, format_named, open_checkpoint
 from fsdp_optim.checkpoint.job import Job, encode_written
 from fsdp_optim.checkpoint.lanes import JOURNAL, Share, num_lanes_in, unit_nbytes_in
 from fsdp_optim.checkpoint.progress import Progress
@@ -70,7 +70,7 @@ def convert(
         options.validate()
         format = target_format or format_named(
             options.format,
-            Wanted(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
+            FormatChoices(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
         )
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
         with closing(open_checkpoint(its, verify=True, format=source_format)) as checkpoint:
@@ -197,10 +197,10 @@ class _Work:
             with failure:
                 if failure.error is None:
                     self.checkpoint.check_unchanged()
-            told = tell(self.callers, "written", encode_written(job, share), error=failure.error, fatal=failure.fatal)
+            result = tell(self.callers, "written", encode_written(job, share), error=failure.error, fatal=failure.fatal)
             with failure:
                 if self.leads:
-                    finish(job, [told.content_of(rank) for rank in self.callers.ranks])
+                    finish(job, [result.content_of(rank) for rank in self.callers.ranks])
             agree(self.callers, "committed", failure.error)
             progress.done()
         return job.saved(share.nbytes_written)
@@ -224,8 +224,8 @@ class _Work:
                 durable = self.options.durable or staging.replaces
                 parts = {file.name: can.part_nbytes_of(file.plan.nbytes) for file in self.files if strategy == IN_PARTS}
                 content = json.dumps([store.where, staging.address, strategy, is_resumed, durable, parts]).encode()
-            told = tell(callers, "folder", content)
-            where, address, strategy, is_resumed, durable, parts = json.loads(told.content_of(callers.ranks[0]))
+            result = tell(callers, "folder", content)
+            where, address, strategy, is_resumed, durable, parts = json.loads(result.content_of(callers.ranks[0]))
             store = store_of_leader(target, store, where, self.format, for_target)
             staged = store.staged(address) if is_resumed and is_resumable(store) else None
             noted = store.noted(address) if is_resumed and resumes_parts(store) else {}

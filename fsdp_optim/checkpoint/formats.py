@@ -40,7 +40,7 @@ TORCH_FILE recognises any file of torch.save, so formats of which such files are
 
 
 @dataclass(frozen=True)
-class Wanted:
+class FormatChoices:
     """The choices of a caller about the format that is written.
 
     Attributes:
@@ -58,7 +58,7 @@ class Wanted:
     flattens: bool | None = None
 
 
-def _shards(wanted: Wanted) -> Format:
+def _shards(wanted: FormatChoices) -> Format:
     if wanted.world_size is None:
         raise CheckpointError(
             'the format "fairscale_shards" has a file for each rank: give world_size=, the number of ranks that will load it'
@@ -68,7 +68,7 @@ def _shards(wanted: Wanted) -> Format:
     return WrittenFairscaleShards(wanted.world_size, wanted.units, wanted.flattens)
 
 
-def _ours(wanted: Wanted) -> Format:
+def _ours(wanted: FormatChoices) -> Format:
     if wanted.world_size is not None:
         raise CheckpointError(
             'world_size is for formats with a part for each rank: the format "safetensors" has one copy of each tensor, which '
@@ -79,7 +79,7 @@ def _ours(wanted: Wanted) -> Format:
     return Ours(wanted.weights_name, wanted.beside)
 
 
-def _dcp(wanted: Wanted, format: Format) -> Format:
+def _dcp(wanted: FormatChoices, format: Format) -> Format:
     if wanted.world_size is not None:
         raise CheckpointError(
             f'world_size is for formats with a part for each rank: the format "{format.name}" has one copy of each tensor, which '
@@ -90,7 +90,7 @@ def _dcp(wanted: Wanted, format: Format) -> Format:
     return format
 
 
-def _torch(wanted: Wanted, is_fairscales: bool = False, in_one: bool = False) -> Format:
+def _torch(wanted: FormatChoices, is_fairscales: bool = False, in_one: bool = False) -> Format:
     made = WrittenTorchFiles(by_id=wanted.key_by != "name", is_fairscales=is_fairscales, in_one=in_one)
     if wanted.world_size is not None:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def _torch(wanted: Wanted, is_fairscales: bool = False, in_one: bool = False) ->
     return made
 
 
-WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
+WRITTEN: Mapping[str, Callable[[FormatChoices], Format]] = {
     "safetensors": _ours,
     "dcp": partial(_dcp, format=DCP_FOLDER),
     "torchtitan": partial(_dcp, format=TORCHTITAN_FOLDER),
@@ -113,7 +113,7 @@ WRITTEN: Mapping[str, Callable[[Wanted], Format]] = {
 """The formats that can be written, by the names that callers give."""
 
 
-def format_named(name: str, wanted: Wanted = Wanted()) -> Format:
+def format_named(name: str, wanted: FormatChoices = FormatChoices()) -> Format:
     """The format that a caller has named. Raises CheckpointError for an unknown name, and for choices it does not have."""
     if not isinstance(name, str) or name not in WRITTEN:
         raise CheckpointError(f"format has to be one of {', '.join(map(repr, WRITTEN))}, not {name!r}")

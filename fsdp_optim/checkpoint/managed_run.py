@@ -96,8 +96,8 @@ class ManagedRun:
         with checkpoint_errors(root), calling(_CALL, [model], options, call, all_of_plain=True) as (_, callers):
             is_url = scheme_of(root) is not None
             content = b"" if is_url else os.fsencode(absolute(root))
-            told = tell(callers, f"made with {options.compared_text()}", content)
-            self._root = str(root).rstrip("/") if is_url else os.fsdecode(told.content_of(callers.ranks[0]))
+            result = tell(callers, f"made with {options.compared_text()}", content)
+            self._root = str(root).rstrip("/") if is_url else os.fsdecode(result.content_of(callers.ranks[0]))
             shelf_at(self._root, options.saving.storage_options)
             agree(callers, "root")
         self._model, self._optim, self._options, self._ranks = model, optim, options, callers.ranks
@@ -124,8 +124,8 @@ class ManagedRun:
                 content["stop"] = True
             if group.rank == group.ranks[0]:
                 content["next"] = self._rhythm.steps_to_next(step)
-            told = tell(group, f"step {step}", json.dumps(content).encode() if content else b"")
-            reports = [json.loads(said) for said in map(told.content_of, group.ranks) if said]
+            result = tell(group, f"step {step}", json.dumps(content).encode() if content else b"")
+            reports = [json.loads(report) for report in map(result.content_of, group.ranks) if report]
             has_to_stop = any("stop" in report for report in reports)
             self._next_meeting = step + next(report["next"] for report in reports if "next" in report)
             is_due, self._last_step = self._is_due(step), step

@@ -17,7 +17,7 @@ def common_store(callers: RankGroup, place: Place, options: StorageOptions = Non
     """
     mine = store_at(place, options=options)
     content = os.fsencode(mine.where)
-    told = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", compared=content)
-    if told.alike:
+    result = tell(callers, "path", content if callers.rank == callers.ranks[0] else b"", compared=content)
+    if result.alike:
         return mine
-    return store_of_leader(place, mine, os.fsdecode(told.content_of(callers.ranks[0])), options=options)
+    return store_of_leader(place, mine, os.fsdecode(result.content_of(callers.ranks[0])), options=options)

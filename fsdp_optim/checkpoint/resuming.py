@@ -64,8 +64,8 @@ def candidates_on_all(callers: RankGroup, about: str, listed: Callable[[], list[
     content = b""
     if callers.rank == callers.ranks[0]:
         content = json.dumps([[one.where, one.damage] for one in listed()]).encode()
-    told = tell(callers, f"newest of {about}", content)
-    return [Candidate(where, damage) for where, damage in json.loads(told.content_of(callers.ranks[0]))]
+    result = tell(callers, f"newest of {about}", content)
+    return [Candidate(where, damage) for where, damage in json.loads(result.content_of(callers.ranks[0]))]
 
 
 def load_newest(

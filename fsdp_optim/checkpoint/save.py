@@ -32,11 +32,11 @@ def save(
         with abandoned_on_failure(job):
             writer = job.rank_writer()
             with Progress(job.options.progress, "saving", job.saved(0).nbytes, shown=job.leads) as progress:
-                told, failure = _write(job, live, writer, progress), Failure()
+                result, failure = _write(job, live, writer, progress), Failure()
                 small: Sequence[str] = ()
                 with failure:
                     if job.leads:
-                        small = finish(job, [told.content_of(rank) for rank in job.callers.ranks])
+                        small = finish(job, [result.content_of(rank) for rank in job.callers.ranks])
                 agree(job.callers, "committed", failure.error)
                 progress.done()
     log_saved(job)

@@ -133,10 +133,10 @@ class Weights:
 
 def _of_all_ranks(callers: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:
     """The differences that any rank has found, by name. Called by all ranks."""
-    told = tell(callers, "tied weights", json.dumps(differing).encode())
+    result = tell(callers, "tied weights", json.dumps(differing).encode())
     found: dict[str, str] = {}
     for rank in callers.ranks:
-        found.update(json.loads(told.content_of(rank)))
+        found.update(json.loads(result.content_of(rank)))
     return found
 
 

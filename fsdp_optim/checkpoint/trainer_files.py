@@ -180,8 +180,8 @@ class FolderSave:
                 if leads:
                     filling = Filling.make(path, lambda name: _OUTDATED.fullmatch(name) is not None)
                     content = json.dumps([str(filling.path), str(filling.folder)]).encode()
-                told = tell(group, f"save {Path(path).name}", content)
-                where, folder = json.loads(told.content_of(group.ranks[0]))
+                result = tell(group, f"save {Path(path).name}", content)
+                where, folder = json.loads(result.content_of(group.ranks[0]))
                 if filling is None:
                     filling = Filling(Path(where), Path(folder), lambda _: False)
                     if not has_file(folder, "owner.lock"):
@@ -225,8 +225,8 @@ class FolderSave:
             with meeting("commit", self.settings) as group:
                 if self.failure.error is not None:
                     raise CheckpointError(f"{self.path}: {self._reason()}") from self.failure.error
-                told = tell(group, "the trainer's files are written", b"waits" if waits else b"")
-                is_there = is_there or any(told.content_of(rank) for rank in group.ranks)
+                result = tell(group, "the trainer's files are written", b"waits" if waits else b"")
+                is_there = is_there or any(result.content_of(rank) for rank in group.ranks)
             store, options = FilledFolder(self.filling, OURS.judge), self.settings.saving(step, weights)
             with checkpoint_errors(self.path):
                 if is_there:

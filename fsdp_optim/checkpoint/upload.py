@@ -64,8 +64,8 @@ class Upload:
                     for file in files:
                         staging.create(file.name, file.plan.nbytes, b"")
                 content = json.dumps([staging.address, can.writes_ranges, can.part_nbytes, can.most_parts]).encode()
-            told = tell(group, "upload", content)
-            address, ranges, part_nbytes, most_parts = json.loads(told.content_of(group.ranks[0]))
+            result = tell(group, "upload", content)
+            address, ranges, part_nbytes, most_parts = json.loads(result.content_of(group.ranks[0]))
             can = Capabilities(ranges, renames=False, part_nbytes=part_nbytes, most_parts=most_parts)
             completion = store.completion(address, group.rank, group.ranks, group.timeout)
             return cls(group, options, format, store, address, tuple(files), can, completion, staging)

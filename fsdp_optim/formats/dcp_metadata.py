@@ -20,8 +20,8 @@ from fsdp_optim.formats.dcp_pickle import (
     SavedMetadata,
     SavedProperties,
     SavedTensor,
+    in_words,
     load,
-    said,
 )
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.layout import Shape
@@ -67,7 +67,7 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
     with distrusted(where):
         if not isinstance(saved, SavedMetadata):
             raise CheckpointError(
-                f"{where}: has {said(saved)} in the place of the metadata of torch.distributed.checkpoint"
+                f"{where}: has {in_words(saved)} in the place of the metadata of torch.distributed.checkpoint"
             )
         return _read(where, saved, folder, hex_of(data))
 
@@ -80,7 +80,7 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
     for index, item in stored.items():
         if not isinstance(index, SavedIndex) or not isinstance(item, Item):
             raise CheckpointError(
-                f"{where}: lists {said(index)} in {said(item)}; only the writers of torch.distributed.checkpoint and of "
+                f"{where}: lists {in_words(index)} in {in_words(item)}; only the writers of torch.distributed.checkpoint and of "
                 "OLMo-core are known"
             )
         if folder:
@@ -98,14 +98,14 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
                 raise CheckpointError(f"{where}: {key}: is in no file")
             values[key] = items[key, None]
         else:
-            raise CheckpointError(f"{where}: {key}: is {said(value)}, neither a tensor nor bytes")
+            raise CheckpointError(f"{where}: {key}: is {in_words(value)}, neither a tensor nor bytes")
     return Metadata(tensors, values, _paths(where, saved.planner_data, listed), digest)
 
 
 def _tensor(where: str, key: str, value: SavedTensor, items: Mapping[tuple[str, Shape | None], Item]) -> Tensor:
     dtype = value.properties.dtype if isinstance(value.properties, SavedProperties) else None
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{where}: {key}: has {said(dtype)} in the place of a dtype")
+        raise CheckpointError(f"{where}: {key}: has {in_words(dtype)} in the place of a dtype")
     boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in value.chunks if 0 not in chunk.sizes])
     try:
         found = tuple([items[key, offsets] for offsets, _ in boxes])

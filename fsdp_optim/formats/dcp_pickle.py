@@ -189,8 +189,8 @@ def load(where: str, data: bytes) -> Any:
             raise ValueError(str(error)) from error
 
 
-def said(value: Any) -> str:
-    """What an object of the pickle is, in words."""
+def in_words(value: Any) -> str:
+    """An object of the pickle as a noun for error messages."""
     if isinstance(value, Unknown):
         return f"an object of the class {value.what}"
     if isinstance(value, type):

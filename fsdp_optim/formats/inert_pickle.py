@@ -10,16 +10,14 @@ import importlib
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.distrust import distrusted
+from fsdp_optim.formats.pickle_table import Known, Table, Unread, checked_keys
 
 MOST_NBYTES = 256 << 20
 """The most bytes that a pickle may have. A pickle with a million tensors has some 120 MB."""
@@ -27,51 +25,7 @@ MOST_NBYTES = 256 << 20
 _FEW = 1 << 20  # containers that even a short pickle may have
 _NBYTES_EACH = 8  # bytes that a pickle needs for each further container
 _DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
-_KEYS = (str, int, float, bool, bytes, complex, type(None), torch.dtype, torch.device)
-_MOST_IN_KEY = 64  # items of a tuple that is a key
 _MOST_BITS = 8192  # of a number; Python refuses to show one of more than 4300 digits
-
-
-@dataclass(frozen=True, eq=False)
-class Unread:
-    """Stands for an object whose class or function is not in the table. `what`: its name, `module.Class`."""
-
-    what: str
-
-    def __repr__(self) -> str:
-        return f"<{self.what}, not read>"
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """A function or a class that a pickle may call.
-
-    `what`: its name, `module.Class`. `call`: the function that is called. `of`: the real class, if the class itself is a value,
-    as in defaultdict(list). `is_stand_in`: whether a format gave it.
-    """
-
-    what: str
-    call: Callable[..., Any]
-    of: type | None = None
-    is_stand_in: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """The globals that a pickle may name, each by `module.name`: a `Known`, or a value such as a dtype.
-
-    `build`: by class, the function that gives an object its state. `stand_ins`: the classes of a format.
-    """
-
-    globals: Mapping[str, Any]
-    build: Mapping[type, Callable[[Any, Any], None]] = field(default_factory=dict)
-    stand_ins: frozenset[type] = frozenset()
-
-    def with_stand_ins(self, stand_ins: Mapping[str, Callable[..., Any]]) -> Table:
-        """The same table with classes and functions of a format."""
-        classes = frozenset(call for call in stand_ins.values() if isinstance(call, type))
-        added = {name: Known(name, call, is_stand_in=True) for name, call in stand_ins.items()}
-        return Table({**self.globals, **added}, self.build, classes)
 
 
 class Readable(Protocol):
@@ -419,25 +373,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     except Warning as warning:
         raise ValueError(f"{warning}") from warning
-
-
-def checked_keys(keys: Any) -> list[Any]:
-    """The same keys. Raises TypeError for a key that is not a small plain value, because hashing it could take forever."""
-    if not isinstance(keys, (list, tuple, set, frozenset, dict)):
-        raise TypeError(f"keys in a {type(keys).__name__}")
-    for key in keys:
-        if type(key) not in _KEYS and not isinstance(key, (Unread, Known)) and not _is_small_tuple(key):
-            raise TypeError(f"a {type(key).__name__} as a key")
-    return list(keys)
-
-
-def _is_small_tuple(key: Any, depth: int = 3) -> bool:
-    return (
-        isinstance(key, (tuple, torch.Size))
-        and depth > 0
-        and len(key) <= _MOST_IN_KEY
-        and all(type(item) in _KEYS or _is_small_tuple(item, depth - 1) for item in key)
-    )
 
 
 def _set_state(target: Any, state: Any) -> None:

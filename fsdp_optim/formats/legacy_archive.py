@@ -15,7 +15,7 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import Source
 from fsdp_optim.formats.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.formats.torch_globals import Storage, storage_of
-from fsdp_optim.formats.zip_records import Part
+from fsdp_optim.formats.zip_records import FilePart
 from fsdp_optim.storage.base import Opened
 
 _MAGIC_NUMBER, _VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -32,13 +32,13 @@ def is_legacy(head: bytes) -> bool:
 class LegacyStorages:
     """The storages of one file, whose places are known when `load` has returned."""
 
-    def __init__(self, opened: Opened, name: str, start: int, part: Part) -> None:
+    def __init__(self, opened: Opened, name: str, start: int, part: FilePart) -> None:
         self._opened, self._name, self._start = opened, name, start
         self._nbytes = part.nbytes
         self._where = opened.named(name)
         self._storages: dict[str, Storage] = {}
         self._starts: dict[str, int] = {}
-        self._pickles = Part(opened, name, start, min(part.nbytes, MOST_NBYTES))
+        self._pickles = FilePart(opened, name, start, min(part.nbytes, MOST_NBYTES))
         self.digest = ""
 
     def load(self, plain: Unpickler, unpickler: Unpickler) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from fsdp_optim.formats.inert_pickle import Known
+from fsdp_optim.formats.pickle_table import Known
 
 _NUMBERS = re.compile(r"[<|=]?(?:[biufc][0-9]{1,2}|\?)")
 

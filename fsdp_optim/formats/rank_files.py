@@ -14,7 +14,7 @@ from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun
 from fsdp_optim.formats.base import Chunks, StoredTensor
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.foreign import ForeignValues, Source, tensors_in
-from fsdp_optim.formats.inert_pickle import Unread
+from fsdp_optim.formats.pickle_table import Unread
 from fsdp_optim.formats.torch_archive import TorchArchive, read_archive
 from fsdp_optim.formats.torch_parts import is_extra_state
 from fsdp_optim.layout import FlatRuns, Placement, Shape

@@ -21,11 +21,12 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import Source
-from fsdp_optim.formats.inert_pickle import MOST_NBYTES, Table, Unpickler, Unread
+from fsdp_optim.formats.inert_pickle import MOST_NBYTES, Unpickler
 from fsdp_optim.formats.legacy_archive import HEAD_NBYTES, LegacyStorages, is_legacy
+from fsdp_optim.formats.pickle_table import Table, Unread
 from fsdp_optim.formats.torch_globals import Storage, Tensors, View, storage_of, table_of
 from fsdp_optim.formats.tree import check_tree, mapped
-from fsdp_optim.formats.zip_records import Part, Records
+from fsdp_optim.formats.zip_records import FilePart, Records
 from fsdp_optim.memory import dtype_named, in_pages
 from fsdp_optim.storage.base import Opened
 
@@ -98,7 +99,7 @@ def read_archive(
         raise CheckpointError(
             f"{where}: bytes [{start}, {start + nbytes}) are needed of {size}: it was cut short or changed"
         )
-    part = Part(opened, name, start, nbytes)
+    part = FilePart(opened, name, start, nbytes)
     prefix = name if not start else f"{name}@{start}"
     head = part.at(0, min(nbytes, HEAD_NBYTES))
     if head.startswith(_ZIP):
@@ -112,7 +113,7 @@ def read_archive(
 
 
 def _read_zip(
-    opened: Opened, name: str, start: int, part: Part, prefix: str, stand_ins: Mapping[str, Callable[..., Any]]
+    opened: Opened, name: str, start: int, part: FilePart, prefix: str, stand_ins: Mapping[str, Callable[..., Any]]
 ) -> TorchArchive:
     where = opened.named(name)
     records = Records(opened, name, start, part)
@@ -144,7 +145,7 @@ def _read_zip(
 
 
 def _read_legacy(
-    opened: Opened, name: str, start: int, part: Part, prefix: str, stand_ins: Mapping[str, Callable[..., Any]]
+    opened: Opened, name: str, start: int, part: FilePart, prefix: str, stand_ins: Mapping[str, Callable[..., Any]]
 ) -> TorchArchive:
     """Read a file of torch before 1.6: pickles, and after them the bytes of all storages."""
     where = opened.named(name)

@@ -14,8 +14,8 @@ from fsdp_optim.formats.checkpoint import MOST_INDEX_NBYTES
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader, Source, tensors_in
 from fsdp_optim.formats.hugging_face import HUGGING_FACE, check_index, weight_map_of
-from fsdp_optim.formats.inert_pickle import Unread
 from fsdp_optim.formats.manifest import NAME
+from fsdp_optim.formats.pickle_table import Unread
 from fsdp_optim.formats.torch_archive import TorchArchive, is_torch_archive, read_archive
 from fsdp_optim.formats.torch_parts import TorchParts, is_extra_state, joined_optims, parts_of
 from fsdp_optim.formats.tree import unread_in

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp_optim.formats.inert_pickle import Known, Table, Unread, checked_keys
 from fsdp_optim.formats.numpy_globals import NUMPY, NUMPY_BUILD
+from fsdp_optim.formats.pickle_table import Known, Table, Unread, checked_keys
 from fsdp_optim.memory import dtype_name, dtype_named
 
 _MOST = 1 << 62  # elements or bytes

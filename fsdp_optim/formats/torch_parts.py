@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import StoredTensor
-from fsdp_optim.formats.inert_pickle import Unread
+from fsdp_optim.formats.pickle_table import Unread
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
 """The keys under which trainers save a model."""

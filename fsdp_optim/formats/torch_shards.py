@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from fsdp_optim.formats.base import StoredTensor
-from fsdp_optim.formats.inert_pickle import Known, Unread
+from fsdp_optim.formats.pickle_table import Known, Unread
 from fsdp_optim.formats.rank_files import Shard
 from fsdp_optim.layout import Box, MeshBoxes, Shape, contiguous_order
 

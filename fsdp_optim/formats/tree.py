@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.inert_pickle import Unread
+from fsdp_optim.formats.pickle_table import Unread
 from fsdp_optim.formats.torch_globals import Damaged
 
 _MOST_DEEP = 100  # levels

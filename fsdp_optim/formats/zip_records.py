@@ -29,7 +29,7 @@ _IS_UTF_8 = 0x800
 _MOST_RATIO = 1100  # of compression; deflate reaches 1032
 
 
-class Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """A part of a file as a file object, with a cache of its first block, its last one, and the one that was read last."""
 
     def __init__(self, opened: Opened, name: str, start: int, nbytes: int) -> None:
@@ -88,7 +88,7 @@ class Part(io.RawIOBase):
 class Records:
     """The records of a zip archive in a part of a file. Raises CheckpointError that names the file for all that is damaged."""
 
-    def __init__(self, opened: Opened, name: str, start: int, part: Part) -> None:
+    def __init__(self, opened: Opened, name: str, start: int, part: FilePart) -> None:
         self._opened, self._name, self._start, self._part = opened, name, start, part
         self.where = opened.named(name)
         with _trusting_nothing(self.where):

@@ -22,7 +22,7 @@ from torch import nn
 
 from fsdp_optim import api
 from fsdp_optim.checkpoint.as_others import async_save_as, clean_name, is_wrapped_child, save_as
-from fsdp_optim.checkpoint.formats import Wanted
+from fsdp_optim.checkpoint.formats import FormatChoices
 from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.results import Saved
@@ -212,7 +212,9 @@ class AdapterNames:
         return lambda key: fqns.get(key, key)
 
 
-def _job_of(model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]) -> tuple[SaveOptions, Wanted]:
+def _job_of(
+    model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]
+) -> tuple[SaveOptions, FormatChoices]:
     """The options of one save, and what PEFT expects of its files."""
     _refuse(options, _NOT_HERE)
     names = AdapterNames.of(model, adapter)
@@ -227,7 +229,7 @@ def _job_of(model: nn.Module, adapter: str, base: bool, options: Mapping[str, An
         rename=names.key_of,
         max_file_size=_ONE_FILE,
     )
-    return asked, Wanted(weights_name=_WEIGHTS, beside=config)
+    return asked, FormatChoices(weights_name=_WEIGHTS, beside=config)
 
 
 def _peft_model(model: nn.Module, adapter: str | None = None) -> Any:

@@ -237,11 +237,13 @@ def check_padding(made: Made, reader: ModelReader) -> bool:
             padded = named.handle.num_padded
             shard = named.handle.originals[0].placement.shard_of(me) if padded else None
             numel = sum(placement.numel_on(me) for placement in named.placements.values())
-            extra = padded[shard] if shard is not None and shard < len(padded) else 0
+            padding = padded[shard] if shard is not None and shard < len(padded) else 0
             found = found or any(padded)
             local = named.handle.local_numel
-            said = f"{named.fqns}: {local} elements lie here, {numel} of parameters and {extra} of padding are said"
-            _expect(numel + extra <= local if len(named.fqns) > 1 else numel + extra == local, said)
+            numbers = (
+                f"{named.fqns}: {local} elements lie here, {numel} of parameters and {padding} of padding are described"
+            )
+            _expect(numel + padding <= local if len(named.fqns) > 1 else numel + padding == local, numbers)
     return found
 
 

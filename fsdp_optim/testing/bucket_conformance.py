@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
-from fsdp_optim.testing.mix_in import MixIn
+from fsdp_optim.storage.objects.base import ABSENT, MissingObjectError, OvertakenError
+from fsdp_optim.testing.bucket_uploads import UploadPromises
 
 _ODD_KEYS = (
     *("run/with space", "run/with+plus", "run/per%20cent", "run/ünïcödé-名前", "run/a=b&c=d", "run/semi;colon,comma"),
@@ -34,8 +33,8 @@ _ODD_KEYS = (
 )
 
 
-class BucketConformance(MixIn):
-    """A mix-in for a `unittest.TestCase`: what a Bucket promises, one promise a test.
+class BucketConformance(UploadPromises):
+    """A mix-in for a `unittest.TestCase`: the promises of a Bucket, one per test.
 
     `make_bucket` gives a bucket with nothing in it; `another_handle` gives another object for the same bucket, as another process
     would make it.
@@ -44,61 +43,6 @@ class BucketConformance(MixIn):
         knows_conditions: whether the store knows `only_if`; where it does not, it puts an object anyway.
         num_many: how many objects are listed at once: more than a page of the store's listings.
     """
-
-    knows_conditions: bool = True
-    num_many: int = 1005
-
-    def make_bucket(self) -> Bucket:
-        """A bucket with nothing in it."""
-        raise NotImplementedError
-
-    def another_handle(self, bucket: Bucket) -> Bucket:
-        """Another object for the same bucket."""
-        return bucket
-
-    def _data(self, nbytes: int, seed: int = 0) -> bytes:
-        return random.Random(f"{nbytes} {seed}").randbytes(nbytes)
-
-    def _keys(self, bucket: Bucket, prefix: str = "") -> list[str]:
-        return [found.key for found in self.another_handle(bucket).list(prefix)]
-
-    def _parts(self, bucket: Bucket, num_parts: int, seed: int = 0) -> list[bytes]:
-        """Parts of one size, but a shorter last one."""
-        nbytes = bucket.can.least_part_nbytes
-        return [self._data(nbytes, seed + number) for number in range(num_parts - 1)] + [self._data(nbytes // 3, seed)]
-
-    def _upload(self, bucket: Bucket, key: str, parts: Sequence[bytes], only_if: str | None = None) -> str:
-        upload = bucket.begin_upload(key)
-        receipts = [bucket.put_part(key, upload, number, memoryview(part)) for number, part in enumerate(parts)]
-        return bucket.end_upload(key, upload, receipts, only_if=only_if)
-
-    @contextlib.contextmanager
-    def _refused(self, kind: type[CheckpointError], bucket: Bucket, *words: str) -> Iterator[None]:
-        """An error of exactly this class, one line, with the bucket and these words in it."""
-        with self._case.assertRaises(kind) as caught:
-            yield
-        self._case.assertIs(type(caught.exception), kind)
-        for word in (bucket.name, *words):
-            self._case.assertIn(word, str(caught.exception))
-        self._case.assertNotIn("\n", str(caught.exception))
-
-    def _on_threads(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Make calls on threads at once; raise the first error."""
-        errors: list[BaseException] = []
-
-        def run(call: Callable[[], None]) -> None:
-            try:
-                call()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
     def test_what_it_is(self) -> None:
         """Its name is a URL without a slash at the end, and its sizes of parts are possible."""
@@ -227,145 +171,6 @@ class BucketConformance(MixIn):
         self._case.assertEqual(len(won), 1)
         self._case.assertEqual(bucket.read("run/object")[0], b"%d" % won[0])
 
-    def _needs_conditions(self) -> None:
-        if not self.knows_conditions:
-            self._case.skipTest("this store puts an object whether the condition holds or not")
-
-    def test_parts_in_any_order(self) -> None:
-        """The object is there when the upload ends, not before; its version is that of the listing."""
-        bucket = self.make_bucket()
-        parts = self._parts(bucket, 4)
-        upload = bucket.begin_upload("run/object")
-        receipts = [""] * len(parts)
-        for number in (2, 0, 3, 1):
-            other = self.another_handle(bucket) if bucket.can.parts_by_many else bucket
-            receipts[number] = other.put_part("run/object", upload, number, memoryview(parts[number]))
-        self._case.assertIsNone(bucket.look("run/object"))
-        self._case.assertEqual(self._keys(bucket), [])
-        version = bucket.end_upload("run/object", upload, receipts)
-        data = b"".join(parts)
-        found = self.another_handle(bucket).look("run/object")
-        assert found is not None
-        self._case.assertEqual((found.nbytes, found.version), (len(data), version))
-        memory = bytearray(len(data))
-        bucket.read_into("run/object", [memoryview(memory)], 0, version=version)
-        self._case.assertTrue(memory == data)
-        self._case.assertEqual(list(bucket.uploads("")), [])
-
-    def test_parts_by_threads(self) -> None:
-        """Parts of two objects, and reads of a third one, at once."""
-        bucket = self.make_bucket()
-        other = self._data(20_000)
-        bucket.put("run/third", other)
-        parts, calls = self._parts(bucket, 4), list[Callable[[], None]]()
-        uploads: dict[str, str] = {}
-        receipts: dict[tuple[str, int], str] = {}
-
-        def put(key: str, number: int) -> None:
-            receipts[key, number] = bucket.put_part(key, uploads[key], number, memoryview(parts[number]))
-
-        def read(offset: int) -> None:
-            memory = bytearray(5000)
-            bucket.read_into("run/third", [memoryview(memory)], offset)
-            self._case.assertTrue(memory == other[offset : offset + 5000])
-
-        for key in ("run/first", "run/second"):
-            uploads[key] = bucket.begin_upload(key)
-            calls += [lambda key=key, number=number: put(key, number) for number in range(4)]  # type: ignore[misc]
-        calls += [lambda offset=offset: read(offset) for offset in range(0, 15_001, 5000)]  # type: ignore[misc]
-        self._on_threads(calls)
-        for key, upload in uploads.items():
-            bucket.end_upload(key, upload, [receipts[key, number] for number in range(4)])
-            self._case.assertTrue(bucket.read(key)[0] == b"".join(parts))
-
-    def test_a_part_that_is_put_again(self) -> None:
-        """The same bytes, as after an answer that was lost: the receipts are those of the last time."""
-        bucket = self.make_bucket()
-        parts = self._parts(bucket, 2)
-        upload = bucket.begin_upload("run/object")
-        for _ in range(2):
-            receipts = [
-                bucket.put_part("run/object", upload, number, memoryview(part)) for number, part in enumerate(parts)
-            ]
-        bucket.end_upload("run/object", upload, receipts)
-        self._case.assertTrue(bucket.read("run/object")[0] == b"".join(parts))
-
-    def test_one_short_part(self) -> None:
-        """And none."""
-        bucket = self.make_bucket()
-        for num_parts in (1, 0):
-            version = self._upload(bucket, f"run/of-{num_parts}", [b"x"] * num_parts)
-            self._case.assertEqual(bucket.read(f"run/of-{num_parts}"), (b"x" * num_parts, version))
-        self._case.assertEqual(list(bucket.uploads("")), [])
-
-    def test_an_upload_replaces(self) -> None:
-        """An object is whole until the upload of another one ends."""
-        bucket = self.make_bucket()
-        bucket.put("run/object", b"first")
-        parts = self._parts(bucket, 2)
-        upload = bucket.begin_upload("run/object")
-        receipts = [
-            bucket.put_part("run/object", upload, number, memoryview(part)) for number, part in enumerate(parts)
-        ]
-        self._case.assertEqual(bucket.read("run/object")[0], b"first")
-        bucket.end_upload("run/object", upload, receipts)
-        self._case.assertTrue(bucket.read("run/object")[0] == b"".join(parts))
-
-    def test_an_upload_where_nothing_is(self) -> None:
-        """As for `put`."""
-        bucket = self.make_bucket()
-        parts = self._parts(bucket, 2)
-        self._upload(bucket, "run/object", parts, ABSENT)
-        self._needs_conditions()
-        with self._refused(OvertakenError, bucket, "run/object"):
-            self._upload(bucket, "run/object", self._parts(bucket, 2, 1), ABSENT)
-        self._case.assertTrue(bucket.read("run/object")[0] == b"".join(parts))
-
-    def test_an_upload_over_what_was_seen(self) -> None:
-        """As for `put`."""
-        self._needs_conditions()
-        bucket = self.make_bucket()
-        first = self._upload(bucket, "run/object", self._parts(bucket, 2))
-        second = self._upload(bucket, "run/object", self._parts(bucket, 2, 2), first)
-        with self._refused(OvertakenError, bucket, "run/object"):
-            self._upload(bucket, "run/object", self._parts(bucket, 2), first)
-        self._case.assertEqual(bucket.read("run/object")[1], second)
-
-    def test_unfinished_uploads(self) -> None:
-        """They are listed by prefix, with and without parts, until they are dropped; to drop one twice is no error."""
-        bucket = self.make_bucket()
-        uploads = {key: bucket.begin_upload(key) for key in ("run/a/one", "run/a/two", "run/b/one")}
-        bucket.put_part("run/a/two", uploads["run/a/two"], 0, memoryview(b"x"))
-        for prefix in ("", "run/", "run/a/", "run/a/t", "run/c"):
-            found = {one.key: one.version for one in self.another_handle(bucket).uploads(prefix)}
-            self._case.assertEqual(found, {key: one for key, one in uploads.items() if key.startswith(prefix)})
-        for _ in range(2):
-            self.another_handle(bucket).drop_upload("run/a/two", uploads["run/a/two"])
-        self._case.assertEqual({one.key for one in bucket.uploads("run/")}, {"run/a/one", "run/b/one"})
-        self._case.assertEqual(self._keys(bucket), [])
-
-    def test_two_uploads_of_one_key(self) -> None:
-        """Each has an id of its own, and the one that ends last is seen."""
-        bucket = self.make_bucket()
-        uploads = [bucket.begin_upload("run/object") for _ in range(2)]
-        self._case.assertNotEqual(*uploads)
-        receipts = [bucket.put_part("run/object", upload, 0, memoryview(upload.encode())) for upload in uploads]
-        for upload, receipt in zip(uploads, receipts, strict=True):
-            bucket.end_upload("run/object", upload, [receipt])
-            self._case.assertEqual(bucket.read("run/object")[0], upload.encode())
-
-    def test_a_part_of_an_upload_that_is_gone(self) -> None:
-        """Neither it nor the end of the upload is taken."""
-        bucket = self.make_bucket()
-        upload = bucket.begin_upload("run/object")
-        receipt = bucket.put_part("run/object", upload, 0, memoryview(b"x"))
-        bucket.drop_upload("run/object", upload)
-        with self._refused(CheckpointError, bucket, "run/object"):
-            bucket.put_part("run/object", upload, 0, memoryview(b"x"))
-        with self._refused(CheckpointError, bucket, "run/object"):
-            bucket.end_upload("run/object", upload, [receipt])
-        self._case.assertIsNone(bucket.look("run/object"))
-
     def test_listing(self) -> None:
         """By prefix, which need not end at a `/`, in the order of the keys' bytes; folders are one level of the tree."""
         bucket = self.make_bucket()
@@ -432,11 +237,3 @@ class BucketConformance(MixIn):
         for one in (found, *bucket.list("run/")):
             self._case.assertGreaterEqual(one.age, 0)
             self._case.assertLess(one.age, 600)
-
-    def test_ages_of_uploads(self) -> None:
-        """Seconds since an upload was begun."""
-        bucket = self.make_bucket()
-        bucket.begin_upload("run/other")
-        (found,) = bucket.uploads("run/")
-        self._case.assertGreaterEqual(found.age, 0)
-        self._case.assertLess(found.age, 600)

@@ -62,9 +62,9 @@ def _waits_for_all() -> list[bool]:
 def _compares() -> list[bool]:
     """Compare equal contents; then contents that differ on each rank in turn."""
     world = world_here()
-    said = [[b"same"] * world.size, [b""] * world.size]
-    said += [[b"other" if rank == odd else b"same" for rank in range(world.size)] for odd in range(world.size)]
-    return [compare(_group(), "said", one[world.rank]) for one in said]
+    contents = [[b"same"] * world.size, [b""] * world.size]
+    contents += [[b"other" if rank == odd else b"same" for rank in range(world.size)] for odd in range(world.size)]
+    return [compare(_group(), "contents", one[world.rank]) for one in contents]
 
 
 def _tells() -> list[list[bytes]]:
@@ -72,8 +72,8 @@ def _tells() -> list[list[bytes]]:
     world, found = world_here(), []
     for nbytes in (0, 1, 1000, _LARGE):
         content = bytes([world.rank + 1]) * (nbytes * (world.rank + 1) // world.size)
-        told = tell(_group(), "contents", content, compared=b"%d" % world.rank)
-        found.append([told.content_of(rank) for rank in range(world.size)])
+        result = tell(_group(), "contents", content, compared=b"%d" % world.rank)
+        found.append([result.content_of(rank) for rank in range(world.size)])
     return found
 
 
@@ -158,8 +158,8 @@ def _some_of_the_ranks() -> list[list[bytes]]:
     world, found = world_here(), []
     for ranks in ((0, 1), (1, 2), (0, 2), (0,), (1,), (2,), (0, 1, 2)):
         if world.rank in ranks:
-            told = tell(_group(ranks=ranks), "some", b"%d" % world.rank)
-            found.append([told.content_of(rank) for rank in ranks])
+            result = tell(_group(ranks=ranks), "some", b"%d" % world.rank)
+            found.append([result.content_of(rank) for rank in ranks])
     return found
 
 

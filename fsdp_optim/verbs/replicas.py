@@ -67,13 +67,13 @@ def compare_shards(
     digests, failure = list[bytes](), Failure()
     with failure:
         digests = [one.digest(local, callers.rank) for one in shared]
-    told = tell(callers, "shards", b"".join(digests) if callers.rank in leaders else b"", error=failure.error)
-    differing = _differing(told, digests, leaders, callers.rank)
-    said = json.dumps(differing).encode() if differing else b""
-    if compare(callers, "shards compared", said) and not differing:
+    result = tell(callers, "shards", b"".join(digests) if callers.rank in leaders else b"", error=failure.error)
+    differing = _differing(result, digests, leaders, callers.rank)
+    content = json.dumps(differing).encode() if differing else b""
+    if compare(callers, "shards compared", content) and not differing:
         return picture
     by_shared: dict[int, list[int]] = {}
-    for rank, one in zip(callers.ranks, exchange_reports(callers, said), strict=True):
+    for rank, one in zip(callers.ranks, exchange_reports(callers, content), strict=True):
         for index in json.loads(one) if one else ():
             by_shared.setdefault(index, []).append(rank)
     found = [shared[index] for index in sorted(by_shared)]
@@ -99,10 +99,10 @@ def _shared_in(picture: Picture) -> list[_Shared]:
     return shared
 
 
-def _differing(told: MeetingResult, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
+def _differing(result: MeetingResult, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:
     """The numbers of the shared things that differ on this rank from those of its leader."""
     theirs = {
-        leader: told.content_of(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})
+        leader: result.content_of(leader) for leader in sorted({one for one in leaders if one is not None} - {rank})
     }
     return [
         index

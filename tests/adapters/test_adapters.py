@@ -139,7 +139,7 @@ class TestTheSuite(unittest.TestCase):
             ("elsewhere", checks.check_elements, "and the parameter has"),
             ("nobody", checks.check_elements, "no rank holds the elements"),
             ("names", checks.check_names, "the order is"),
-            ("padding", checks.check_padding, "of padding are said"),
+            ("padding", checks.check_padding, "of padding are described"),
             ("changes", checks.check_unchanged, "reading the model has changed it"),
         ]
     )

@@ -9,7 +9,7 @@ from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import StoredTensor
-from fsdp_optim.formats.inert_pickle import Unread
+from fsdp_optim.formats.pickle_table import Unread
 from fsdp_optim.formats.torch_parts import MODEL_KEYS, OPTIM_KEYS, joined_optims, parts_of
 
 T = StoredTensor("", "float32", (2,), "a.pt", 0)
