@@ -18,7 +18,7 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def missing(user: str, package: str) -> ModuleNotFoundError:
-    """The error of what needs a package that is not installed, and that an extra of the same name brings."""
+    """The error of a `user` that needs a package which is not installed. The extra of the same name installs the package."""
     return ModuleNotFoundError(
         f"{user} needs {package}, which is not installed: pip install 'fsdp-optim[{package}]'", name=package
     )

@@ -42,7 +42,7 @@ NameOf = Callable[[str, int], str]
 
 Rename = Callable[[str], str] | Mapping[str, str]
 """A name -> the name in its place: at a load from the checkpoint's to the model's, at a save the reverse. Or beginnings of such
-names, each with what takes its place."""
+names, each with its replacement."""
 
 CAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that `weights_dtype` takes, and casts. Smaller floating dtypes mean nothing without their scales."""

@@ -25,7 +25,7 @@ class DeclaredSlice:
 
 
 def declare(module: nn.Module, name: str, global_shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Keep in a module where one of its parameters lies in a larger parameter. Raises WrapperError for what cannot be."""
+    """Keep in a module where one of its parameters lies in a larger parameter. Raises WrapperError for an impossible slice."""
     if not isinstance(module, nn.Module) or not isinstance(name, str):
         raise WrapperError(
             f"declare_slice takes a module and the name of a parameter in it, not a {type(module).__name__} and {name!r}"

@@ -1,4 +1,4 @@
-"""The calls on a folder of checkpoints, and the wait for what this process saves in the background."""
+"""The calls on a folder of checkpoints, and the wait for a save of this process in the background."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def resume(
 
     Args:
         root: a path, or a URL as for `save`.
-        on_damage: what to do if the newest checkpoint is damaged, or cannot be read just now. "error": raise a
+        on_damage: the reaction to a newest checkpoint that is damaged, or cannot be read just now. "error": raise a
             CheckpointError that names this checkpoint and the one before. "previous": log a warning, and load the newest
             checkpoint that can be loaded.
         model, optim, weights, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,

@@ -81,7 +81,7 @@ def scatter_full_model_state_dict(
 
     Args:
         model: the root of the model, in any wrapper or none, or a list of the pipeline stages that this rank has.
-        full: the `state_dict()` of an unwrapped model, or what `gather_full_model_state_dict` returned: whole tensors on any
+        full: the `state_dict()` of an unwrapped model, or the result of `gather_full_model_state_dict`: whole tensors on any
             device. It is not changed.
         strict, cast, rename: as for `load`.
         source_rank: the global rank that has `full`.

@@ -130,7 +130,7 @@ def verify(
         storage_options: as for `save`.
 
     Returns:
-        A `Verified`: what was read, and whether it `has_checksums`.
+        A `Verified`: the numbers of tensors and bytes that were read, and whether the checkpoint `has_checksums`.
 
     Raises:
         CheckpointError: the checkpoint is damaged. The message names all places with damage, the first twenty if there are more.

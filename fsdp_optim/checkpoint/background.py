@@ -43,7 +43,7 @@ def async_save(
     format: Format | None = None,
     managed: ManagedSave | None = None,
 ) -> SaveHandle:
-    """Copy the state, start writing, return. `format` None: that of the options. `managed`: what a CheckpointManager adds."""
+    """Copy the state, start writing, return. `format` None: that of the options. `managed`: a CheckpointManager's part."""
     with ExitStack() as held:
         with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
             job, live = begin(path, reader, callers, optim, options, format, managed)
@@ -120,7 +120,7 @@ def _wait(job: Job, completion: Completion, failed: str | None) -> None:
 def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
     """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None.
 
-    Returns what `finish` does.
+    Returns the result of `finish`.
     """
     try:
         if failed is not None:

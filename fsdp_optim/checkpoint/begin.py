@@ -1,4 +1,4 @@
-"""The begin of a save: the ranks read what they hold, agree on the files, and the leader begins in the store."""
+"""The begin of a save: the ranks read their shards, agree on the files, and the leader begins in the store."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def begin(
 ) -> tuple[Job, End]:
     """Agree with the other ranks on the files, and begin the save in the store. No tensor is written yet.
 
-    Returns the save, and the live tensors as the source of a move. `managed`: what a CheckpointManager adds.
+    Returns the save, and the live tensors as the source of a move. `managed`: the additions of a CheckpointManager.
     """
     if format is None:
         format = format_named(options.format)
@@ -103,7 +103,7 @@ def begin(
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What the leader decides about a save, and all ranks follow.
+    """The decisions of the leader about a save, which all ranks follow.
 
     `place`, `address`: the store and the staging in it. `shared`: the string from `Prepared`. `part_nbytes`, `most_parts`: as in
     `Capabilities`.
@@ -131,7 +131,7 @@ class _Agreed:
 
 @dataclass(frozen=True)
 class _ToSave:
-    """What a rank saves: weights and state under the names of the checkpoint, and its small files. All ranks read it together."""
+    """The content that a rank saves, as all ranks read it together: weights and state under the saved names, and small files."""
 
     options: SaveOptions
     writer: FormatWriter
@@ -199,7 +199,7 @@ class _ToSave:
 
 @dataclass(frozen=True)
 class _Leading:
-    """What the lowest rank does beside the others at the begin of a save.
+    """The work of the lowest rank alone at the begin of a save.
 
     `plan`: None if the machines of the other ranks decide the strategy. `small_files`: those of `_ToSave`, and the format's.
     """
@@ -215,7 +215,7 @@ class _Leading:
     def begin(
         cls, saved: _ToSave, callers: RankGroup, store: Store, managed: ManagedSave | None, undo: ExitStack
     ) -> _Leading:
-        """Begin the save in the store. Refuses values that could not be loaded. `undo` gets what a failure has to undo."""
+        """Begin the save in the store. Refuses values that cannot be loaded. `undo` gets the steps to undo after a failure."""
         options = saved.options
         prepared, small_files = _prepared(saved, len(callers.ranks))
         listed = managed.check(store) if managed is not None else ()

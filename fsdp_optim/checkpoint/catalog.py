@@ -21,7 +21,7 @@ log = logging.getLogger("fsdp_optim")
 
 @dataclass(frozen=True)
 class Series:
-    """What checkpoints have in common that keep_last counts: the same content, and alike names or a step and keep_last each.
+    """The common facts of the checkpoints that keep_last counts: the same content, and alike names or a step and keep_last each.
 
     The checkpoints of a CheckpointManager are in no such series: the manager's rules keep them.
     """
@@ -107,7 +107,7 @@ def outdated(store: Store, series: Series, keep_last: int) -> list[Shelved[Brief
 def keep_newest(store: Store, series: Series, keep_last: int) -> None:
     """Remove the checkpoints of a series, that of `store`, that are older than its newest `keep_last`; never `store`'s own.
 
-    What cannot be removed is warned about: the new checkpoint is there.
+    Warns of those that cannot be removed, because the new checkpoint is there.
     """
     try:
         older = outdated(store, series, keep_last)

@@ -99,7 +99,7 @@ def _options_of(place: Place, options: StorageOptions) -> StorageOptions:
 
 @dataclass(frozen=True)
 class _Begun:
-    """The place of the new files, on every rank. `staging`: on the leader; `staged`, `noted`: what a killed process has left."""
+    """The place of the new files, on every rank. `staging`: on the leader. `staged`, `noted`: those of a killed process."""
 
     store: Store
     strategy: str
@@ -145,12 +145,12 @@ class _Work:
 
     @property
     def compared(self) -> str:
-        """What ranks compare: the source, the options and the files."""
+        """The text that ranks compare: the source, the options and the files."""
         return f"{self.options.compared_text()} {self._described}"
 
     @cached_property
     def _described(self) -> str:
-        """What is read and written, and how it is cut, as text."""
+        """The source, the new files and the cut of both, as text."""
         files = [[file.name, file.plan.nbytes, hex_of(file.plan.head), self._frames_of(file)] for file in self.files]
         small = {name: hex_of(data) for name, data in self.transcript.files.items()}
         described = [self.format.name, self.unit_nbytes, files, small, self.checkpoint.identity]
@@ -161,7 +161,7 @@ class _Work:
 
     @property
     def note(self) -> str:
-        """The text by which the next call recognises what this one has left, if it is killed."""
+        """The text by which the next call recognises the files of this call, if this call is killed."""
         digests = [hex_of(f"{salt}{self._described}{self.checkpoint.versions()}".encode()) for salt in ("a", "b")]
         return f"fsdp_optim.convert {''.join(digests)}"
 
@@ -208,7 +208,7 @@ class _Work:
     # --------------------------------------------------------------------------------------- the place of the new files
 
     def _begin(self, target: Place) -> _Begun:
-        """Agree on the place and on who writes what. In a folder, go on where a killed conversion has stopped."""
+        """Agree on the place and on the writer of each file. In a folder, go on where a killed conversion has stopped."""
         callers, for_target = self.callers, _options_of(target, self.options.storage_options)
         store = store_at(target, self.format, for_target)
         warn_if_alone(callers, store.where, has_group=self.options.call.process_group is not None)

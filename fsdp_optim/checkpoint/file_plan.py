@@ -88,11 +88,11 @@ class FilePlan:
         return [file for file in self.files if self.owners.get(file.name) == rank]
 
     def heads_on(self, rank: int) -> Mapping[str, HeadOfParts]:
-        """What a rank uploads of the heads of files in parts, by file."""
+        """The parts of the heads of files that a rank uploads, by file."""
         return {parted.file.name: tuple(parted.head_on(rank)) for parted in self.parted}
 
     def frames_on(self, rank: int) -> Mapping[str, FramesOfParts]:
-        """What a rank uploads of the frames of files in parts, by file."""
+        """The parts of the frames of files that a rank uploads, by file."""
         return {parted.file.name: parted.frames_on(rank) for parted in self.parted if parted.file.plan.between}
 
     def stretches_on(self, rank: int) -> Mapping[Key, Sequence[Stretch]]:

@@ -168,7 +168,7 @@ def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None)
 
 
 def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
-    """The files of a store, and their format. If no format recognises them, this library's own says what is missing."""
+    """The files of a store, and their format. If no format recognises them, this library's own names the missing files."""
     if format is not None:
         return (store.open_any() if format.is_foreign else store.open()), format
     try:

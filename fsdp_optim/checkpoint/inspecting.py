@@ -1,4 +1,4 @@
-"""Inspect: what a checkpoint of any format has, read from its description, without elements of tensors."""
+"""Inspect: the content of a checkpoint of any format, read from its description, without elements of tensors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Inspected:
         state: the optimizer's state by FQN, or by id where there are no names: tensors, and the texts of other values.
         groups: its param groups.
         optimizer_class: the name of its class, or one for each group; empty if unknown.
-        extras: what the trainer and modules have saved besides: "common", "model", and "rank-00000" and so on.
+        extras: the names of other values, of the trainer and of modules: "common", "model", and "rank-00000" and so on.
     """
 
     path: str
@@ -108,7 +108,7 @@ class Inspected:
 
 
 def inspect(place: Place, storage_options: StorageOptions = None) -> Inspected:
-    """Read what a checkpoint has. No communication."""
+    """Read the content of a checkpoint. No communication."""
     with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
         state, groups, classes = _optimizer(checkpoint)
         return Inspected(

@@ -1,4 +1,4 @@
-"""A save that all ranks have agreed on, and what each rank tells the leader about its part."""
+"""A save that all ranks have agreed on, and the report of each rank to the leader about its part."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Job:
 
     @property
     def content(self) -> str:
-        """What checkpoints of one series have in common, on the lowest rank."""
+        """The content that checkpoints of one series have in common, on the lowest rank."""
         return self.prepared.content if self.prepared is not None else ""
 
     @property
@@ -133,7 +133,7 @@ class Job:
         return FilesEnd(self.plan, take, self.cast)
 
     def start(self, writer: RankWriter) -> None:
-        """Write the bytes of this rank besides tensors and what lies between them: new files, and small files."""
+        """Write the bytes of this rank besides tensors and the frames between them: new files, and small files."""
         make_files(writer.store_writer, self.plan.own_files(self.callers.rank))
         for name, data in self.extras.items():
             writer.store_writer.put(name, data)
@@ -159,7 +159,7 @@ def abandoned_on_failure(job: Job) -> Iterator[None]:
 
 
 class Written(Protocol):
-    """What a rank has written: the receipt of the store, and the segments of each file, in the order of the files."""
+    """The report of a rank about its writes: the receipt of the store, and the segments of each file, in the files' order."""
 
     @property
     def receipt(self) -> bytes: ...

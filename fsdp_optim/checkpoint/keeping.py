@@ -123,7 +123,7 @@ class KnownSaves:
     tokens: set[str] = field(default_factory=set)
 
     def see(self, listed: Iterable[ListedCheckpoint]) -> None:
-        """The run resumes, and knows what is in the folder."""
+        """The run resumes, and knows the checkpoints in the folder."""
         self.tokens.update(one.brief.token for one in listed if one.brief is not None)
 
     def has(self, one: ListedCheckpoint) -> bool:
@@ -132,7 +132,7 @@ class KnownSaves:
 
 @dataclass(frozen=True)
 class ManagedSave:
-    """What a CheckpointManager adds to a save.
+    """The additions of a CheckpointManager to a save.
 
     Attributes:
         record: its record in the manifest.
@@ -147,9 +147,9 @@ class ManagedSave:
     has_resumed: bool = True
 
     def check(self, store: Store) -> list[ListedCheckpoint]:
-        """Raise CheckpointError if the save would replace what no manager made, or mix two runs in one folder.
+        """Raise CheckpointError if the save would replace a checkpoint that no manager made, or mix two runs in one folder.
 
-        Returns what is in the folder.
+        Returns the checkpoints in the folder.
         """
         listed: list[ListedCheckpoint] = store.shelf().listed()
         here = next((one for one in listed if one.base == store.where), None)
@@ -216,7 +216,7 @@ class ManagedSave:
         return one.brief.sequence < sequence and (one.brief.step or 0) > self.record.after
 
     def remove_outdated(self, store: Store, content: str, step: int, sequence: int) -> None:
-        """Remove what the save of `store` makes superfluous. What cannot be removed is warned about."""
+        """Remove the checkpoints that the save of `store` makes superfluous. Warns of those that cannot be removed."""
         try:
             outdated = self.outdated(store, store.shelf().listed(), content, step, sequence)
         except OSError as error:

@@ -50,7 +50,7 @@ def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTe
 
 @dataclass
 class Share:
-    """The units of one rank, and what becomes of them.
+    """The units of one rank, and the progress of their copies.
 
     Attributes:
         stored: the stored tensor of each value.

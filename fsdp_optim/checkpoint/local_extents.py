@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_optim.formats.extents import Extent
-from fsdp_optim.memory import Budget, empty
+from fsdp_optim.memory import Budget, empty, in_batches
 from fsdp_optim.plan import Copy
 
 _CPU = torch.device("cpu")
@@ -98,23 +98,16 @@ class HostBatch:
 
 def in_host_memory(extents: Sequence[LocalExtent], budget: Budget) -> Iterator[HostBatch]:
     """Batches of extents: first all that are on the host, then those on devices, at most `budget` at a time, with host memory."""
-    most_nbytes = budget.nbytes
     host = [extent for extent in extents if isinstance(extent, Extent)]
     if host:
         yield HostBatch(host)
-    batch: list[DeviceExtent] = []
-    left = most_nbytes
-    on_devices = (extent for extent in extents if isinstance(extent, DeviceExtent))
-    for extent in sorted(on_devices, key=lambda extent: extent.start):
-        at = 0
-        while at < len(extent.memory):
-            part = extent.memory[at : at + left]
-            batch.append(DeviceExtent(extent.start + at, part))
-            at, left = at + len(part), left - len(part)
-            if not left:
-                yield _by_way_of_host(batch)
-                batch, left = [], most_nbytes
-    if batch:
+    on_devices = sorted((e for e in extents if isinstance(e, DeviceExtent)), key=lambda extent: extent.start)
+    parts = (
+        DeviceExtent(extent.start + at, extent.memory[at : at + budget.nbytes])
+        for extent in on_devices
+        for at in range(0, len(extent.memory), budget.nbytes)
+    )
+    for batch in in_batches(parts, lambda part: len(part.memory), budget.nbytes):
         yield _by_way_of_host(batch)
 
 

@@ -55,7 +55,7 @@ class CheckpointManager:
         root: a folder for the checkpoints of one run, or a URL, as for `save`.
         model, optim: as for `save`.
         state: objects of the trainer by name: anything with `state_dict()` and `load_state_dict()`, such as schedulers, scalers,
-            EMA models, `nn.ModuleDict`. What the ranks have in common: the lowest rank's state is saved, and all ranks load it.
+            EMA models, `nn.ModuleDict`. Objects that the ranks have in common: all ranks load the lowest rank's state.
             The values in a state are those that `extra` of save takes.
         per_rank_state: as `state`, but every rank saves its own, and loads its own (a data loader, say). A rank that had none at
             the save loads that of the lowest rank, and a warning says so.
@@ -123,7 +123,7 @@ class CheckpointManager:
         )
         self._saving = SaveOptions(
             call,
-            overwrite=True,  # of what a manager made only
+            overwrite=True,  # only of checkpoints that a manager made
             strategy=strategy,
             max_file_size=max_file_size,
             checksums=checksums,

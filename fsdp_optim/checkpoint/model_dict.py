@@ -198,7 +198,7 @@ def _send_described(callers: RankGroup, full: Mapping[str, Any] | None, source_r
 
 
 def _checked(full: Mapping[str, Any] | None, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a full model dict, and its other values. Raises StateError for what no full model dict has."""
+    """The tensors of a full model dict, and its other values. Raises StateError for values that no full model dict has."""
     if not isinstance(full, Mapping):
         raise StateError(
             f"rank {rank} is the source rank, but its full is {type(full).__name__}: give the full model dict there, or another "

@@ -24,10 +24,10 @@ _MOST_LOOKED_AT = 16
 """Shards, and holders of a shard, that are counted in one part. More of them have small shares of it."""
 
 HeadOfParts: TypeAlias = Sequence[tuple[int, memoryview]]
-"""What one rank puts of a file's head: each range's first byte in the file, and its bytes."""
+"""The ranges of a file's head that one rank puts: each range's first byte in the file, and its bytes."""
 
 FramesOfParts: TypeAlias = dict[int, list[tuple[int, memoryview]]]
-"""What one rank puts of a file's frames, by their index: each range's first byte in the file, and its bytes."""
+"""The ranges of a file's frames that one rank puts, by frame: each range's first byte in the file, and its bytes."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class PartedFile:
         return cls(file, part_nbytes, tuple(owners))
 
     def head_on(self, rank: int) -> Iterator[tuple[int, memoryview]]:
-        """What a rank puts of the file's head: the byte of the file at which it begins, and the bytes."""
+        """The range of the file's head that a rank puts: the byte of the file at which it begins, and the bytes."""
         return self._on(rank, 0, self.file.plan.head)
 
     def frames_on(self, rank: int) -> FramesOfParts:
-        """What a rank puts of the file's frames."""
+        """The ranges of the file's frames that a rank puts."""
         frames = self.file.plan.frames
         parts = (list(self._on(rank, *one)) for one in zip(frames.starts, frames.contents, strict=True))
         return {index: found for index, found in enumerate(parts) if found}
@@ -175,7 +175,7 @@ def _shares_of_part(
 
 
 def _owner(shares: Mapping[int, float], excluded: set[int], owners: Sequence[int], loads: Mapping[int, float]) -> int:
-    """The rank that puts a part: of those that have some of it, the one that has put the least of what it had so far.
+    """The rank that puts a part: of those that have some of it, the one that has put the least share of its bytes so far.
 
     So each rank puts as much as it has, in every stretch of a file, and none waits for another one.
     """
@@ -186,7 +186,7 @@ def _owner(shares: Mapping[int, float], excluded: set[int], owners: Sequence[int
 
 
 def _shares(placement: Placement, first: int, last: int) -> Iterator[tuple[int, float]]:
-    """How many of a value's elements [first, last) the ranks have; what several have is shared out among them, run by run."""
+    """How many of a value's elements [first, last) the ranks have; elements of several ranks are shared out, run by run."""
     shards = placement.shards_over(first, last)
     for shard in itertools.islice(shards, _MOST_LOOKED_AT):
         holders, run = placement.holders(shard), placement.run(shard)

@@ -116,7 +116,7 @@ def _call_before_pools_end(call: Callable[[], None]) -> None:
 
     Handlers of `atexit` are called after that.
     """
-    importlib.import_module("concurrent.futures.thread")  # what is registered last is called first
+    importlib.import_module("concurrent.futures.thread")  # the function that is registered last is called first
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(call)

@@ -16,7 +16,7 @@ log = logging.getLogger("fsdp_optim")
 class Signals:
     """Handlers that note signals, and then call the handlers that were there before.
 
-    Only the main thread can install handlers. In a forked process (a worker of a data loader) a signal does what it did before.
+    Only the main thread can install handlers. In a forked process (a worker of a data loader) a signal has its earlier effect.
     """
 
     def __init__(self, signals: Collection[int]) -> None:
@@ -43,7 +43,7 @@ class Signals:
         self._respond(number, frame, is_noted=False)
 
     def _respond(self, number: int, frame: FrameType | None, is_noted: bool) -> None:
-        """Note the signal, and do what was done before. `is_noted`: by an instance that was installed on top of this one.
+        """Note the signal, and call the earlier handler. `is_noted`: by an instance that was installed on top of this one.
 
         A signal that one of them notes neither ends the process nor raises KeyboardInterrupt, also where a closed instance,
         which could not be taken out of the chain, has the default action below it.

@@ -60,7 +60,7 @@ def resume(
 
 
 def candidates_on_all(callers: RankGroup, about: str, listed: Callable[[], list[Candidate]]) -> list[Candidate]:
-    """What the lowest rank has listed, on all ranks. `about`: a description of the call, which ranks compare."""
+    """The checkpoints that the lowest rank has listed, on all ranks. `about`: a description of the call, which ranks compare."""
     content = b""
     if callers.rank == callers.ranks[0]:
         content = json.dumps([[one.where, one.damage] for one in listed()]).encode()

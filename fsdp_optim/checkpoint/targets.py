@@ -177,7 +177,7 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
 
 @dataclass(frozen=True)
 class _OneSided:
-    """What a strict load refuses besides other shapes and dtypes.
+    """The differences that a strict load refuses besides other shapes and dtypes.
 
     Attributes:
         missing, unexpected: names that only the model, or only the checkpoint, has.

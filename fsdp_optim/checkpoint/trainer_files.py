@@ -45,7 +45,7 @@ _OUTDATED = re.compile(
     r"|optimizer(_\d+)?(_rank\d+)?(\.bin|\.pt)?|(scheduler|sampler|dl_state_dict)(_\d+)?\.(bin|pt)|scaler\.pt"
     r"|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|trainer_state\.json"
 )
-"""What the trainers write for the weights, the optimizer and the state of a run. In a folder that is saved again it is old."""
+"""The files of trainers for the weights, the optimizer and the state of a run. In a folder that is saved again they are old."""
 
 _SHARDED_MODEL, SHARDED_OPTIM = "pytorch_model_fsdp_{}", "optimizer_0"
 """Folders of torch.distributed.checkpoint that Accelerate writes with SHARDED_STATE_DICT."""

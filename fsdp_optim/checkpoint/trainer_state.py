@@ -1,4 +1,4 @@
-"""The trainer's objects that a CheckpointManager saves beside the model and the optimizer: what has a state_dict(), and random
+"""The trainer's objects that a CheckpointManager saves beside the model and the optimizer: those with a state_dict(), and random
 states.
 """
 
@@ -43,7 +43,7 @@ class TrainerState:
 
     @property
     def names(self) -> dict[str, Any]:
-        """What is equal on all ranks."""
+        """The state that is equal on all ranks."""
         return {"state": sorted(self.common), "per_rank_state": sorted(self.per_rank), "rng": self.rng}
 
     def validate(self) -> None:
@@ -63,11 +63,11 @@ class TrainerState:
             raise StateError(f"{twice[0]!r} is in state and in per_rank_state: give it once")
 
     def extra(self) -> dict[str, Any]:
-        """What the ranks have in common. All ranks call it, because a state_dict() may be a collective call."""
+        """The common state of the ranks. All ranks call this method, because a state_dict() may be a collective call."""
         return {STATE: {name: _state_of(f"state[{name!r}]", one) for name, one in self.common.items()}}
 
     def per_rank_extra(self, position: int) -> dict[str, Any]:
-        """What this rank alone has. `position`: its index among the ranks."""
+        """The state of this rank alone. `position`: its index among the ranks."""
         state = {name: _state_of(f"per_rank_state[{name!r}]", one) for name, one in self.per_rank.items()}
         return {RANK: position, STATE: state, **({RANDOM: random_states()} if self.rng else {})}
 
@@ -139,7 +139,7 @@ def _state_of(where: str, one: Stateful) -> Any:
 
 
 def _refuse_sharded(where: str, value: Any) -> None:
-    """Name a value that is cut over ranks: the part of one rank is not what the ranks have in common."""
+    """Name a value that is cut over ranks: the part of one rank is not the common state of the ranks."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             _refuse_sharded(f"{where}[{key!r}]", item)

@@ -1,4 +1,4 @@
-"""What a conversion writes: the contents of an open checkpoint as a save would have them, without elements of tensors."""
+"""The content that a conversion writes: that of an open checkpoint as a save would have it, without elements of tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Transcript:
     Attributes:
         model, optim: the tensors of the two halves in the order in which they are written.
         stored: the place of each tensor in the source, without those that have a `constant`.
-        prepared: what the writer of the target says before anything is written; its small files are in `files`.
+        prepared: the result of the target's writer before anything is written; its small files are in `files`.
         files: all small files.
         weights: which of the model's weights the source has.
     """

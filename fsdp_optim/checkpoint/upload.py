@@ -85,7 +85,7 @@ class Upload:
 
         Args:
             small: the names of all files but those with tensors and the manifest, on the leader.
-            content: what tells the series of the checkpoint, on the leader.
+            content: the text that tells the series of the checkpoint, on the leader.
         """
         self.completion.watch()
         with closing(self.completion):

@@ -128,12 +128,12 @@ def _files(checkpoint: FormatReader) -> tuple[list[File], dict[Key, StoredTensor
 
 
 def _unnamed(start: int, stop: int) -> str:
-    """What is in a range of bytes: the reader names it."""
+    """The content of a range of bytes, as the reader names it."""
     return "its tensors"
 
 
 def _read_small(checkpoint: FormatReader) -> Iterator[str]:
-    """Read the description of the optimizer and the extras, without decoding pickles. Yields what is wrong."""
+    """Read the description of the optimizer and the extras, without decoding pickles. Yields the errors."""
     if checkpoint.has_optim and checkpoint.full_dict is None:
         try:
             checkpoint.description(allow_pickle=False, records=RECORDS)

@@ -1,4 +1,4 @@
-"""What `inspect` prints: facts, the tree of modules in which equal layers are one entry, and the optimizer."""
+"""The output of `inspect`: facts, the tree of modules in which equal layers are one entry, and the optimizer."""
 
 from __future__ import annotations
 

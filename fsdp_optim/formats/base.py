@@ -103,7 +103,7 @@ class FormatReader(Protocol):
         has_optim: whether an optimizer was saved.
         world_size: the number of ranks that saved; 0 if unknown.
         step: the `step` that was given to `save`.
-        weights: what the save has done with the model's weights.
+        weights: the treatment of the model's weights by the save.
         identity: JSON values that differ between any two checkpoints. Ranks compare them.
     """
 
@@ -176,7 +176,7 @@ class FormatReader(Protocol):
         return ()
 
     def about(self) -> Mapping[str, str]:
-        """What else is known of the save, for users: who saved it, and when."""
+        """Other facts about the save, for users: its author and its time."""
         return {}
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class FormatWriter(Protocol):
     """The plan of the files of one save. Every rank makes one, and plans the same files with it.
 
     `needs_scalars`: whether `prepare` of a conversion gets the 0-dim tensors of the state themselves, as values of the kind
-    SCALAR, because what the files say of them depends on their elements.
+    SCALAR, because the metadata in the files depend on their elements.
     """
 
     needs_scalars: bool = False

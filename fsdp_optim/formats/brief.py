@@ -28,7 +28,7 @@ _BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
 
 
 class ManagerRecord(Struct, frozen=True):
-    """What a `CheckpointManager` records with each of its checkpoints.
+    """The record that a `CheckpointManager` adds to each of its checkpoints.
 
     Attributes:
         after: the step of the checkpoint that the run had loaded or saved before; -1 if there was none. Earlier checkpoints

@@ -273,7 +273,7 @@ def _check_small(opened: Opened, name: str, info: FileInfo) -> None:
 
 
 def _about_weights(model: ModelInfo) -> dict[str, str]:
-    """What a save has done with the weights, in words for users; nothing where it has written all as they were."""
+    """The treatment of the weights by a save, in words for users; empty where all were written as they were."""
     words = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
     which = {"weights": words[model.weights]} if model.weights in words else {}
     return which if model.weights_dtype is None else {**which, "weights were cast to": model.weights_dtype}

@@ -130,7 +130,7 @@ def _folders(opened: Opened) -> dict[str, list[str]]:
 
 
 def _joined(found: Sequence[Metadata]) -> Metadata:
-    """The metadata of ranks that saved without each other as one. What several have is taken from the first of them."""
+    """The metadata of ranks that saved without each other as one. A value that several ranks have is that of the first."""
     if len(found) == 1:
         only = found[0]
         return replace(only, paths={key: only.paths.get(key, (key,)) for key in (*only.tensors, *only.values)})

@@ -17,7 +17,7 @@ from fsdp_optim.formats.dcp_metadata import Path
 GROUPS, STATE = "param_groups", "state"
 _OF_A_MODEL = ("model", "state_dict", "module", "model_state_dict", "model_state")
 _NUMBERED = re.compile(r"(.*?)(\d+)/?")
-_EXTRA_STATE = "._extra_state"  # the end of the name of what get_extra_state() returned, after a dot
+_EXTRA_STATE = "._extra_state"  # the end of the name of a result of get_extra_state(), after a dot
 _MOST_NAMED = 6
 
 
@@ -53,7 +53,7 @@ class _Root:
     head: str = ""
 
     def rest_of(self, path: Path) -> Path | None:
-        """What follows in a longer path; None for a path that is somewhere else."""
+        """The rest of a longer path; None for a path that is somewhere else."""
         depth = len(self.path)
         if path[:depth] != self.path or len(path) == depth:
             return None

@@ -46,7 +46,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """One metadata file: its tensors and its other values by key, and the place of each key in what was saved.
+    """One metadata file: its tensors and its other values by key, and the place of each key in the saved tree.
 
     `paths`: has no entry for a key where the writer recorded none.
     """
@@ -58,7 +58,7 @@ class Metadata:
 
 
 def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
-    """Read the file `name`. `folder`: what comes before the names of files that it lists, such as "optimizer_0/".
+    """Read the file `name`. `folder`: the beginning of the names of files that it lists, such as "optimizer_0/".
 
     Raises CheckpointError if it is damaged, or was not written by torch.distributed.checkpoint.
     """

@@ -29,7 +29,7 @@ KEYS = "fsdp_optim_keys"
 """The key of the original keys of dicts that have other keys than str, which torch.distributed.checkpoint turns into str."""
 
 _LENGTH = 8  # bytes
-_PLAIN = ("builtins.", "collections.", "numpy.")  # besides what torch.load(weights_only=True) reads
+_PLAIN = ("builtins.", "collections.", "numpy.")  # besides the classes that torch.load(weights_only=True) reads
 _UNSAFE = ("builtins.eval", "builtins.exec", "builtins.getattr")
 _NUMBERS = "biufc"  # kinds of numpy's dtypes
 
@@ -114,7 +114,7 @@ def _is_leaf(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class ValueItem:
-    """One item of a file of values. `tensor`: torch's name of the dtype, and the shape; None for what is no tensor."""
+    """One item of a file of values. `tensor`: torch's name of the dtype, and the shape; None for an item that is no tensor."""
 
     path: Path
     start: int

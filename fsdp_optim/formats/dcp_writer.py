@@ -258,7 +258,7 @@ def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Sha
 
 
 def _add(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
-    """Add what is inside a value, each under all of the paths."""
+    """Add the items of a value, each under all of the paths."""
     for inner, item in flattened(value, ()):
         name = where + "".join(f"[{part!r}]" for part in inner)
         values.add(name, item, *((*path, *inner) for path in paths))

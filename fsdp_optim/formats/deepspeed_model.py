@@ -1,4 +1,4 @@
-"""What the `*_model_states.pt` of DeepSpeed have: weights that are not trained, buffers, names, and the trainer's values."""
+"""The content of DeepSpeed's `*_model_states.pt`: weights that are not trained, buffers, names, and the trainer's values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OWN = frozenset(
         *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
     )
 )
-"""What DeepSpeed keeps for itself, and no caller needs."""
+"""The values that DeepSpeed keeps for itself, and no caller needs."""
 
 _OF_DEEPSPEED = frozenset(
     (

@@ -1,4 +1,4 @@
-"""What the `*_optim_states.pt` of DeepSpeed's ZeRO have: fp32 weights and the optimizer's full dict, by the parameters' names."""
+"""The content of `*_optim_states.pt` of DeepSpeed's ZeRO: fp32 weights and the optimizer's full dict, by names."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class _Rank:
     """The file of one rank.
 
     Attributes:
-        stage: the stage of ZeRO; 1 for what DeepSpeed's BF16_Optimizer wrote.
+        stage: the stage of ZeRO; 1 for a file of DeepSpeed's BF16_Optimizer.
         num_ranks: the number of ranks that saved.
         flats: the parts of the fp32 weights.
         paddings: the elements after each parameter of a flat tensor; None where only its end is padded.
@@ -156,7 +156,7 @@ class _Rank:
                 )
 
     def _facts(self) -> Mapping[str, Any]:
-        """What is the same on all ranks of one save."""
+        """The values that are the same on all ranks of one save."""
         return {
             "the stage of ZeRO": self.stage,
             "the number of groups": len(self.flats),

@@ -1,4 +1,4 @@
-"""Values of the pickles of DeepSpeed's files, with the types that they should have; what is not so is a CheckpointError."""
+"""Values of the pickles of DeepSpeed's files, with the types that they should have; other types are a CheckpointError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STAND_INS: Mapping[str, Callable[..., Any]] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": LossScaler,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _stage,
 }
-"""What replaces the classes of DeepSpeed that its files name. Objects of other classes are not read."""
+"""The stand-ins for the classes of DeepSpeed that its files name. Objects of other classes are not read."""
 
 
 def read_files(opened: Opened, names: Sequence[str]) -> list[TorchArchive]:

@@ -140,7 +140,7 @@ def _check_shapes(files: Files, fqn: str, weight: StoredTensor, values: Mapping[
 def _common(
     archive: TorchArchive, shapes: Sequence[Mapping[str, Shape]], state: Mapping[str, dict[str, Any]]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The full dict, and the numbers of the loss scaler, by the file of what is no parameter's own."""
+    """The full dict, and the numbers of the loss scaler, from the file of the values that belong to no parameter."""
     with distrusted(archive.where):
         saved = mapping(archive.value, "the file")
         steps = _steps(saved)

@@ -37,7 +37,7 @@ _NOT_EXTRA = frozenset({"model", _OPTIM, *_METADATA})
 
 
 class FairscaleShards(ForeignFormat):
-    """One file of each rank, with fairscale's flat shards and what describes them."""
+    """One file of each rank, with fairscale's flat shards and their description."""
 
     name = "fairscale shards"
 
@@ -338,7 +338,7 @@ def _shared(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _without_padding(metadata: Mapping[str, Any]) -> Any:
-    """The metadata of one rank without what differs between ranks."""
+    """The metadata of one rank without the entries that differ between ranks."""
     return [
         {
             **unit,

@@ -1,4 +1,4 @@
-"""How fairscale flattens parameters, for files of its shards: the parameters in each unit, and what their state has in common."""
+"""How fairscale flattens parameters, for files of its shards: the parameters in each unit, and their common state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Units = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Unit:
-    """A flat parameter: the FQNs in it, their shapes, and what their state has in common (None without state).
+    """A flat parameter: the FQNs in it, their shapes, and the common part of their state (None without state).
 
     `is_flat` False: a parameter that is cut by itself.
     """
@@ -103,7 +103,7 @@ def units_of(contents: CheckpointContents, given: Units | None, *, flattens: boo
 
 
 def _common_state(path: str, fqns: Sequence[str], params: Mapping[str, ParamDescription]) -> ParamDescription | None:
-    """What the parameters of a unit have in common in their state, as the values of the first; None if none of them has state."""
+    """The common state of the parameters of a unit, as the values of the first; None if none of them has state."""
     first = params.get(fqns[0])
     for fqn in fqns:
         one = params.get(fqn)

@@ -233,7 +233,7 @@ class _RankFile:
         return TensorStub(record.dtype, tuple(shape), len(self.records) - 1)
 
     def _metadata(self, flat: set[str]) -> dict[str, Any]:
-        """What fairscale's `local_metadata_dict` says."""
+        """The content of fairscale's `local_metadata_dict`."""
         units: dict[str, dict[str, Any]] = {}
         for unit in self.writer._units:
             start, stop, each = unit.shard(self.rank, self.writer.world_size)

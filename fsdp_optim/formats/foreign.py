@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: what each of their formats gives, and the reader that all of them share.
+"""Checkpoints of other libraries: the result of each of their formats, and the reader that all of them share.
 
 A format of another library recognises its files, and its `open` returns a `ForeignReader`: the weights by name, and the
 optimizer's full dict as that library has it, both with StoredTensors in the place of tensors. The loader resolves ids to FQNs,
@@ -106,7 +106,7 @@ class ForeignReader:
         full_dict: the optimizer's full dict in any dialect that `fsdp_optim.state.dialects` reads, with a StoredTensor in the
             place of each tensor; None if no optimizer was saved.
         num_optims: the number of optimizers that `full_dict` has joined.
-        sources: what the names of files in the StoredTensors mean, where these are not simply files of the place.
+        sources: the objects that the StoredTensors name, where these are not simply files of the place.
         aliases: other names of weights, each with the stored name.
         extra_values: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are
             none.

@@ -92,7 +92,7 @@ class Unpickler:
             raise ValueError(f"a pickle of more than {MOST_NBYTES} bytes")
 
     def _check_copies(self, arguments: Any) -> None:
-        """Bound what calls copy, for a call may name one large value again and again."""
+        """Bound the bytes that calls copy, because a call may name one large value again and again."""
         for argument in arguments if isinstance(arguments, (tuple, list)) else ():
             if isinstance(argument, (str, bytes, bytearray, list, tuple, dict, set, frozenset)):
                 self._num_copied += len(argument)

@@ -42,7 +42,7 @@ class LegacyStorages:
         self.digest = ""
 
     def load(self, plain: Unpickler, unpickler: Unpickler) -> Any:
-        """The value of the file. `plain` reads what torch adds."""
+        """The value of the file. `plain` reads the values that torch adds."""
         file = self._pickles
         magic, version, system = (plain.load(file) for _ in range(3))
         if magic != _MAGIC_NUMBER or version != _VERSION or not isinstance(system, dict):

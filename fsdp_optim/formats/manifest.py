@@ -126,7 +126,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 def version_for(model: ModelInfo) -> int:
-    """The lowest version of the format that has what a new manifest says, so that older readers read what they can."""
+    """The lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
     is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
     return _VERSION_OF_ALL_WEIGHTS if is_plain else VERSION
 

@@ -1,4 +1,4 @@
-"""What formats with one file per rank share: the files by their numbers, one archive each, and values on which ranks agree."""
+"""The common part of formats with one file per rank: the files by their numbers, and values on which ranks agree."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class RankFiles:
         return replace(stored, key=key)
 
     def extras(self, but: frozenset[str]) -> list[Mapping[str, Any]]:
-        """The values of the trainer of each rank: what a file has besides the keys `but`."""
+        """The values of the trainer of each rank: the entries of a file besides the keys `but`."""
         return [
             {key: _extra(archive, key, value) for key, value in archive.value.items() if key not in but}
             for archive in self.archives

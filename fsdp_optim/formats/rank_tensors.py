@@ -83,7 +83,7 @@ RANK_TENSORS = RankTensors()
 
 
 def _families(opened: Opened) -> dict[tuple[str, str], dict[int, str]]:
-    """The files whose names differ in a number only, by what is before and after it; if a file is selected, its own family."""
+    """The files whose names differ in a number only, by the text before and after it; if a file is selected, its own family."""
     matches = [match for name in opened.names() if (match := _NAME.fullmatch(name))]
     asked = _NAME.fullmatch(opened.selected)
     families: dict[tuple[str, str], list[tuple[int, str]]] = {}
@@ -107,7 +107,7 @@ def _is_sharded(opened: Opened, found: Mapping[int, str]) -> bool:
             if first_shards(value) is not None or (alone and any(map(_is_half, value.values()))):
                 return True
         except CheckpointError:
-            continue  # opening the format says what is wrong with this file, if it belongs to the others
+            continue  # opening the format names the damage of this file, if it belongs to the others
     return False
 
 

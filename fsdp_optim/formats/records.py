@@ -88,7 +88,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """What a save has done with the model's weights.
+    """The treatment of the model's weights by a save.
 
     `which` it has written: "all", "trainable" or "none"; None if unknown. `dtype`: torch's name of the dtype to which it has cast
     floating ones; None if it has not, or if unknown.
@@ -218,7 +218,7 @@ class Stamp:
     Attributes:
         sequence: the number of the checkpoint among those of its folder.
         manager: the record of a `CheckpointManager`.
-        folder: what stands before the names of all files but the manifest where the store has put these, such as "0123/".
+        folder: the beginning of the names of all files but the manifest where the store has put these, such as "0123/".
     """
 
     token: str

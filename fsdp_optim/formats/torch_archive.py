@@ -45,7 +45,7 @@ class TorchArchive:
         where: the name of the file, for errors.
         value: the value, with a StoredTensor (key "") in the place of each tensor, and an Unread in the place of each object of
             a class that is not allowed. Tensors that share memory have StoredTensors with the same file and start.
-        sources: what `StoredTensor.file` names, where that is not simply a file of the place.
+        sources: the objects that `StoredTensor.file` names, where these are not simply files of the place.
         digest: a hash of the pickle.
     """
 

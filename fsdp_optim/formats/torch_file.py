@@ -1,4 +1,4 @@
-"""Plain torch files: what `torch.save` has written of a model and an optimizer, in one file or in a folder of files."""
+"""Plain torch files, in which `torch.save` has written a model and an optimizer, in one file or in a folder of files."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Files:
 
 @dataclass
 class _Content:
-    """What has been found in the files so far."""
+    """The model and the optimizer that have been found in the files so far."""
 
     opened: Opened
     model: dict[str, StoredTensor] = field(default_factory=dict)
@@ -250,7 +250,7 @@ def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _value(archive: TorchArchive, name: str, value: Any) -> Any:
-    """A value of the trainer with its tensors, or Withheld for what is not read."""
+    """A value of the trainer with its tensors, or Withheld for an object that is not read."""
     unread = unread_in(value)
     if unread is not None:
         return Withheld(

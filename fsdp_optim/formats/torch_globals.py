@@ -100,7 +100,7 @@ class View:
 
 @dataclass(frozen=True, eq=False)
 class Damaged:
-    """Stands for a tensor that cannot be what was saved. `why`: the reason, for the error that names the tensor."""
+    """Stands for a tensor that cannot be the saved one. `why`: the reason, for the error that names the tensor."""
 
     why: str
 
@@ -176,7 +176,7 @@ def _storage_classes() -> dict[str, StorageClass]:
 
 
 class _Rebuild:
-    """The functions that make tensors, which return a Damaged for what cannot be one."""
+    """The functions that make tensors, which return a Damaged for a tensor that cannot exist."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -226,7 +226,7 @@ def _of_device(data: Any, dtype: Any, *others: Any) -> Any:
 
 
 def _of_subclass(cls: Any, *description: Any) -> Any:
-    """A tensor subclass without a storage of its own, such as a DTensor: what a format's stand-in makes of it."""
+    """A tensor subclass without a storage of its own, such as a DTensor, as the stand-in of a format returns it."""
     if isinstance(cls, Known) and cls.is_stand_in:
         return cls.call(*description)
     return Unread(cls.what if isinstance(cls, Unread) else "torch._utils._rebuild_wrapper_subclass")

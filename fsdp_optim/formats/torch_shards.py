@@ -1,4 +1,4 @@
-"""Stand-ins for torch's ShardedTensor and DTensor in pickles: what such an object says of one rank's shards, and nothing else.
+"""Stand-ins for torch's ShardedTensor and DTensor in pickles: the facts about one rank's shards, and nothing else.
 
 torch itself reads a ShardedTensor only on the rank that saved it, inside a process group of the same size. Here any process reads
 those of all ranks.
@@ -20,7 +20,7 @@ from fsdp_optim.layout import Box, MeshBoxes, Shape, contiguous_order
 
 
 class Fields:
-    """An object of a pickle: its attributes. `arguments`: what its class was called with."""
+    """An object of a pickle: its attributes. `arguments`: those with which its class was called."""
 
     arguments: tuple[Any, ...]
     fields: dict[str, Any]

@@ -269,7 +269,7 @@ def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
 
 
 def unsafe_name_in(value: Any) -> str | None:
-    """What is in a value that `torch.load(weights_only=True)` does not read, by its class; None if there is nothing."""
+    """The class of an item of a value that `torch.load(weights_only=True)` does not read; None if there is nothing."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
     except pickle.UnpicklingError:

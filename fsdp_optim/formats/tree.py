@@ -79,7 +79,7 @@ def unread_in(value: Any) -> Unread | None:
 
 
 def mapped(value: Any, cls: type, function: Callable[[Any], Any]) -> Any:
-    """The same tree with `function(item)` in the place of each item of a class. What occurs twice stays one object."""
+    """The same tree with `function(item)` in the place of each item of a class. An item that occurs twice stays one object."""
     return _Mapped(cls, function).of(value)
 
 

@@ -130,7 +130,7 @@ def disable() -> None:
 
 
 def _by_this_library(name: str) -> Callable[..., Any]:
-    """A method of the mixin: what `enable` would do in the place of the Trainer's own method."""
+    """A method of the mixin: the replacement that `enable` would make of the Trainer's own method."""
     new = _TRAINER[name]
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

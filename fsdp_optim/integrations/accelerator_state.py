@@ -64,7 +64,7 @@ def save_state(
 def load_state(
     original: Callable[..., Any], accelerator: Any, settings: Settings, input_dir: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load what `save_state` has saved, and sharded folders of Accelerate; others of its own function by Accelerate's own."""
+    """Load a checkpoint of `save_state`, or a sharded folder of Accelerate. Accelerate's own function loads its other folders."""
     is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
     wait_on_all(settings)
     path = _newest_folder(accelerator) if input_dir is None and is_automatic else input_dir
@@ -138,7 +138,7 @@ def _without_models() -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What stands in for a function of Accelerate whose work this library does."""
+    """A stand-in for a function of Accelerate whose work this library does."""
 
 
 def _folders(root: Path) -> list[tuple[int, Path]]:

@@ -70,7 +70,7 @@ class Checkpoints:
         *("lightning_restore_optimizer", "on_train_batch_start", "on_exception", "teardown"),
     )
 
-    if TYPE_CHECKING:  # what the strategies have
+    if TYPE_CHECKING:  # attributes of the strategies
         model: nn.Module | None
         optimizers: list[Optimizer]
         lightning_module: Any
@@ -93,18 +93,18 @@ class Checkpoints:
         self._handle: fsdp_optim.SaveHandle | None = None
         self._replaced: dict[
             str, None
-        ] = {}  # what ModelCheckpoint has removed: it stays until the save under way is complete
+        ] = {}  # checkpoints that ModelCheckpoint has removed: they stay until the save under way is complete
         self._was_interrupted = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a version of Lightning that does not call what is overridden here."""
+        """Refuse a version of Lightning that does not call the methods that are overridden here."""
         super().__init_subclass__(**kwargs)
         bases = [base for base in cls.__mro__ if not issubclass(base, Checkpoints)]
         missing = [name for name in cls._OVERRIDDEN if not any(name in vars(base) for base in bases)]
         if missing and bases != [object]:
             raise refusal("lightning", TESTED, ", ".join(f"{bases[0].__name__}.{name}" for name in missing))
 
-    # ------------------------------------------------------------------------------------------- what the Trainer collects
+    # ------------------------------------------------------------------------------------------- state that the Trainer collects
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -170,7 +170,7 @@ class Checkpoints:
             self._remove_replaced()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Remove what the save in the background has replaced, if it is complete."""
+        """Remove the checkpoint that the save in the background has replaced, if that save is complete."""
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
         handle = self._handle
         if self._replaced and handle is not None and handle.done() and not handle.has_failed:
@@ -193,7 +193,7 @@ class Checkpoints:
             super().teardown()  # type: ignore[misc]
 
     def _settle(self) -> None:
-        """Wait for the save in the background, and remove what it has replaced. Its error is raised on all ranks."""
+        """Wait for the save in the background, and remove the replaced checkpoint. All ranks raise the save's error."""
         handle, self._handle = self._handle, None
         if handle is not None:
             replaced, self._replaced = self._replaced, {}
@@ -283,7 +283,7 @@ def _put_file_aside(path: str) -> None:
 
 
 def _remove(path: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Remove a checkpoint of this library, a link to one, or a file. What cannot be removed is warned about."""
+    """Remove a checkpoint of this library, a link to one, or a file. Warns if one cannot be removed."""
     try:
         files = None if is_url(path) else get_filesystem(path)
         if files is not None and (files.islink(path) or files.isfile(path)):

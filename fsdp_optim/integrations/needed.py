@@ -40,7 +40,7 @@ def needed(package: str, tested: str, names: Mapping[str, Sequence[str]]) -> dic
 
 
 def refusal(package: str, tested: str, missing: str) -> MissingNameError:
-    """The error of a plug-in whose package does not have what is named in `missing`."""
+    """The error of a plug-in whose package does not have the names in `missing`."""
     try:
         installed = version(package)
     except PackageNotFoundError:

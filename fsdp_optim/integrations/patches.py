@@ -40,7 +40,7 @@ def is_replaced(owner: Any, name: str) -> bool:
 
 
 def put_back(owner: Any, name: str) -> None:
-    """Put back what a name was before it was replaced. Does nothing where something else has the name now."""
+    """Put back the object that a name had before it was replaced. Does nothing where the name has another object now."""
     while is_replaced(owner, name):
         setattr(owner, name, getattr(owner, name).__wrapped__)
 

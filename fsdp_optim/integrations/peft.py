@@ -61,7 +61,8 @@ def save(
 ) -> Saved:
     """Save an adapter and its optimizer in a folder that `PeftModel.from_pretrained(base_model, path)` opens.
 
-    Called by all ranks of the model. Only what trains is written: the adapter, and parameters of the base that require gradients.
+    Called by all ranks of the model. Only trained parameters are written: the adapter's, and those of the base that require
+    gradients.
 
     Args:
         path: as for `fsdp_optim.save`.
@@ -215,7 +216,7 @@ class AdapterNames:
 def _job_of(
     model: nn.Module, adapter: str, base: bool, options: Mapping[str, Any]
 ) -> tuple[SaveOptions, FormatChoices]:
-    """The options of one save, and what PEFT expects of its files."""
+    """The options of one save, and the files that PEFT expects."""
     _refuse(options, _NOT_HERE)
     names = AdapterNames.of(model, adapter)
     if not base:

@@ -53,7 +53,7 @@ _DATALOADER, _LR_SCHEDULER, _MODEL = _FOUND["DATALOADER"], _FOUND["LR_SCHEDULER"
 _OPTIMIZER, _TRAIN_STATE = _FOUND["OPTIMIZER"], _FOUND["TRAIN_STATE"]
 
 _PER_RANK = (_TRAIN_STATE, _DATALOADER)
-"""What each rank has for itself: its part of the data, and the number of tokens that it has seen."""
+"""The values that each rank has for itself: its part of the data, and the number of tokens that it has seen."""
 
 _HF, _WEIGHTS = "hf", "weights"
 """Folders beside the checkpoints: weights as Hugging Face names them, and weights alone under torchtitan's names."""
@@ -91,7 +91,7 @@ class FsdpOptimCheckpointManager(_Base):
         """Whether a checkpoint is complete only when it is on the disk."""
 
         def __post_init__(self) -> None:
-            """Check the values, and refuse what is not supported."""
+            """Check the values, and refuse the options that are not supported."""
             _Base.Config.__post_init__(self)
             if self.async_mode not in ("disabled", "async", "async_with_pinned_mem"):
                 raise ValueError(f"Invalid async_mode: {self.async_mode}")
@@ -234,7 +234,7 @@ class FsdpOptimCheckpointManager(_Base):
         return self._load_initial()
 
     def _load_initial(self) -> bool:
-        """Load what the config begins a run with. Returns whether there is such a thing."""
+        """Load the initial checkpoint of the config. Returns whether there is one."""
         config = self._config
         place = config.initial_load_path
         if config.initial_load_in_hf:
@@ -265,7 +265,7 @@ class FsdpOptimCheckpointManager(_Base):
         self._weights.load_state_dict(self._adapter.from_hf(tensors))
 
     def _load_tensors(self, place: str, tensors: Mapping[str, Any]) -> None:
-        """Load into these tensors. What else the checkpoint has is passed over."""
+        """Load into these tensors. Other tensors of the checkpoint are passed over."""
         missing = api.load(place, module_of(tensors), strict=False, cast=True, process_group=self._group).missing
         if missing:
             raise CheckpointError(f"{place}: does not have {', '.join(missing[:8])}, which the model needs")

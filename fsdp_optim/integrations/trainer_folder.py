@@ -97,7 +97,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What stands in for a function of the Trainer whose work is done later."""
+    """A stand-in for a function of the Trainer whose work is done later."""
 
 
 def _remember_best(trainer: Any, path: str) -> None:

@@ -84,7 +84,7 @@ class FsdpOptimCheckpointManager(_Own):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Save what `save_contents` says into `local_path`, and upload it to `hdfs_path`, if that is a URL."""
+        """Save the parts that `save_contents` lists into `local_path`, and upload them to `hdfs_path`, if that is a URL."""
         if local_path is None:
             return
         self.wait()
@@ -146,7 +146,7 @@ class FsdpOptimCheckpointManager(_Own):
         return False
 
     def _finish_later(self, handle: SaveHandle, local_path: str, step: int, max_ckpt_to_keep: int | None) -> None:
-        """In a thread of rank 0: what comes after the manifest."""
+        """The steps after the manifest, in a thread of rank 0."""
         try:
             handle.wait()
             self._finish(local_path, max_ckpt_to_keep)
@@ -180,7 +180,7 @@ class FsdpOptimCheckpointManager(_Own):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load what `load_contents` says, on any number of ranks. Checkpoints of verl's own manager are loaded by that.
+        """Load the parts that `load_contents` lists, on any number of ranks. verl's own manager loads its own checkpoints.
 
         `del_local_after_load` removes verl's local copies of remote files; here each rank reads remote files in place.
         """

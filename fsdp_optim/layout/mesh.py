@@ -184,7 +184,7 @@ class MeshBoxes(OnMesh):
         lows: list[int | Numbers] = [0] * len(self.full_shape)
         highs: list[int | Numbers] = list(self.full_shape)
         weight = self.num_shards
-        left: Numbers | int = shards  # their numbers in what the cuts so far have made
+        left: Numbers | int = shards  # their numbers among the parts that the cuts so far have made
         for dim, parts in self._split_parts:
             weight //= parts
             index, left = (left, 0) if weight == 1 else (left // weight, left % weight)
@@ -300,7 +300,7 @@ def _shards_over(shape: Shape, splits: tuple[tuple[int, int], ...], ranges: Sequ
 
 
 def _parts_over(size: int, cuts: Sequence[tuple[int, int]], first: int, last: int) -> Sequence[int]:
-    """The parts of one dimension with an index in [first, last], each as what its number adds to the number of a shard.
+    """The parts of one dimension with an index in [first, last], each as the amount that it adds to the number of a shard.
 
     `cuts`: (number of parts, weight in the number of a shard), each of which cuts the parts of the one before.
     """

@@ -1,4 +1,4 @@
-"""What placements have in common whose shards are runs of row-major elements."""
+"""The common parent of placements whose shards are runs of row-major elements."""
 
 from __future__ import annotations
 

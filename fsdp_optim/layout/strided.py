@@ -62,7 +62,7 @@ class StridedBoxes(OnMesh):
 
 @functools.lru_cache(maxsize=4096)
 def _spans_of_shard(shape: Shape, cuts: tuple[_Cut, ...], shard: int) -> tuple[_Spans, ...]:
-    """What a shard has of each dimension. Cached: layers are alike."""
+    """The indices that a shard has of each dimension. Cached, because layers are alike."""
     indices = []
     for _, _, parts in reversed(cuts):
         shard, index = divmod(shard, parts)

@@ -1,4 +1,4 @@
-"""A store whose checkpoints are read through a cache: what was read once comes from a folder of this machine the next time."""
+"""A store whose checkpoints are read through a cache: bytes that were read once are kept in a folder of this machine."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Held:
 
 
 class CachedOpened(Opened):
-    """The files of one checkpoint, read through a cache. Its manifest, and what is asked about files, come from the store.
+    """The files of one checkpoint, read through a cache. Its manifest, and the sizes and versions of files, come from the store.
 
     `manifest`: the name of the manifest; "" where there is none.
     """
@@ -187,7 +187,7 @@ class _Target:
     _num_full: int = 0  # pieces
 
     def fill(self, data: bytes, start: int) -> None:
-        """Take what is wanted of the bytes from byte `start` of the file on."""
+        """Take the wanted part of the bytes from byte `start` of the file on."""
         while self._num_full < len(self.pieces):
             piece = self.pieces[self._num_full]
             end = self.offset + piece.nbytes

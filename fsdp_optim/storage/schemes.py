@@ -30,7 +30,7 @@ _added: ContextVar[Mapping[str, OpenStore]] = ContextVar("added", default={})  #
 
 
 def scheme_of(place: object) -> str | None:
-    """The scheme of a URL; None for what is no URL."""
+    """The scheme of a URL; None for a name that is no URL."""
     found = _URL.match(place) if isinstance(place, str) else None
     return found[1].lower() if found is not None else None
 

@@ -1,4 +1,4 @@
-"""Names of files that stay inside their place, and what an error says about a file."""
+"""Names of files that stay inside their place, and the names of files in errors."""
 
 from __future__ import annotations
 

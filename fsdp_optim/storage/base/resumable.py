@@ -43,7 +43,7 @@ class ResumableStore(Store, Protocol):
 
 
 def is_resumable(store: Store) -> TypeGuard[ResumableStore]:
-    """Whether saves in a store can go on after they were killed, and the store gives back what they have written."""
+    """Whether saves in a store can go on after they were killed, and the store gives back the bytes that they have written."""
     return hasattr(store, "staged")
 
 

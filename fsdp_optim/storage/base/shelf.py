@@ -1,4 +1,4 @@
-"""The checkpoints of one folder or prefix, and what a store asks the format about them."""
+"""The checkpoints of one folder or prefix, and the questions that a store asks the format about them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Shelf(Protocol[BriefT]):
         """The state of a checkpoint by the whole of its manifest."""
 
     def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
-        """Remove checkpoints. Each removal is logged with the reason; what cannot be removed is warned about."""
+        """Remove checkpoints. Each removal is logged with the reason; a checkpoint that cannot be removed is warned about."""
 
 
 class Judge(Protocol[BriefT]):

@@ -72,7 +72,7 @@ class Staging(Protocol):
     def abandon(self, *, late: bool = False) -> None:
         """Remove the files of this save, after a failure. Raises nothing.
 
-        `late`: another process of this save may still write; a later save to the place removes what it writes.
+        `late`: another process of this save may still write; a later save to the place removes its files.
         """
 
 

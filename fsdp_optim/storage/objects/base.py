@@ -61,7 +61,7 @@ class BucketCan:
         most_parts: how many parts an object can have.
         replaces_at_once: whether a `put` over an object is seen whole or not at all. A store of files may show a file that
             is being written.
-        most_reads: how many `read_into` are best under way at the same time; each may hold a copy of what it reads.
+        most_reads: how many `read_into` are best under way at the same time; each may hold a copy of the bytes that it reads.
     """
 
     parts_by_many: bool

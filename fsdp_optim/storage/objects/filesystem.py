@@ -123,7 +123,7 @@ class FsspecBucket(Bucket):
         return Found(key, int(info["size"]), version_of(info), self._age(time_of(info)))
 
     def _age(self, written: float | None) -> float:
-        """0 where the store does not say when: what may be new is not removed."""
+        """0 where the store does not tell the time, so that objects which may be new are not removed."""
         return max(time.time() + self._clock - written, 0.0) if written is not None else 0.0
 
     def list(self, prefix: str) -> Iterator[Found]:
@@ -171,7 +171,7 @@ class FsspecBucket(Bucket):
                 data = self._fs.cat_file(self._path(key), start=offset, end=offset + nbytes) if nbytes else b""
         except CheckpointError as error:
             failure = error
-        found = self._look(key)  # after the read, so that what was read is of this version, or nothing is
+        found = self._look(key)  # after the read, so that the bytes are of this version, or an error is raised
         if found is None:
             raise MissingObjectError(f"{self.name}/{key}: there is no such object") from failure
         if version is not None and found.version != version:
@@ -219,7 +219,7 @@ class FsspecBucket(Bucket):
             raise OvertakenError(f"{self.name}/{key}: another process has put or removed it")
 
     def _written(self, key: str) -> Mapping[str, Any]:
-        """What the store says of an object that was put just now."""
+        """The store's description of an object that was put just now."""
         info = self._info(key)
         if info is None:
             line = f"{self.name}/{key}: was written, and is not there"

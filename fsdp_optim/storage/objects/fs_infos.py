@@ -1,4 +1,4 @@
-"""What file systems of fsspec say of their files, each in words of its own: the version of a file, and when it was written."""
+"""The facts that file systems of fsspec give about files, each under names of its own: the version, and the time."""
 
 from __future__ import annotations
 

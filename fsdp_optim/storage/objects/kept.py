@@ -1,4 +1,4 @@
-"""Saves in parts that were killed, and go on: who takes them over, and what they find in the bucket."""
+"""Saves in parts that were killed, and go on: the process that takes them over, and the objects that it finds in the bucket."""
 
 from __future__ import annotations
 

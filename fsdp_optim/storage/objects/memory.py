@@ -17,7 +17,7 @@ Listed = tuple[str, int, str, float]
 
 
 class Objects(Protocol):
-    """What `MemoryBucket` asks of its memory, in plain values, so that a proxy of `multiprocessing.managers` does as well."""
+    """The operations of `MemoryBucket` on its memory, with plain values, which a proxy of `multiprocessing.managers` supports."""
 
     def get(self, key: str, start: int, nbytes: int) -> tuple[bytes, int, str] | None: ...
     def put(self, key: str, data: bytes, only_if: str | None) -> str | None: ...

@@ -52,7 +52,7 @@ class OpenedObjects(VersionedObjects):
         return self._place.manifest(name) if name == self._judge.manifest else self.files.key(name)
 
     def fetch_head(self, name: str) -> None:
-        """Read the beginning of a file, from which `read_into` takes what it can."""
+        """Read the beginning of a file, from which `read_into` takes as much as possible."""
         found = self._look(name)
         if found is not None and name not in self._heads:
             head = bytearray(min(found.nbytes, _HEAD_NBYTES))

@@ -307,7 +307,7 @@ class S3Bucket(Bucket):
             return
         for error in answer.get("Errors", ()):
             if error.get("Code") not in ("NoSuchKey", "404"):
-                self._delete_one(error["Key"])  # repeats what may pass, and has the words for what does not
+                self._delete_one(error["Key"])  # repeats errors that may pass, and has the words for the others
 
     def _delete_one(self, key: str) -> None:
         try:
@@ -325,7 +325,7 @@ class _Reading:
         self.num_read = 0
 
     def go_on(self, client: Any, bucket: str, key: str) -> None:
-        """Make one request for what is missing."""
+        """Make one request for the missing bytes."""
         start, wanted = self.offset + self.num_read, self._nbytes - self.num_read
         match = _condition(self._version)
         answer = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{start + wanted - 1}", **match)

@@ -34,7 +34,7 @@ _RETRY_SECONDS = 120.0
 _CONNECTIONS = 64  # at most, per process
 _ATTEMPTS = 5  # of the client library, for one request
 _LONGEST_PAUSE = 10.0  # seconds
-_IDLE_SECONDS = 30.0  # after which what lies between may have forgotten a connection, without a word
+_IDLE_SECONDS = 30.0  # after which a router on the way may have dropped a connection silently
 _OF_SESSION = {
     *("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_account_id", "region_name"),
     *("profile_name", "botocore_session"),
@@ -93,7 +93,7 @@ def _clients(options: _Plain, surroundings: object) -> Clients:
 
 
 def _surroundings() -> object:
-    """What may change the credentials that boto3 finds: variables of the environment, and the files that it reads."""
+    """The inputs that decide which credentials boto3 finds: variables of the environment, and the files that it reads."""
     variables = {name: value for name, value in environ.items() if name.startswith(("AWS_", "BOTO_")) or name == "HOME"}
     files = []
     for name, usual in (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")):
@@ -107,7 +107,7 @@ def _surroundings() -> object:
 
 @functools.lru_cache(maxsize=2)
 def _descriptions(data_path: str | None) -> Any:
-    """What boto3 knows about services, read from its files once: it takes 6 MiB and some tenths of a second.
+    """boto3's descriptions of services, which are read from its files once: they take 6 MiB and some tenths of a second.
 
     Nothing of a user is in it, and no connection, so that all clients can share it, also in processes that were forked.
     """
@@ -120,7 +120,7 @@ def _descriptions(data_path: str | None) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Made:
-    """A client, the process that made it, and what must not be seen of its credentials."""
+    """A client, the process that made it, and the secrets of its credentials."""
 
     client: Any
     pid: int
@@ -177,7 +177,7 @@ class Clients:
                 self._made = None
 
     def without_secrets(self, line: str) -> str:
-        """A line without what must not be seen."""
+        """A line without secrets."""
         made = self._made
         return re.sub(r"//[^/@\s]*@", "//", without(made.secrets if made else self._secrets(), line))
 
@@ -222,7 +222,7 @@ class Clients:
     def _stop_in_time(
         self, *, response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: Any
     ) -> None:
-        """Between two attempts of the client library: raise what it would repeat, when the time is over."""
+        """Between two attempts of the client library: raise the error that it would repeat, when the time is over."""
         from botocore.exceptions import ClientError
 
         self._now.attempts = attempts

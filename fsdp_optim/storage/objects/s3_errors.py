@@ -1,4 +1,4 @@
-"""What the errors of S3 mean: which may pass, and the one line that a user reads."""
+"""The meaning of S3's errors: which may pass, and the one line that a user reads."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def is_passing(error: BaseException, answered: Answered | None) -> bool:
 
 
 def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
-    """What a user reads of an answer. `bucket`: its URL; `where`: the URL of the object, or of the bucket."""
+    """The line that a user reads about an answer. `bucket`: its URL; `where`: the URL of the object, or of the bucket."""
     verb, action = _TO_DO.get(answered.operation, (answered.operation, f"s3: {answered.operation}"))
     if answered.lacks_bucket:
         return f"{bucket}: there is no such bucket"
@@ -149,7 +149,7 @@ def line_of_answer(bucket: str, where: str, answered: Answered) -> str:
 
 
 def line_of_error(bucket: str, where: str, operation: str, error: BaseException) -> str:
-    """What a user reads where no answer came."""
+    """The line that a user reads where no answer came."""
     from botocore import exceptions
 
     verb, _ = _TO_DO.get(operation, (operation, ""))

@@ -80,7 +80,7 @@ class Claim:
         return sorted(tokens - {self.token})
 
     def finish(self, judge: Judge[Any]) -> None:
-        """Remove what is neither of the checkpoint that is there nor of another save that is alive, and the claim."""
+        """Remove the objects that belong neither to the present checkpoint nor to another live save, and the claim."""
         if not remove_strays(self.bucket, self.place, judge, self.dead_after, self):
             # The other save may have looked already, so that nobody would remove what has become of no use.
             mark_dead(self.bucket, self.place, is_plain=self.is_plain)
@@ -102,7 +102,7 @@ class Claim:
         with self._beating:
             notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
             self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
-            self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees what is left
+            self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees the rest
 
 
 def is_ownerless(content: bytes, age: float, dead_after: float) -> bool:
@@ -133,7 +133,7 @@ class _Saves:
 
 
 def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge: Judge[Any], dead_after: float) -> None:
-    """Remove what dead saves have left in several places under `parent`."""
+    """Remove the leftovers of dead saves in several places under `parent`."""
 
     def remove(place: Place) -> bool:
         saves = remove_dead(bucket, place, judge, dead_after)
@@ -153,7 +153,7 @@ def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge:
 
 
 def remove_dead(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float) -> _Saves:
-    """Remove what dead saves have left in a place. Returns the saves that were there."""
+    """Remove the leftovers of dead saves in a place. Returns the saves that were there."""
     saves = _Saves.listed(bucket, place, dead_after)
     if saves.dead:
         log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)

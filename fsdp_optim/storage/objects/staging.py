@@ -58,7 +58,7 @@ class ObjectStaging(Staging):
         dead_after: float,
         token: str | None = None,
     ) -> ObjectStaging:
-        """Begin a save, and remove what dead saves have left in the place."""
+        """Begin a save, and remove the leftovers of dead saves from the place."""
         check_free(bucket, place, judge, overwrite=overwrite)
         found = remove_dead(bucket, place, judge, dead_after)
         staging = cls(bucket, place, judge, capabilities, Claim(bucket, place, token or new_token(), dead_after))
@@ -208,7 +208,7 @@ class ObjectStaging(Staging):
         return CheckpointError(f"{self._place.where}: cannot be put in place: another save to this path was faster")
 
     def _remove_older(self, older: Sequence[str]) -> None:
-        """What cannot be removed now is removed by a later save: the new checkpoint is there."""
+        """A later save removes objects that cannot be removed now, because the new checkpoint is there."""
         try:
             self._bucket.delete(older)
             self._claim.finish(self._judge)

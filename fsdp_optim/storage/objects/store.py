@@ -19,10 +19,10 @@ from fsdp_optim.storage.objects.staging import ObjectStaging, check_free
 from fsdp_optim.storage.objects.writer import Address, ObjectWriter
 
 PART_NBYTES = 5 << 20
-"""The size of parts, where a bucket takes it and a file has not too many of them: what fits into memory is sent at a time."""
+"""The usual size of parts; larger where a file would have too many. As many as fit into memory are sent at a time."""
 
 DEAD_AFTER = 300.0
-"""Seconds without a sign of life after which a save is dead, and what it has left is removed by the next one."""
+"""Seconds without a sign of life after which a save is dead, and its leftovers are removed by the next save."""
 
 
 class ObjectStore(Store):
@@ -30,8 +30,8 @@ class ObjectStore(Store):
 
     Args:
         prefix: the beginning of the keys of this checkpoint; its siblings have another last part.
-        judge: answers of the format about what lies there.
-        part_nbytes: the size of parts; None: `PART_NBYTES`, or what the bucket asks for.
+        judge: answers of the format about the objects in the place.
+        part_nbytes: the size of parts; None: `PART_NBYTES`, or the size that the bucket asks for.
         dead_after: seconds after which a save that gives no sign of life is dead.
     """
 
@@ -71,7 +71,7 @@ class ObjectStore(Store):
         return OpenedAny.at(self.bucket, self.place)
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
-        """As a Store does. An object store knows no durability: what it has answered for is stored."""
+        """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
         siblings = [sibling for sibling in self.shelf().places() if sibling != self.place]
         remove_all_dead(self.bucket, siblings, self.place.parent, self._judge, self._dead_after)
         return ObjectStaging.begun(

@@ -82,7 +82,7 @@ class Uploads:
             future.result()
 
     def close(self) -> None:
-        """Cancel what has not begun, and wait for the rest. Raises nothing."""
+        """Cancel the uploads that have not begun, and wait for the others. Raises nothing."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None

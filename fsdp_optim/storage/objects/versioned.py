@@ -10,7 +10,7 @@ from fsdp_optim.storage.objects.base import Bucket, Found, OvertakenError
 
 
 class VersionedObjects(Opened):
-    """The parent of what opens objects for reading; a child gives the key of each file."""
+    """The parent of classes that open objects for reading; a child gives the key of each file."""
 
     request_nbytes = 1 << 20
 

@@ -33,7 +33,7 @@ class SharedFile:
 
 @dataclass(frozen=True)
 class Address:
-    """What a process has to know to take part in a save.
+    """The facts that a process needs to take part in a save.
 
     `token`: of the save; `has_folder`: whether its files have a folder of their own; `shared`: files of several processes.
     """

@@ -31,7 +31,7 @@ def _hashed(*words: object) -> str:
 
 
 class BlockFolder:
-    """A folder for the blocks of checkpoints. Nothing here raises: what the folder cannot give or take is not in it."""
+    """A folder for the blocks of checkpoints. Nothing here raises: a block that the folder cannot give or take is not in it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Raises CheckpointError for a value that is no path."""

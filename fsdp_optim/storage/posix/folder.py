@@ -232,7 +232,7 @@ class FolderStaging(ResumableStaging):
                 old = self.path.with_name(f"{self.path.name}{OLD}{self.folder.name.rsplit('-', 1)[-1]}")
                 self.path.rename(old)
                 if self.filling is not None and self.filling.is_trainers(old, self.judge):
-                    self.filling.carry_from(old, self.folder, self.judge)  # what was put there meanwhile
+                    self.filling.carry_from(old, self.folder, self.judge)  # files that were put there meanwhile
                 elif self.before is None or not self.before.is_same(_Seen.at(old, self.judge)):
                     raise _overtaken(self.path, "cannot be put in place")
             _check_free(self.path, self.judge, overwrite=False)
