@@ -602,3 +602,33 @@ class TestHouse(unittest.TestCase):
                     if module in shared or module.startswith(("test_", "tests.")):
                         found.append(f"{file.relative_to(tests)}: {module}")
         assert not found, found
+
+
+class TestConcepts(unittest.TestCase):
+    """docs/concepts.md names every room, every placement and every end that there is, and no other."""
+
+    text = (ROOT.parent / "docs" / "concepts.md").read_text()
+
+    def test_rooms(self) -> None:
+        block = self.text.split("## Rooms")[1].split("```")[1]
+        left = " ".join(line[:46] for line in block.splitlines())
+        named = set(re.findall(r"[a-z]\w+", left)) - {"base", "all"}
+        self.assertEqual(named - {room for room in ARROWS if room}, set())
+        self.assertEqual({room for room in ARROWS if room} - named, {"speed", "__main__"})
+
+    def test_drawn_rooms(self) -> None:
+        picture = (ROOT.parent / "docs" / "rooms.svg").read_text()
+        drawn = set(re.findall(r'class="n">(\w+)<', picture))
+        words = set(re.findall(r"\w+", " ".join(re.findall(r'class="[cs]">([^<]*)<', picture))))
+        self.assertEqual(drawn - set(ARROWS), set())
+        self.assertEqual(set(ARROWS) - drawn - words - {"", "__main__"}, set())
+
+    @parameterized.expand([("End",), ("Placement",)])
+    def test_classes(self, parent: str) -> None:
+        families = {parent}
+        classes = [node for file in FILES for node in ast.walk(tree_of(file)) if isinstance(node, ast.ClassDef)]
+        for _ in range(3):  # children, and theirs
+            families |= {c.name for c in classes if {ast.unparse(base) for base in c.bases} & families}
+        parents = {ast.unparse(base) for c in classes for base in c.bases}
+        unnamed = {name for name in families - parents if f"`{name}`" not in self.text}
+        self.assertEqual(unnamed, set())

@@ -95,7 +95,9 @@ def _handle(tree: ModuleTree, unit: FullyShardedDataParallel, param: nn.Paramete
             f"{counted_noun(recorded, 'element')}, and not by {num_padded[unit.rank]} as version 0.4.13 does for "
             f"{counted_noun(numel, 'element')} on {counted_noun(len(ranks), 'rank')}: use fairscale 0.4.13"
         )
-    is_summoned = unit.training_state.name == "SUMMON_FULL_PARAMS"  # its exit may write the whole copies back
+    is_summoned = (
+        unit.training_state.name == "SUMMON_FULL_PARAMS"
+    )  # the exit of the context may write the whole copies back
     if index < unit._num_flatten_params:
         originals, aliases = _flat_originals(param, chunk_numel, ranks)
         if is_summoned:

@@ -23,7 +23,9 @@ def finish(job: Job, written: Sequence[bytes]) -> list[str]:
     staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
     extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
     rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
-    stores = [job.store] if job.upload is None else [job.store, job.upload.store]  # it is the newest in both
+    stores = (
+        [job.store] if job.upload is None else [job.store, job.upload.store]
+    )  # the checkpoint is the newest in both
     stamp = Stamp(
         token=staging.token,
         sequence=max(next_sequence(store, {job.format, *SAVED}) for store in stores),

@@ -144,7 +144,7 @@ class _Values:
         self._first = 0
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int, StateValue]]:
-        """Those that have bytes in [start, stop), each with its own range. `start` never goes back."""
+        """The values that have bytes in [start, stop), each with its own range. `start` never goes back."""
         while self._first < len(self._ranges) and self._ranges[self._first][1] <= start:
             self._first += 1
         for begin, end, value in itertools.islice(self._ranges, self._first, None):

@@ -11,7 +11,7 @@ class UnderWay(Protocol):
     """Something that goes on in the background."""
 
     def done(self) -> bool:
-        """Whether it is over, successfully or not."""
+        """Whether the work is over, successfully or not."""
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Wait for the end; raises the error of a failure, and RankTimeoutError after `timeout` seconds."""

@@ -107,7 +107,7 @@ class Nowhere(StoreWriter):
 
 
 def _files(checkpoint: FormatReader) -> tuple[list[File], dict[Key, StoredTensor]]:
-    """All tensors as if they were to be written into one file for each half, in the order in which they are stored."""
+    """One file for each half with all tensors, as for a save, in the order in which they are stored."""
     files: list[File] = []
     stored: dict[Key, StoredTensor] = {}
     halves: tuple[tuple[Half, dict[str, StoredTensor]], ...] = (

@@ -161,7 +161,7 @@ class RankWriter:
         for name in list(self._heads):
             self._write_head(name)
         for name, frames in self._frames.items():
-            for index in list(frames):  # those in parts without a byte of a tensor
+            for index in list(frames):  # the frames in parts without a byte of a tensor
                 self._write_frame(name, index)
         self.receipt = self.store_writer.finish()
 

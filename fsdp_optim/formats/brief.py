@@ -72,7 +72,7 @@ class Brief(Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it stands for that of a checkpoint which another library has written."""
+        """Whether this brief stands for a checkpoint that another library has written."""
         return not self.world_size
 
     @property

@@ -197,7 +197,7 @@ class Checkpoint:
         return all(file.sums is not None for file in self.files.values())
 
     def about(self) -> Mapping[str, str]:
-        """Who saved it, and when."""
+        """Facts for users: the version of the format, the time of the save, and the treatment of the weights."""
         saved = datetime.fromtimestamp(self.manifest.created_ns / 1e9, timezone.utc)
         return {
             "saved by": f"fsdp_optim, version {self.manifest.version} of its format",

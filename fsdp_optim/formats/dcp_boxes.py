@@ -64,7 +64,7 @@ def _check_disjoint(name: str, boxes: Sequence[Box]) -> None:
         if len(boxes) > 1:
             raise CheckpointError(f"{name}: has no dimensions, and {len(boxes)} chunks")
         return
-    current: list[Box] = []  # those that reach the row of the next box
+    current: list[Box] = []  # the boxes that reach the row of the next box
     for box in sorted(boxes, key=lambda box: box.offsets):
         current = [other for other in current if other.offsets[0] + other.sizes[0] > box.offsets[0]]
         for other in current:

@@ -154,7 +154,7 @@ CLASSES: Mapping[str, type] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """It finds the stand-ins, the names of dtypes, and inert objects in the place of everything else.
+    """The reader of one pickle: it gives stand-ins, names of dtypes, and inert objects in the place of everything else.
 
     The classes are made anew for each pickle, because a pickle can set attributes of whatever it names. The unpickler of the
     standard library is used, because this file may have millions of objects.

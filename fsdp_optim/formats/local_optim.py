@@ -108,7 +108,7 @@ def _groups(
 
 
 def _numbered(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The same values with names for tensors inside of them."""
+    """The same values, with a name for each tensor inside a value."""
     return {name: with_keys(value, f"{prefix}{name}") for name, value in values.items()}
 
 

@@ -75,7 +75,7 @@ class Half:
 
     @property
     def partitions(self) -> set[Partition]:
-        """How the tensors are shared by ranks: the groups of ranks that have a tensor of one name each."""
+        """The ranks that share tensors: for each tensor of one name, the groups of ranks that have it."""
         return {self._partition(name) for name in self._cuts}
 
     def _partition(self, name: object) -> Partition:

@@ -45,7 +45,7 @@ class BucketConformance(UploadPromises):
     """
 
     def test_what_it_is(self) -> None:
-        """Its name is a URL without a slash at the end, and its sizes of parts are possible."""
+        """The bucket's name is a URL without a slash at the end, and the sizes of parts are possible."""
         bucket = self.make_bucket()
         self._case.assertRegex(bucket.name, r"^[a-z0-9+]+://[^\s]*[^/\s]$")
         self._case.assertLessEqual(1, bucket.can.least_part_nbytes)
@@ -126,7 +126,7 @@ class BucketConformance(UploadPromises):
                 bucket.read_into(key, [memoryview(bytearray(nbytes))], offset)
 
     def test_a_range_of_another_version(self) -> None:
-        """It is not read; nor where the pieces have no bytes."""
+        """A range of another version is not read, even where the pieces have no bytes."""
         bucket = self.make_bucket()
         first = bucket.put("run/object", b"first")
         bucket.put("run/object", b"other")
@@ -204,7 +204,7 @@ class BucketConformance(UploadPromises):
         self._case.assertEqual(self._keys(bucket), [])
 
     def test_deleting(self) -> None:
-        """Those that are given, and no other one; one that is missing is no error."""
+        """The objects that are given are deleted, and no other one; a missing object is no error."""
         bucket = self.make_bucket()
         for key in ("run/a", "run/ab", "run/b"):
             bucket.put(key, b"x")

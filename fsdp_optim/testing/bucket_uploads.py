@@ -72,7 +72,7 @@ class UploadPromises(BucketCase):
         self._case.assertTrue(bucket.read("run/object")[0] == b"".join(parts))
 
     def test_one_short_part(self) -> None:
-        """And none."""
+        """An upload of one short part, and of none."""
         bucket = self.make_bucket()
         for num_parts in (1, 0):
             version = self._upload(bucket, f"run/of-{num_parts}", [b"x"] * num_parts)
@@ -113,7 +113,7 @@ class UploadPromises(BucketCase):
         self._case.assertEqual(bucket.read("run/object")[1], second)
 
     def test_unfinished_uploads(self) -> None:
-        """They are listed by prefix, with and without parts, until they are dropped; to drop one twice is no error."""
+        """Unfinished uploads are listed by prefix until they are dropped; to drop an upload twice is no error."""
         bucket = self.make_bucket()
         uploads = {key: bucket.begin_upload(key) for key in ("run/a/one", "run/a/two", "run/b/one")}
         bucket.put_part("run/a/two", uploads["run/a/two"], 0, memoryview(b"x"))
@@ -126,7 +126,7 @@ class UploadPromises(BucketCase):
         self._case.assertEqual(self._keys(bucket), [])
 
     def test_two_uploads_of_one_key(self) -> None:
-        """Each has an id of its own, and the one that ends last is seen."""
+        """Each upload has an id of its own, and the upload that ends last is seen."""
         bucket = self.make_bucket()
         uploads = [bucket.begin_upload("run/object") for _ in range(2)]
         self._case.assertNotEqual(*uploads)
@@ -136,7 +136,7 @@ class UploadPromises(BucketCase):
             self._case.assertEqual(bucket.read("run/object")[0], upload.encode())
 
     def test_a_part_of_an_upload_that_is_gone(self) -> None:
-        """Neither it nor the end of the upload is taken."""
+        """Neither the part nor the end of the upload is taken."""
         bucket = self.make_bucket()
         upload = bucket.begin_upload("run/object")
         receipt = bucket.put_part("run/object", upload, 0, memoryview(b"x"))

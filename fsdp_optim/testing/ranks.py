@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
-import multiprocessing.util  # its exit handler joins children: import it first, so that ours runs before it
+import multiprocessing.util  # the exit handler of this module joins children: import it first, so that our handler runs before
 import os
 import pickle
 import sys
@@ -331,7 +331,7 @@ class _Call:
             try:
                 self.workers[rank].connection.send_bytes(b"leave")
             except OSError:
-                self._released.discard(rank)  # it died: there is nobody to wait for
+                self._released.discard(rank)  # the worker died: there is nobody to wait for
 
     def _receive(self, until: float) -> None:
         """Take in messages and deaths: those that are there, or the first to come before `until` and within `_POLL`."""
@@ -366,7 +366,7 @@ class _Call:
     def _record_death(self, rank: int) -> None:
         self._released.discard(rank)
         if rank in self.outcomes:
-            return  # it had finished its work, and died when leaving: it will be replaced
+            return  # the worker had finished its work, and died when leaving: it will be replaced
         process = self.workers[rank].process
         process.join(1.0)
         error = WorkerDied(f"the process of this rank died, exit code {process.exitcode}", process.exitcode)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ObjectCompletion(Completion):
-    """One rank's part of it. A process that dies is missed after `timeout` seconds only."""
+    """The part of one rank in the end of a save. A process that dies is missed after `timeout` seconds only."""
 
     def __init__(
         self,

@@ -276,7 +276,7 @@ class FsspecBucket(Bucket):
         def open_file() -> Any | None:
             with self._errors(key, "written"):
                 if self._info(key) is not None:
-                    return None  # it stays until the upload ends
+                    return None  # the file stays until the upload ends
                 return self._in_folder(key, lambda: self._fs.open(self._path(key), "xb" if self._is_local else "wb"))
 
         upload = f"upload-{next(self._numbers)}"
@@ -315,7 +315,7 @@ class FsspecBucket(Bucket):
         return None
 
     def uploads(self, prefix: str) -> Iterator[Found]:
-        """Those of this process, and files that were to take the name of an object. Other stores remove theirs by themselves."""
+        """The uploads of this process, and temporary files of objects. Other stores remove unfinished uploads by themselves."""
         for name, upload in list(self._uploads.items()):
             if upload.key.startswith(prefix):
                 yield Found(upload.key, 0, name, max(time.time() - upload.at, 0.0))
@@ -335,7 +335,7 @@ class FsspecBucket(Bucket):
                 self._fs.rm_file(self._path(key))
             if self._is_local:  # folders of other stores are only names
                 folder = key.rpartition("/")[0]
-                with contextlib.suppress(OSError):  # it has other files
+                with contextlib.suppress(OSError):  # the folder has other files
                     while folder:
                         self._fs.rmdir(self._path(folder))
                         folder = folder.rpartition("/")[0]

@@ -38,7 +38,7 @@ class ObjectShelf(Shelf[BriefT]):
         return [Place(f"{self._bucket.name}/{one}", one) for one in names]
 
     def opened(self, places: Sequence[Place] | None = None) -> Iterator[OpenedObjects | CheckpointError]:
-        """The checkpoint of each place that has a manifest, or why it cannot be told whether it has one; several at a time.
+        """The checkpoint of each place that has a manifest, or the reason why this is unknown; several at a time.
 
         `places`: None: all of the shelf.
         """

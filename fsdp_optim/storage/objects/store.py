@@ -116,6 +116,6 @@ class ObjectStore(Store):
             if not isinstance(opened, CheckpointError):
                 del without[opened.where]
                 yield opened
-        for place in without.values():  # these may have a checkpoint of another format
+        for place in without.values():  # the siblings may have a checkpoint of another format
             if any(self.bucket.look(place.manifest(name)) is not None for name in self._judge.others):
                 yield OpenedAny(self.bucket, place.inside)

@@ -58,7 +58,7 @@ class Address:
         return Files(place, self.token if self.has_folder else None)
 
     def encoded(self) -> str:
-        """As text."""
+        """The address as text."""
         return json.dumps(
             {**vars(self), "shared": {name: list(vars(one).values()) for name, one in self.shared.items()}}
         )

@@ -224,7 +224,7 @@ class FolderStaging(ResumableStaging):
                 self.filling.carry_into(self.folder, self.judge, durable=durable)
             else:
                 self._carry_over()
-            with contextlib.suppress(OSError):  # it has files
+            with contextlib.suppress(OSError):  # the folder has files
                 (self.folder / _EXTRA).rmdir()
             if durable:
                 _sync_folders(self.folder)
