@@ -304,6 +304,11 @@ class OneProcessTest(unittest.TestCase):
             fsdp_optim.save(url, model, optim, weights=which)
             target, target_optim = made("embed", seed=1)
             fsdp_optim.load(url, target, target_optim, weights=which, check="bitwise")
+            check_same(which, target_optim.state_dict()["state"], optim.state_dict()["state"])
+            saved, found = dict(model.named_parameters()), dict(target.named_parameters())
+            loaded = {name for name in saved if torch.equal(saved[name], found[name])}
+            trainable = {name for name, param in saved.items() if param.requires_grad}
+            self.assertEqual(loaded, trainable if which == "trainable" else set())
 
     def test_a_conversion_keeps_it(self) -> None:
         for which in ("trainable", "none"):
