@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 def counted_noun(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shortened(items: Iterable[object], most: int = 8, between: str = ", ") -> str:
+    """The first `most` items as text, and the number of the others: `a, b and 3 more`. Nothing is left out silently."""
+    listed = [str(item) for item in items]
+    left_out = len(listed) - most
+    more = f"{' ' if between == ', ' else between}and {left_out} more" if left_out > 0 else ""
+    return between.join(listed[:most]) + more
 
 
 def causes_of(error: BaseException | None) -> Iterator[BaseException]:

@@ -535,12 +535,36 @@ READ_BY_USERS = (
 MOST_LINES = 400
 
 
+EXAMPLES = {f"{PACKAGE}.formats.torch_parts"}  # "a key such as model, net or module"
+
+
 class TestHouse(unittest.TestCase):
     def test_no_file_is_long(self) -> None:
         lines = {file: file.read_text().count("\n") for file in FILES}
         long = {str(file.relative_to(ROOT)): num for file, num in lines.items() if num > MOST_LINES}
         assert not long, long
         assert max(lines.values()) > MOST_LINES // 2
+
+    def test_lists_are_shortened_by_one_function(self) -> None:
+        """Which names the number that it leaves out; a list that is cut in silence looks whole."""
+        cut = []
+        for module, file in MODULES.items():
+            for node in nodes_of(file):
+                is_join = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                    (", '.join", "; '.join", "n'.join")
+                )
+                if is_join and any(isinstance(part, ast.Slice) for arg in node.args for part in ast.walk(arg)):
+                    cut += [f"{module}, line {node.lineno}"] if module not in EXAMPLES else []
+        assert not cut, cut
+
+    def test_a_list_is_shortened(self) -> None:
+        from fsdp_optim.errors import shortened
+
+        self.assertEqual(shortened("abc", 3), "a, b, c")
+        self.assertEqual(shortened("abcde", 3), "a, b, c and 2 more")
+        self.assertEqual(shortened(["a: 1", "b: 2", "c: 3"], 2, "\n"), "a: 1\nb: 2\nand 1 more")
+        self.assertEqual(shortened(iter((1, 2, 3)), 1, "; "), "1; and 2 more")
+        self.assertEqual(shortened([]), "")
 
     def test_no_file_is_named_utils(self) -> None:
         named = [file for file in FILES if file.stem.strip("_") in ("utils", "util", "helpers", "common", "misc")]

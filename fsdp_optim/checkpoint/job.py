@@ -20,7 +20,7 @@ from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import path_of
 from fsdp_optim.checkpoint.upload import Upload
 from fsdp_optim.checkpoint.writing import RankWriter
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import Format, FormatWriter, Prepared
 from fsdp_optim.formats.checksums import Rows, rows_from, rows_nbytes
 from fsdp_optim.memory import Budget
@@ -203,5 +203,5 @@ def log_saved(job: Job) -> None:
             saved.nbytes,
             len(job.callers.ranks),
             speed_of(saved.nbytes, job.begun),
-            ", ".join(saved.absent[:8]) or "none",
+            shortened(saved.absent) or "none",
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters.module_values import put
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import MODULES, FormatReader
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.distrust import distrusted
@@ -22,8 +22,6 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import Parcel, send
 from fsdp_optim.view import ModuleValues
-
-_MOST_NAMED = 8
 
 log = logging.getLogger("fsdp_optim")
 
@@ -66,19 +64,14 @@ def _warn_of_the_rest(local: ModuleValues) -> None:
         log.warning(
             "not saved, because their modules could not load them (they lack set_extra_state() and "
             "_load_from_state_dict()): %s",
-            _listed(local.lost),
+            shortened(local.lost),
         )
     if local.hooked:
         log.warning(
-            "state-dict hooks are not run, so what they rename, remove or add is ignored; values are saved under the names of "
-            "modules and attributes: %s",
-            _listed(local.hooked),
+            "state-dict hooks are not run, so their changes are ignored; values are saved under the names of modules and "
+            "attributes: %s",
+            shortened(local.hooked),
         )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,7 @@ class StoredModuleValues:
         try:
             self._put(previous, as_saved=False)
         except Exception:
-            log.exception("the previous values of modules could not be restored: %s", _listed(tuple(previous)))
+            log.exception("the previous values of modules could not be restored: %s", shortened(previous))
 
     def _put(self, values: Mapping[str, Any], *, as_saved: bool) -> None:
         by_module: dict[Any, tuple[str, dict[str, Any], Any]] = {}

@@ -19,7 +19,7 @@ from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
 from fsdp_optim.checkpoint.targets import State, Weights, check_halves, has_optim_only
-from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError
+from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError, shortened
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions, Model
@@ -233,7 +233,7 @@ def _summarized(
             num_tensors,
             nbytes,
             speed_of(nbytes, begun),
-            ", ".join(absent[:8]) or "none",
+            shortened(absent) or "none",
         )
     return restored
 

@@ -15,7 +15,7 @@ from fsdp_optim.checkpoint.matching import differing_twins, find_stored, renamed
 from fsdp_optim.checkpoint.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.reading import StoredValue
 from fsdp_optim.checkpoint.stored_state import StoredState
-from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base import FormatReader, StoredTensor, weights_in
 from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.memory import Slabs, dtype_name
@@ -234,12 +234,11 @@ def _check_model(
                 ways_out.add(f"{why}cast=True converts floating dtypes")
             differences.append(f"{fqn}: {tensor.dtype} in the checkpoint, {dtype} in the model")
     if differences:
-        shown = "\n".join(differences[:_MOST_NAMED])
-        more = f"\nand {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
         ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
         number = counted_noun(len(differences), "difference")
         raise StateError(
-            f"{checkpoint.where} does not fit this model; nothing was loaded. {number}{ways}:\n{shown}{more}"
+            f"{checkpoint.where} does not fit this model; nothing was loaded. {number}{ways}:\n"
+            + shortened(differences, _MOST_NAMED, "\n")
         )
 
 

@@ -13,7 +13,7 @@ from fsdp_optim.checkpoint.lanes import Share, num_lanes_in, unit_nbytes_in
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at
 from fsdp_optim.checkpoint.units import plan_units
-from fsdp_optim.errors import CheckpointError, counted_noun
+from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.formats.base import FormatReader, Half, PlannedFile, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
@@ -151,8 +151,7 @@ def _raise(checkpoint: FormatReader, problems: Sequence[str]) -> None:
     if len(problems) == 1:
         raise CheckpointError(problems[0])
     if problems:
-        more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise CheckpointError(
             f"{checkpoint.where}: {counted_noun(len(problems), 'damaged place')}: "
-            f"{'; '.join(sorted(problems)[:_MOST_NAMED])}{more}"
+            + shortened(sorted(problems), _MOST_NAMED, "; ")
         )

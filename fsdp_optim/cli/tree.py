@@ -13,10 +13,10 @@ from typing import Any
 
 from fsdp_optim.api import Inspected, TensorInfo
 from fsdp_optim.cli.units import counted, sized
+from fsdp_optim.errors import shortened
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _MOST_RANGES = 4  # of numbers in one entry
-_MOST_NAMED = 8  # names in one line
 _WIDTH = 100  # of the text of one value
 
 
@@ -28,7 +28,7 @@ def shown(inspected: Inspected, *, folds: bool) -> Iterator[str]:
     yield f"model: {_sum(inspected.model.values())}"
     yield from _tree(inspected.model, folds=folds)
     if inspected.aliases:
-        yield f"  other names: {_listed([f'{alias} = {fqn}' for alias, fqn in inspected.aliases.items()])}"
+        yield f"  other names: {shortened(f'{alias} = {fqn}' for alias, fqn in inspected.aliases.items())}"
     yield ""
     if not inspected.has_optim:
         yield "no optimizer"
@@ -163,7 +163,7 @@ def _optimizer(inspected: Inspected, *, folds: bool) -> Iterator[str]:
         yield f"  group {index}: {counted(len(group.params), 'parameter')}{f'; {values}' if values else ''}"
         if not folds or len(inspected.groups) > 1:
             params = [str(param) for param in group.params]
-            yield f"    {', '.join(params) if not folds else _listed(_patterns(params))}"
+            yield f"    {', '.join(params) if not folds else shortened(_patterns(params))}"
 
 
 def _is_off(value: object) -> bool:
@@ -217,11 +217,6 @@ def _text(value: object) -> str:
 def _text_of(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _aligned(indent: str, rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import hex_of
@@ -35,7 +35,6 @@ _NAME = re.compile(r"(?:([^/]+)/)?(__(\d+))?\.metadata")
 _DATA = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 _OF_LIGHTNING = "meta.pt"
 _MOST_EXTRA_NBYTES = 64 << 20  # in one value of the trainer, which every rank reads whole
-_MOST_NAMED = 6
 
 
 class Dcp(ForeignFormat):
@@ -91,7 +90,7 @@ class _Saved:
         }
         whole = [folder for folder, found in each.items() if _has_both(found)]
         if len(each) > 1 and whole:
-            named = ", ".join(folder.rstrip("/") for folder in [*each][:_MOST_NAMED])
+            named = shortened(folder.rstrip("/") for folder in each)
             raise CheckpointError(f"{opened.where}: has several checkpoints, {named}: give the path of one of them")
         files = tuple(name for names in folders.values() for name in names)
         if len(each) == 1:

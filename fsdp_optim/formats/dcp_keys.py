@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.dcp_metadata import Path
 
 GROUPS, STATE = "param_groups", "state"
@@ -270,8 +270,7 @@ def _listed(where: str, tree: Any) -> Any:
 
 
 def _named(roots: Sequence[_Root]) -> str:
-    more = f" and {len(roots) - _MOST_NAMED} more" if len(roots) > _MOST_NAMED else ""
-    return ", ".join(map(str, roots[:_MOST_NAMED])) + more
+    return shortened(roots, _MOST_NAMED)
 
 
 __all__ = ["GROUPS", "STATE", "Leaf", "Meaning", "meaning_of"]

@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import (
     COMMON,
     MODULES,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 MODEL, OPTIM = "model", "optimizer"
 _STATE, _GROUPS = "state", "param_groups"
 _LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class _Names:
         found = [
             key for key, first, end in zip(self.keys, self.starts, ends, strict=True) if first < stop and start < end
         ]
-        return ", ".join(found[:_MOST_NAMED])
+        return shortened(found)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.storage.base import Opened, check_inside
 
 LATEST = ("latest", "latest_universal")
@@ -17,7 +17,6 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_st
 _OTHER = re.compile(r"((layer|expert)_.*|mp_rank_\d+_\d+_)model_states\.pt|expp_rank_.*_optim_states\.pt")
 _UNIVERSAL = re.compile(r"zero/(.+)/fp32\.pt")
 _MOST_TAG_NBYTES = 4096
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ def _folder(opened: Opened, names: Sequence[str]) -> str:
     tags = sorted({name.rpartition("/")[0] for name in names if _is_state(name)})
     if len(tags) > 1:
         raise CheckpointError(
-            f"{opened.where}: has no file latest, and several tags: give the path of one of them: "
-            f"{', '.join(tags[:_MOST_NAMED])}{', ...' if len(tags) > _MOST_NAMED else ''}"
+            f"{opened.where}: has no file latest, and several tags: give the path of one of them: {shortened(tags)}"
         )
     return f"{tags[0]}/"
 

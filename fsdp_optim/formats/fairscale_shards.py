@@ -13,7 +13,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError, LayoutError
+from fsdp_optim.errors import CheckpointError, LayoutError, shortened
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader
@@ -100,7 +100,7 @@ def _names(opened: Opened) -> tuple[str, ...]:
     stems = sorted({match["stem"] for match in matches})
     if len(stems) > 1:
         raise CheckpointError(
-            f"{opened.where}: has the files of several checkpoints, {', '.join(f'{stem}.pt' for stem in stems[:8])}: give "
+            f"{opened.where}: has the files of several checkpoints, {shortened(f'{stem}.pt' for stem in stems)}: give "
             "the path of one of them"
         )
     found = by_rank(opened.where, ((int(match["rank"]), match.string) for match in matches))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.errors import CheckpointError, StateError, counted_noun
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shortened
 from fsdp_optim.formats.base import (
     COMMON,
     MODULES,
@@ -45,7 +45,6 @@ log = logging.getLogger("fsdp_optim")
 
 STEM = "checkpoint_last"
 _RESERVED = ("model", "shard_metadata", "fsdp_metadata", "last_optimizer_state")
-_MOST_NAMED = 8
 
 
 class FairscaleFilesJudge(TorchFilesJudge):
@@ -140,16 +139,13 @@ class FairscaleShardsWriter(FormatWriter):
     ) -> Iterator[tuple[str, bytes]]:
         left_out = [name for name in sorted(self._extras) if _rank_in(name) >= self.world_size]
         if left_out:
-            ranks = ", ".join(str(_rank_in(name)) for name in left_out[:_MOST_NAMED])
-            more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
             keys = sorted({str(key) for name in left_out for key in _as_dict(self._extras[name])})
             log.warning(
-                "the files are for %s, so values of the trainer are not written: %s, of %s %s%s of the source",
+                "the files are for %s, so values of the trainer are not written: %s, of %s %s of the source",
                 counted_noun(self.world_size, "rank"),
-                ", ".join(keys[:_MOST_NAMED]),
+                shortened(keys),
                 "rank" if len(left_out) == 1 else "ranks",
-                ranks,
-                more,
+                shortened(map(_rank_in, left_out)),
             )
         yield manifest_of(prepared.content, prepared.document, self.world_size, files, written, stamp)
 

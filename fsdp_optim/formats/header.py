@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.json_text import check_density, parse_json
 
@@ -24,7 +24,6 @@ _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8  # bytes; the data section begins at a multiple of it
 _MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
 _MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
-_MOST_NAMED = 8  # tensors in one error
 _METADATA = "__metadata__"
 
 # safetensors' name of a dtype -> (torch's name, bytes of an element)
@@ -122,10 +121,7 @@ class Header:
 
     def tensors_in(self, start: int, stop: int) -> str:
         """The names of the tensors in a range of the data section."""
-        keys = [entry.key for entry in self.entries if entry.start < stop and start < entry.stop]
-        return ", ".join(keys[:_MOST_NAMED]) + (
-            f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-        )
+        return shortened(entry.key for entry in self.entries if entry.start < stop and start < entry.stop)
 
     def encoded(self) -> bytes:
         """The bytes of the file before the data section."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from xxhash import xxh3_128
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.checkpoint import MOST_INDEX_NBYTES
 from fsdp_optim.formats.distrust import distrusted
@@ -22,7 +22,6 @@ _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
 _WHOLE = "model.safetensors"
 _SPLIT = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 _OF_OUR_SAVES = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors|extra/.+|.+\.safetensors\.sums")
-_MOST_NAMED = 8
 
 
 class HuggingFace(ForeignFormat):
@@ -107,7 +106,7 @@ class HuggingFace(ForeignFormat):
         if len(found) > 1:
             raise CheckpointError(
                 f"{opened.where}: has {len(found)} safetensors files and no index that names those which belong together: give "
-                f"the path of one of them: {', '.join(found[:_MOST_NAMED])}"
+                f"the path of one of them: {shortened(found)}"
             )
         return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_128
 
-from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun
+from fsdp_optim.errors import CheckpointError, LayoutError, counted_noun, shortened
 from fsdp_optim.formats.base import Chunks, StoredTensor
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.foreign import ForeignValues, Source, tensors_in
@@ -46,10 +46,10 @@ def complete(where: str, found: Mapping[int, str], world_size: int = 0) -> tuple
     missing = num - sum(rank < num for rank in found)
     if missing or not found:
         first = [rank for rank in range(min(num, len(found) + _MOST_NAMED)) if rank not in found][:_MOST_NAMED]
-        have = ", ".join(sorted(found.values())[:_MOST_NAMED])
+        ranks = ", ".join(map(str, first)) + (", ..." if missing > len(first) else "")
         raise CheckpointError(
-            f"{where}: the files of {counted_noun(missing, 'rank')} are missing, of {num}: {', '.join(map(str, first))}; "
-            f"there are {have or 'none'}"
+            f"{where}: the files of {counted_noun(missing, 'rank')} are missing, of {num}: {ranks}; "
+            f"there are {shortened(sorted(found.values())) or 'none'}"
         )
     beyond = sorted(rank for rank in found if rank >= num)
     if beyond:

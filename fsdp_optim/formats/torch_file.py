@@ -8,7 +8,7 @@ from hashlib import sha256
 from math import prod
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.checkpoint import MOST_INDEX_NBYTES
 from fsdp_optim.formats.codec import Withheld
@@ -31,7 +31,6 @@ _EXTRA_FILES = (
 )
 _OF_ONE_RANK = ("random_states_", "rng_state")  # files that say nothing about the model
 _MOST_EXTRA_NBYTES = 64 << 20  # of the tensors in one value of the trainer
-_MOST_NAMED = 8
 
 
 class TorchFile(ForeignFormat):
@@ -105,7 +104,7 @@ class _Files:
             if len(found) > 1:
                 raise CheckpointError(
                     f"{opened.where}: has {len(found)} torch files of the same kind: give the path of one of them: "
-                    f"{', '.join(found[:_MOST_NAMED])}"
+                    f"{shortened(found)}"
                 )
         if not models and not optims:
             raise CheckpointError(f"{opened.where}: has no file of a model or an optimizer")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.pickle_table import Unread
 
@@ -183,5 +183,4 @@ def _shown(path: tuple[Any, ...], key: Any) -> str:
 
 
 def _listed(value: Mapping[Any, Any]) -> str:
-    keys = [f"{key!r:.60}" for key in value]
-    return ", ".join(keys[:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "") or "none"
+    return shortened((f"{key!r:.60}" for key in value), 12) or "none"

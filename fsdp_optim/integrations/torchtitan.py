@@ -25,7 +25,7 @@ from torch import nn
 
 from fsdp_optim import api
 from fsdp_optim.checkpoint.manager import CheckpointManager
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.storage.posix.beside import copy_beside
 from fsdp_optim.storage.schemes import scheme_of
@@ -268,7 +268,7 @@ class FsdpOptimCheckpointManager(_Base):
         """Load into these tensors. Other tensors of the checkpoint are passed over."""
         missing = api.load(place, module_of(tensors), strict=False, cast=True, process_group=self._group).missing
         if missing:
-            raise CheckpointError(f"{place}: does not have {', '.join(missing[:8])}, which the model needs")
+            raise CheckpointError(f"{place}: does not have {shortened(missing)}, which the model needs")
 
     def _load_everything(self, place: str) -> None:
         """Load a checkpoint of this manager, or of torchtitan's own, to go on from it in a new folder."""

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, shortened
 from fsdp_optim.layout import Block, Boxes, Placement, RankSet, Whole
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.picture import Param
 from fsdp_optim.state.replicas import ELEMENTS, NAME_OF, STATE, format_ranks, not_replicas
 from fsdp_optim.state.reports import LiveParam
 from fsdp_optim.state.values import OpaqueType, Summary
-
-_MOST_SLICES = 8  # in one error
 
 
 class Seen(NamedTuple):
@@ -70,10 +68,9 @@ def all_listed(fqn: str, seen: list[Seen]) -> list[Seen]:
     gap = listed.gap()
     if gap is not None and listed.apart:
         slices = [f"rank {rank} {_listed_boxes(blocks)}" for rank, blocks in listed.by_rank]
-        more = f" and {len(slices) - _MOST_SLICES} more ranks" if len(slices) > _MOST_SLICES else ""
         raise StateError(
             f"{fqn}: the elements {gap[0]} to {gap[1] - 1} of {listed.numel}, of the shape {list(listed.shape)}, are in the "
-            f"slice of no rank: {', '.join(slices[:_MOST_SLICES])}{more}; give process_group= with all ranks that have slices of "
+            f"slice of no rank: {shortened(slices)}; give process_group= with all ranks that have slices of "
             "this parameter, or declare the missing slice"
         )
     if gap is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.state.folding import fold_of, is_folded
 from fsdp_optim.state.local import LocalParam
 from fsdp_optim.state.same import Incomparable, fingerprint_of
@@ -20,7 +20,6 @@ STATE, ELEMENTS = "state", "elements"
 """The compared content: an optimizer's state (errors name the values), or the elements of a model."""
 
 _EXAMPLE = " (BatchNorm statistics of each rank, for example)"
-_MOST_NAMED = 8
 
 
 def print_of_state(param: LocalParam, rank: int) -> str:
@@ -78,7 +77,7 @@ def not_replicas(
     `what`: the names of the state values, or ELEMENTS; `more`: other parameters whose replicas differ.
     """
     is_state = what != ELEMENTS
-    shown = f"; {counted_noun(len(more), 'more parameter')} like it: {', '.join(more[:_MOST_NAMED])}" if more else ""
+    shown = f"; {counted_noun(len(more), 'more parameter')} like it: {shortened(more)}" if more else ""
     return StateError(
         f"{fqn}: its {what} {'is' if is_state else 'are'} not the same on {format_ranks(ranks)} and {format_ranks(others)}, "
         f"which hold the same part of it, so they are not replicas{shown}{NAME_OF}; if the replicas of this model may "
@@ -92,5 +91,4 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
         return f"rank {ranks[0]}"
     if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}..{ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}{', ...' if len(ranks) > 8 else ''}"
+    return f"ranks {shortened(ranks)}"

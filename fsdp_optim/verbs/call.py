@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import RankSet, Shape
 from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
 from fsdp_optim.speed import speed_of
@@ -122,7 +122,7 @@ def log_summary(
         nbytes,
         rank,
         speed_of(nbytes, begun),
-        ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "") if absent else "none",
+        shortened(absent) or "none",
     )
 
 
@@ -262,7 +262,7 @@ def warn_of_mismatch(callers: RankGroup, fqns: Sequence[str]) -> None:
         log.warning(
             "the replicas of %s differ between ranks; the replica of the lowest rank is used: %s",
             counted_noun(len(fqns), "parameter"),
-            ", ".join(fqns[:8]),
+            shortened(fqns),
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsdp_optim.adapters import all_adapters
-from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun
+from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
 from fsdp_optim.memory import is_plain, tensors_in, within
 from fsdp_optim.state.classes import innermost, is_of_torch
 from fsdp_optim.state.full import RESERVED_KEYS
@@ -190,10 +190,7 @@ def _changes(optims: Sequence[LoadableOptimizer], loaded: Sequence[Sequence[Mapp
                 where.setdefault(change, []).append(
                     f"group {index}" + (f" of optimizer {number}" if len(optims) > 1 else "")
                 )
-    return "; ".join(
-        f"{', '.join(places[:4])}{f' and {len(places) - 4} more' if len(places) > 4 else ''}: {change}"
-        for change, places in where.items()
-    )
+    return "; ".join(f"{shortened(places, 4)}: {change}" for change, places in where.items())
 
 
 _FULL_KEYS = RESERVED_KEYS - {"state", "param_groups"}
