@@ -6,17 +6,19 @@ import itertools
 import unittest
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
 from parameterized import parameterized
 
 from fsdp_optim import move as executor
-from fsdp_optim.errors import FsdpOptimError, LayoutError, StateError
+from fsdp_optim.errors import FsdpOptimError, LayoutError, RankError, StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import End, Slice, StateValue, move
-from fsdp_optim.plan import copies_of, rank_plan
+from fsdp_optim.plan import Plans, copies_of, rank_plan
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import alone
 
@@ -151,6 +153,22 @@ class MoveTest(unittest.TestCase):
             widest = max(value.dtype.itemsize for value in VALUES)
             self.assertLessEqual(target.most_nbytes, max(nbytes, widest))
 
+    @parameterized.expand(BUDGETS)
+    def test_half_of_the_budget_is_left(self, nbytes: int) -> None:
+        """To the messages where elements are staged, and to what the target makes of a window of a large value."""
+        most = max(nbytes // 2, *(value.dtype.itemsize for value in VALUES))
+        staged, read, copied = (
+            stored(filled=False, cut="runs"),
+            stored(filled=True, cut="runs"),
+            stored(filled=False),
+        )
+        run(live(filled=True), staged, nbytes)
+        run(read, Live({fqn: one.view(-1) for fqn, one in live(filled=False).tensors.items()}), nbytes)
+        for value in VALUES:
+            run(stored(filled=True), copied, nbytes, [value])
+        for end in (staged, read, copied):
+            self.assertLessEqual(end.most_nbytes, most)
+
     def test_contiguous_memory_is_not_copied(self) -> None:
         source, target = live(filled=True), stored(filled=False)
         with mock.patch.object(executor, "empty", side_effect=AssertionError("memory was made")):
@@ -204,6 +222,42 @@ class MoveTest(unittest.TestCase):
                     self.assertIs(error, failure.error)
                 self.assertIsInstance(failure.error, OSError)
 
+    def test_nothing_is_read_or_written_after_an_error_in_a_window(self) -> None:
+        class Gone(Live):
+            def memory(self, value: StateValue) -> torch.Tensor:
+                raise OSError("the memory is gone")
+
+        read = stored(filled=True, cut="runs")
+        with self.assertRaisesRegex(OSError, "the memory is gone"):
+            run(read, Gone({}), 1 << 20)
+        self.assertEqual(read.log, [])
+
+        def lose(group: object, items: object, failure: Failure, budget: Budget) -> None:
+            failure.note(RankError("lost the connection"), fatal=True)
+
+        written = stored(filled=False, cut="runs")
+        with mock.patch.object(executor, "exchange", lose):
+            with self.assertRaisesRegex(RankError, "lost the connection"):
+                run(live(filled=True), written, 1 << 20)
+            self.assertEqual(written.log, [])
+            read, value = stored(filled=True, cut="runs"), next(one for one in VALUES if one.fqn == "matrix")
+            with self.assertRaisesRegex(RankError, "lost the connection"):
+                run(read, Live({"matrix": torch.zeros(20, dtype=value.dtype)}), 2 * value.nbytes // 5, [value])
+        self.assertEqual(read.log, ["fill matrix 0"])  # of five windows
+
+    def test_the_sender_of_a_value_follows_from_its_name(self) -> None:
+        """Of two replicas, also where the values share their placements, and each replica sends some of the values."""
+        source, target = Whole((4,), (0, 1)), Whole((4,), (2,))
+        group: Any = SimpleNamespace(rank=2, ranks=(0, 1, 2), world=SimpleNamespace(plans=Plans()))
+        values = [StateValue(f"layer{number}.weight", "exp_avg", torch.float32, source) for number in range(16)]
+        senders = []
+        for listed in (values, values[::-1]):
+            plans = executor._Plans(group)
+            by_name = {value.fqn: plans.of(value, source, target) for value in listed}
+            senders.append({fqn: tuple(copy.source_rank for copy in plan) for fqn, plan in by_name.items()})
+        self.assertEqual(senders[0], senders[1])
+        self.assertEqual(set(senders[0].values()), {(0,), (1,)})
+
     def test_memory_that_would_not_be_filled_is_refused(self) -> None:
         half = Boxes((4,), ((0, (Block(Box((0,), (2,)), 0),)),))
         value = StateValue("layer.weight", "exp_avg", torch.float32, Whole((4,), (0,)))
@@ -214,11 +268,14 @@ class MoveTest(unittest.TestCase):
 
         with self.assertRaisesRegex(LayoutError, r"layer\.weight: elements \[2, 4\) of exp_avg are held by no rank"):
             run(Half({"layer.weight": torch.ones(2)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
-        with (
-            mock.patch.object(rank_plan, "copies_into", return_value=()),
-            self.assertRaisesRegex(StateError, "layer.weight: exp_avg: rank 0 needs 4 elements, and the plan brings 0"),
-        ):
-            run(Live({"layer.weight": torch.ones(4)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
+        for source in (Live({"layer.weight": torch.ones(4)}), Stored({"layer.weight": torch.ones(4)}, "runs")):
+            with (
+                mock.patch.object(rank_plan, "copies_into", return_value=()),
+                self.assertRaisesRegex(
+                    StateError, "layer.weight: exp_avg: rank 0 needs 4 elements, and the plan brings 0"
+                ),
+            ):
+                run(source, Live({"layer.weight": torch.zeros(4)}), 100, [value])
 
     def test_errors_are_the_librarys(self) -> None:
         self.assertTrue(issubclass(LayoutError, FsdpOptimError))

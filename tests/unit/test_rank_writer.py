@@ -55,3 +55,10 @@ def test_all_replicas_together_write_each_byte_once() -> None:
             assert first == at
             at = stop
         assert at == start + NUMEL * dtype.itemsize
+
+
+def test_replicas_share_small_values() -> None:
+    """Each replica writes some of the values that are too small for a part of each: their places in the file decide."""
+    writers = [{rank for rank in range(4) if ranges(rank, shared=True)[number]} for number in (1, 3)]
+    assert [len(ranks) for ranks in writers] == [2, 2]
+    assert writers[0].isdisjoint(writers[1])
