@@ -7,6 +7,7 @@ import unittest
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import safetensors.torch
@@ -16,6 +17,7 @@ from kit.wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, 
 from torch import nn
 
 import fsdp_optim
+from fsdp_optim.checkpoint import casting
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -169,3 +171,18 @@ class CastTest(unittest.TestCase):
             self.assertEqual(kind, "StateError", text)
             self.assertIn("1 difference:\ncount: int64 in the checkpoint, int32 in the model", text)
             self.assertNotIn("cast=True", text)
+
+
+class StateDtypeTest(unittest.TestCase):
+    def test_what_the_live_optimizer_has_decides(self) -> None:
+        """A floating value never becomes a whole number, which would drop its elements' fractions."""
+        lives = (torch.float32, torch.bfloat16, torch.int8, None)
+        found = []
+        for dtype in lives:
+            live = {"moment": torch.zeros(3, dtype=dtype)} if dtype is not None else {}
+            fqns, handle = ("a",), SimpleNamespace(weights_dtype=torch.bfloat16)
+            param: Any = SimpleNamespace(state=live, named=SimpleNamespace(fqns=fqns), handle=handle, group_index=0)
+            optim: Any = SimpleNamespace(classes=())
+            weights: Any = {"a": SimpleNamespace(dtype="float32")}
+            found.append(casting.state_dtype(optim, param, "moment", torch.float32, weights))
+        self.assertEqual(found, [torch.float32, torch.bfloat16, torch.float32, torch.float32])

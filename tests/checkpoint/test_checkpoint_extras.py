@@ -143,6 +143,18 @@ class AllRanksTest(InFolder):
         self.assertEqual(kind, "CheckpointError")
         self.assertIn("replaced", text)
 
+    def test_damage_after_the_load(self) -> None:
+        self.save(per_rank_extra={"rng": torch.arange(100)})
+        restored, unverified = fsdp_optim.load(self.path), fsdp_optim.load(self.path, verify=False)
+        (file,) = (self.path / "extra").iterdir()
+        data = bytearray(file.read_bytes())
+        data[-9] ^= 1
+        file.write_bytes(data)
+        kind, text = error_text(lambda: restored.all_ranks)
+        self.assertEqual(kind, "CheckpointError")
+        self.assertIn(file.name, text)
+        self.assertEqual(len(unverified.all_ranks), 1)
+
 
 # ------------------------------------------------------------------------------------------ what is short in the file
 

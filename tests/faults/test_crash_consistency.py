@@ -8,11 +8,13 @@ import unittest
 from pathlib import Path
 
 from kit.cases import expand, some
-from kit.wrapping import Differs
+from kit.wrapping import Differs, Trained, adam
 from parameterized import parameterized
 from soak.power_cuts import NEXT_EVERY, WAYS, Recorded, judge, states
-from soak.recording import Choice, Disk, Event, all_of, every, no, none_of
+from soak.recording import Choice, Disk, Event, Recorder, all_of, every, no, none_of
 from soak.torture import temporary
+
+import fsdp_optim
 
 SEED = 20251121
 MOST = 45  # states of a way that are looked at here; `make soak` looks at more of them
@@ -41,6 +43,18 @@ class PowerCutTest(unittest.TestCase):
             wrong = wrong_states(Recorded.of(WAYS[name], folder / "way"), folder, MOST)
         if wrong:
             raise Differs(f"{len(wrong)} states:\n" + "\n".join(wrong[:5]))
+
+    def test_a_file_without_tensors(self) -> None:
+        """An optimizer without state has a file into which no rank writes: it is flushed too."""
+        with temporary() as folder:
+            disk, recorder, run = Disk(folder), Recorder(folder), Trained("plain", adam, 0)
+            with recorder.recording():
+                fsdp_optim.save(folder / "step", run.model, run.optim)
+            for event in recorder.events:
+                disk.apply(event)
+            flushed = disk.left(Choice(none_of, no))
+            for path in (folder / "step").iterdir():
+                self.assertEqual(flushed.get(f"step/{path.name}"), path.read_bytes() if path.is_file() else None, path)
 
     @parameterized.expand([("files",), ("folders",)])
     def test_without_a_kind_of_flush_it_is_seen(self, kind: str) -> None:

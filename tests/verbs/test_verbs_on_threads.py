@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from kit.cases import expand, some
@@ -18,6 +19,11 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.adapters import use_adapters
+from fsdp_optim.checkpoint import background, restore
+from fsdp_optim.checkpoint.formats import open_checkpoint
+from fsdp_optim.checkpoint.local_extents import snapshot_of
+from fsdp_optim.checkpoint.stores import store_at
+from fsdp_optim.checkpoint.targets import Weights
 from fsdp_optim.errors import RankError
 from fsdp_optim.testing import run_on_threads, thread_rank
 from fsdp_optim.transport.base import RankGroup
@@ -123,6 +129,20 @@ def one_does_not_come(absent: int) -> tuple[str, str]:
         return error_text(lambda: fsdp_optim.gather_full_optim_state_dict(run.model, run.optim, 0, timeout=0.5))
 
 
+def save_in_background(path: str) -> tuple[str, str]:
+    world = world_here()
+    with use_adapters([DescribedAdapter()]):
+        run = Training("rows", range(world.size), world.rank, adam)
+        return error_text(lambda: fsdp_optim.async_save(path, run.model, run.optim, durable=False, timeout=20.0).wait())
+
+
+def load_again(path: str) -> tuple[str, str]:
+    world = world_here()
+    with use_adapters([DescribedAdapter()]):
+        run = Training("columns", range(world.size), world.rank, adam)
+        return error_text(lambda: fsdp_optim.load(path, run.model, run.optim, timeout=20.0))
+
+
 class Loses(InProcessTransport):
     """A transport on which nothing that one rank sends arrives."""
 
@@ -172,6 +192,53 @@ class VerbsOnThreadsTest(unittest.TestCase):
             ((kind, text),) = errors
             self.assertEqual(kind, "WrapperError", text)
             self.assertIn(f"rank {failing}", text)
+
+    def test_a_copy_that_fails_on_each_rank_in_turn(self) -> None:
+        """The call itself raises, on all ranks, and nothing is left for the background."""
+
+        def copy_of(live: Any) -> Any:
+            if thread_rank() == bad:
+                raise MemoryError("no memory for the copy")
+            return snapshot_of(live)
+
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(background, "snapshot_of", copy_of):
+            for bad in range(3):
+                errors = run_on_threads(save_in_background, 3, f"{folder}/{bad}")
+                self.assertEqual(len(set(errors)), 1, errors)
+                self.assertEqual(errors[0][0], RankError.__name__, errors)
+                self.assertIn(f"rank {bad}: MemoryError: no memory for the copy", errors[0][1])
+            self.assertEqual(list(Path(folder).iterdir()), [])
+
+    def test_weights_that_cannot_be_put_in_on_each_rank_in_turn(self) -> None:
+        def install(weights: Weights) -> None:
+            if thread_rank() == bad:
+                raise OSError("the device is gone")
+
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_threads(save_in_background, 3, f"{folder}/step")
+            with mock.patch.object(Weights, "install", install):
+                for bad in range(3):
+                    errors = run_on_threads(load_again, 3, f"{folder}/step")
+                    self.assertEqual(len(set(errors)), 1, errors)
+                    self.assertIn(f"rank {bad}: OSError: the device is gone", errors[0][1])
+
+    def test_a_rank_that_sees_another_checkpoint(self) -> None:
+        """It may see the other one for a moment, in which the path is replaced."""
+
+        def opened(store: Any, **kwargs: Any) -> Any:
+            looks[thread_rank()] += 1
+            is_elsewhere = thread_rank() == 1 and looks[1] <= wrong_looks
+            return open_checkpoint(store_at(f"{folder}/other") if is_elsewhere else store, **kwargs)
+
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(restore, "open_checkpoint", opened):
+            for name in ("step", "other"):
+                run_on_threads(save_in_background, 3, f"{folder}/{name}")
+            for case in ((1, ""), (99, "the ranks see different checkpoints")):
+                (wrong_looks, words), looks = case, [0, 0, 0]
+                errors = run_on_threads(load_again, 3, f"{folder}/step")
+                self.assertEqual(len(set(errors)), 1, errors)
+                self.assertEqual((bool(errors[0][1]), words in errors[0][1]), (bool(words), True), errors)
+                self.assertEqual(len(set(looks)), 1, looks)
 
     def test_ranks_in_other_calls(self) -> None:
         by_rank = run_on_threads(one_in_another_call, 3)
