@@ -138,6 +138,13 @@ JOIN_THE_PARTS = {"verbs", "checkpoint", "api", "drop_in"}
 PARTS = {"adapters", "transport", "formats"}
 
 
+OF_DISTRIBUTED = {
+    f"{PACKAGE}.formats.dcp_writer": {
+        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.metadata",
+    },  # pickled
+}
+
 PROTOCOLS = {f"{PACKAGE}.storage.base", f"{PACKAGE}.storage.objects.base"}
 OF_CLIENTS = {  # packages of an object store's client; the process that its connections or a claim belong to
     f"{PACKAGE}.storage.objects.fs_open": {"fsspec"},
@@ -276,6 +283,16 @@ class TestArrows(unittest.TestCase):
                     assert not node.attr.endswith(("_object", "_object_list")), f"{module}: dist.{node.attr}"
                     if room_of(module) != "transport":
                         assert node.attr not in collectives, f"{module}, line {node.lineno}: dist.{node.attr}"
+
+    def test_torch_distributed_is_imported_in_transport_only(self) -> None:
+        """And where groups are read: in adapters. Others name the type of a group, or are in the list, with a reason."""
+        for module, file in MODULES.items():
+            if room_of(module) in ("transport", "adapters", "testing", "integrations"):
+                continue
+            found = {name for name in imports(file) if name.startswith("torch.distributed")}
+            if any(isinstance(node, ast.Attribute) and node.attr == "ProcessGroup" for node in nodes_of(file)):
+                found -= {"torch.distributed"}
+            assert found <= OF_DISTRIBUTED.get(module, set()), f"{module} imports {found}"
 
     def test_who_is_who_is_asked_in_transport_only(self) -> None:
         """`World` says which rank this is, so that ranks need not be processes. Adapters read the groups of wrappers."""

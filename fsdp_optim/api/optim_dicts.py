@@ -24,7 +24,7 @@ from fsdp_optim.options import (
 )
 from fsdp_optim.state.full import FullDict
 from fsdp_optim.state.local import OptimizerLike, Optimizers
-from fsdp_optim.state.shard import Shard
+from fsdp_optim.state.local_dict import Shard
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer

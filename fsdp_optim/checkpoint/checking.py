@@ -20,8 +20,8 @@ from fsdp_optim.move import End, Key, Slice, move
 from fsdp_optim.options import LoadOptions
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.local import LocalParam, Optimizers
+from fsdp_optim.state.local_dict import opaque_values
 from fsdp_optim.state.same import same
-from fsdp_optim.state.shard import opaque_values
 from fsdp_optim.state.values import Scalar
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -16,7 +16,7 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_name
 from fsdp_optim.state.dialects import normalize
-from fsdp_optim.state.shard import summarize
+from fsdp_optim.state.local_dict import summarize
 
 
 @dataclass(frozen=True)

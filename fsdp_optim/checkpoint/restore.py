@@ -24,7 +24,7 @@ from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions, Model
 from fsdp_optim.speed import speed_of
-from fsdp_optim.state.shard import Shard
+from fsdp_optim.state.local_dict import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.base import RankGroup

@@ -23,10 +23,10 @@ from fsdp_optim.options import LoadOptions, WhichWeights
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.local_dict import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.state.picture import Picture
 from fsdp_optim.state.replicas import ELEMENTS
-from fsdp_optim.state.shard import Shard, Summaries, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup

@@ -43,7 +43,7 @@ def full_dict(where: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] 
         return _united(where, found)
     if any(GROUPS not in one for one in found):
         raise CheckpointError(
-            f"{where}: some of its optimizers have flattened state dicts, and others have not: save them alike"
+            f"{where}: some of its optimizers have flattened state dicts, and others do not: save them alike"
         )
     state: dict[Any, Any] = {}
     groups: list[Mapping[str, Any]] = []

@@ -64,7 +64,7 @@ class Items:
         stored = archive.value
         if not isinstance(stored, StoredTensor) or stored.dtype != dtype or stored.shape != sizes:
             raise CheckpointError(
-                f"{where}: holds {_said(stored)}, and the metadata says a {dtype} tensor of {list(sizes)}"
+                f"{where}: holds {_in_words(stored)}, and the metadata says a {dtype} tensor of {list(sizes)}"
             )
         source = archive.sources.get(stored.file)
         if source is not None and source.memory is not None:
@@ -208,7 +208,7 @@ class _Part(Opened):
             at += len(piece)
 
 
-def _said(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, StoredTensor):
         return f"a {value.dtype} tensor of {list(value.shape)}"
     return f"a value of the type {type(value).__name__}"

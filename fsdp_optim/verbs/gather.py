@@ -22,7 +22,7 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
-from fsdp_optim.verbs.opaque import OpaqueValues, gather_opaque
+from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
 from fsdp_optim.verbs.synchronize import synchronize
 
 

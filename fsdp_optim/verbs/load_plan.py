@@ -11,8 +11,8 @@ import torch
 
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.local import LocalParam
+from fsdp_optim.state.local_dict import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.packed import LocalId
-from fsdp_optim.state.shard import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
 from fsdp_optim.state.values import Summary
 from fsdp_optim.verbs.call import Local, log_summary
 

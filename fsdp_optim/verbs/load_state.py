@@ -16,9 +16,9 @@ from fsdp_optim.state.classes import innermost, is_of_torch
 from fsdp_optim.state.full import RESERVED_KEYS
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.local import OptimizerLike
+from fsdp_optim.state.local_dict import INCOMPATIBLE
 from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.same import same
-from fsdp_optim.state.shard import INCOMPATIBLE
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
 
 log = logging.getLogger("fsdp_optim")

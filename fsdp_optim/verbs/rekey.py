@@ -17,9 +17,9 @@ from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.full import FullDict, FullState, kinds_of, records_kinds, write
 from fsdp_optim.state.local import Optimizers, read_optimizer
+from fsdp_optim.state.local_dict import summarize
 from fsdp_optim.state.names import Names
 from fsdp_optim.state.order import Listed, as_ids_count, count
-from fsdp_optim.state.shard import summarize
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, names_of_model
 from fsdp_optim.verbs.sharded_dict import is_sharded

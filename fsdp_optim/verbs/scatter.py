@@ -20,9 +20,9 @@ from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.local_dict import Shard, allocate, summarize
 from fsdp_optim.state.opaque import OpaqueShards
 from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.shard import Shard, allocate, summarize
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.base import RankGroup

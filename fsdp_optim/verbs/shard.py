@@ -17,7 +17,7 @@ from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_shapes
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.shard import Shard, summarize
+from fsdp_optim.state.local_dict import Shard, summarize
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here

@@ -18,9 +18,9 @@ from fsdp_optim.options import Model, Options
 from fsdp_optim.state.dialects import normalize
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.local_dict import Shard, Summaries, summarize
 from fsdp_optim.state.parts import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
 from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
-from fsdp_optim.state.shard import Shard, Summaries, summarize
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -206,7 +206,7 @@ def copies(wrap: str) -> int:
             count += isinstance(value, torch.Tensor) and value.numel() == NUMEL
             return original(value)
 
-        with mock.patch("fsdp_optim.state.shard.own", counted):
+        with mock.patch("fsdp_optim.state.local_dict.own", counted):
             shard = target.scatter(full)
         fsdp_optim.load_optim_state_dict(target.optim, shard)
         _check_back(trained, target)
