@@ -28,6 +28,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.checkpoint import restore
+from fsdp_optim.checkpoint.lanes import Share
 from fsdp_optim.storage.posix import opened
 from fsdp_optim.testing import run_on_ranks
 
@@ -332,6 +333,28 @@ class ReplacedTest(unittest.TestCase):
                 restored = load(place.path, target, {"verify": False})
             found[str(values(target, restored))] += 1
         self.assertEqual(set(found) - {"[1.0]", "[2.0]"}, set(), found)
+
+    def test_written_again_while_it_is_verified_or_converted(self) -> None:
+        """Another manifest in the same folder, and with it other files, some of which may have been read."""
+        save_two(self.root, {"checksums": False})
+        run, manifests = Share.run, [self.root / f"save-{number}" / "fsdp_optim.json" for number in (1, 2)]
+
+        def run_and_replace(*args: Any) -> None:
+            run(*args)
+            shutil.copy(manifests[1], manifests[0])
+
+        source, target, before = self.root / "save-1", self.root / "converted", manifests[0].read_bytes()
+        calls: list[Callable[[], Any]] = [
+            lambda: fsdp_optim.verify(source),
+            lambda: fsdp_optim.convert(source, target, durable=False),
+        ]
+        for call in calls:
+            manifests[0].write_bytes(before)
+            with mock.patch.object(Share, "run", run_and_replace):
+                kind, text = error_text(call)
+            self.assertEqual(kind, "ReplacedError", text)
+            self.assertIn(f"{source}", text)
+        self.assertFalse(target.exists())
 
     @parameterized.expand((("verified", {}), ("not verified", {"verify": False})))
     def test_in_a_race(self, _: str, options: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import unittest
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel as FSDP
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
+from fsdp_optim.verbs.gather import _check_ids
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -179,6 +181,18 @@ class TestMemory(unittest.TestCase):
     def test_every_recipient_needs_memory_once(self) -> None:
         for found in run_on_ranks(peaks, 2, recipient=None):
             assert found["gather"] < 32 + BUCKET / MIB + 6, found
+
+
+def test_ids_are_refused_on_all_ranks_if_one_recipient_cannot_have_them() -> None:
+    """Recipients that hold variants of a parameter each count what they hold themselves."""
+    reasons = ("", "the order of rank 1 is unknown")
+    for variants, recipients, is_refused in (((1, 2), (0, 1), True), ((1, 2), (0,), False), ((), (0, 1), False)):
+        params = {"weight": SimpleNamespace(variants=variants)}
+        picture: Any = SimpleNamespace(
+            params=params, as_seen_by=lambda rank: SimpleNamespace(unknown_order=reasons[rank])
+        )
+        name, text, _ = error_of(lambda: _check_ids(picture, recipients))  # noqa: B023
+        assert (name, reasons[1] in text) == (("StateError", True) if is_refused else ("", False)), (name, text)
 
 
 def test_raw_sees_every_bit() -> None:

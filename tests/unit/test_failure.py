@@ -1,0 +1,30 @@
+"""The error of one rank, as it is kept until all ranks meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_optim.errors import RankError
+from fsdp_optim.transport.failure import Failure
+
+
+def test_the_first_error_is_kept() -> None:
+    """A later one often follows from it, and would hide the reason."""
+    failure, first = Failure(), OSError("no space left")
+    with failure:
+        raise first
+    failure.note(RankError("lost the connection"), fatal=True)
+    with failure:
+        raise ValueError("no elements")
+    assert failure.error is first
+    assert failure.fatal
+
+
+def test_what_is_not_kept() -> None:
+    """What all ranks raise alike, and what ends the process."""
+    failure, of_all = Failure(), RankError("on all ranks")
+    of_all.on_all_ranks = True
+    for error in (of_all, KeyboardInterrupt()):
+        with pytest.raises(type(error)), failure:
+            raise error
+    assert failure.error is None
