@@ -232,7 +232,7 @@ class ManagedSave:
 
 
 def metric_of(metric: object) -> float | None:
-    """A metric as a float; None for none, and for one that is no finite number, which never is the best."""
+    """A metric as a float; None for no metric, and for a metric that is no finite number, which never is the best."""
     if metric is None:
         return None
     try:

@@ -44,7 +44,7 @@ def renamed_names(
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """The function that `rename` is, or means: the longest beginning that a name has is replaced."""
+    """The function that `rename` stands for. Of a dict of beginnings, the longest that fits a name is replaced."""
     if not isinstance(rename, Mapping):
         return rename
     beginnings = sorted(rename, key=len, reverse=True)

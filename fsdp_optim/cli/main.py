@@ -182,7 +182,7 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument(
         "--world-size", type=int, metavar="N", help="the number of ranks, for formats with a part for each"
     )
-    convert.add_argument("--key-by", choices=("id", "name"), help="what the optimizer's dict calls parameters by")
+    convert.add_argument("--key-by", choices=("id", "name"), help="the keys of parameters in the optimizer's dict")
     _add_memory(convert)
     convert.add_argument(
         "--names", metavar="FILE", help="the names of the optimizer's parameters, one a line in order of ids"

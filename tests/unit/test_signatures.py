@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import re
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,11 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.checkpoint import background, convert, model_dict, restore, resuming, save
+from fsdp_optim.checkpoint.trainer_files import Settings
+from fsdp_optim.cli import main as cli
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import (
+    BUCKET_NBYTES,
     ConvertOptions,
     GatherOptions,
     LoadOptions,
@@ -129,6 +135,38 @@ class SignaturesTest(unittest.TestCase):
     def test_save_and_async_save_take_the_same(self) -> None:
         first, second = (inspect.signature(getattr(fsdp_optim, name)).parameters for name in ("save", "async_save"))
         self.assertEqual(dict(first), dict(second))
+
+
+class OtherDoorsTest(unittest.TestCase):
+    """The command line, and the settings of the plug-in for Accelerate, repeat options with their defaults."""
+
+    def test_convert_on_the_command_line(self) -> None:
+        with mock.patch.object(cli.api, "convert", side_effect=CheckpointError("enough")) as called:
+            self.assertEqual(cli.main(["convert", "a", "b"]), 1)
+        parameters = inspect.signature(fsdp_optim.convert).parameters
+        self.assertEqual(called.call_args.args, ("a", "b"))
+        for key, value in called.call_args.kwargs.items():
+            self.assertEqual(value or None, parameters[key].default or None, key)
+        not_there = {"src", "dst", "model", "process_group", "timeout"}
+        self.assertEqual(set(called.call_args.kwargs), set(parameters) - not_there)
+
+    def test_settings_of_trainers(self) -> None:
+        known = {**options_of(LoadOptions), **options_of(SaveOptions)}
+        settings = {field.name: field.default for field in dataclasses.fields(Settings)}
+        self.assertEqual(settings.pop("background"), False)
+        for name, default in settings.items():
+            self.assertEqual(default, known[name], name)
+
+    def test_enable_takes_the_settings(self) -> None:
+        """Read, not imported: the module imports Accelerate."""
+        file = Path(fsdp_optim.__file__).parent / "integrations" / "accelerate.py"
+        tree = ast.parse(file.read_text())
+        enable = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "enable")
+        given = dict(zip((one.arg for one in enable.args.kwonlyargs), enable.args.kw_defaults, strict=True))
+        found = {
+            name: eval(ast.unparse(value), {"BUCKET_NBYTES": BUCKET_NBYTES}) for name, value in given.items() if value
+        }
+        self.assertEqual(found, {field.name: field.default for field in dataclasses.fields(Settings)})
 
 
 WITHOUT_OPTIONS = {"wait"}  # its `timeout` is no option of a collective call

@@ -85,7 +85,7 @@ class PartsStore(Store, Protocol):
         """
 
     def noted(self, address: str) -> Mapping[tuple[str, int], tuple[str, bytes]]:
-        """The parts that were noted, by file and number: the receipt of each, and what was noted of it."""
+        """The parts that were noted, by file and number: the receipt and the data of each note."""
 
 
 def resumes_parts(store: Store) -> TypeGuard[PartsStore]:

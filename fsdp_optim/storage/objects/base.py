@@ -103,7 +103,7 @@ class Bucket(Protocol):
         """Put an object, whole; returns its version.
 
         `only_if`: ABSENT, or the version that is to be replaced. Raises OvertakenError where the store sees that the
-        condition does not hold. A store that knows no conditions puts it anyway: callers read it back.
+        condition does not hold. A store that knows no conditions puts the object anyway, so callers read the object back.
         """
 
     def begin_upload(self, key: str) -> str:
@@ -119,10 +119,10 @@ class Bucket(Protocol):
         """Make the object of its parts, whose receipts are given in order; returns its version."""
 
     def drop_upload(self, key: str, upload: str) -> None:
-        """Remove an unfinished upload and its parts. One that is gone is no error."""
+        """Remove an unfinished upload and its parts. An upload that is gone is no error."""
 
     def uploads(self, prefix: str) -> Iterator[Found]:
         """The unfinished uploads of keys that begin with `prefix`: `version` is the upload's id, `nbytes` 0."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. Those that are gone are no error."""
+        """Delete objects. Objects that are gone are no error."""

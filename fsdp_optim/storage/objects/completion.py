@@ -76,7 +76,7 @@ class ObjectCompletion(Completion):
         return self._poll(look, lambda: f"rank {self._missing[0]} did not finish its part", self._deadline)
 
     def saved(self) -> None:
-        """The manifest announces it."""
+        """Does nothing, because the manifest announces the checkpoint."""
 
     def not_saved(self, why: str) -> bool:
         with contextlib.suppress(OSError, RankTimeoutError):

@@ -64,7 +64,7 @@ def file_system_at(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def is_seen_at_its_end(file: Any) -> bool:
-    """Whether a file that is open for writing is seen when it is complete, not before: those of object stores."""
+    """Whether a file that is open for writing is seen only when it is complete, as in object stores."""
     from fsspec.spec import AbstractBufferedFile
 
     return isinstance(file, AbstractBufferedFile)

@@ -1,7 +1,7 @@
 """The notes by which a save in parts goes on after a kill.
 
 A store does not give back the parts of an unfinished upload. So a note has the receipt of each part, by which the store verifies
-at the end that it has exactly that part, and what the writer wants to know of it. Each note is an object of its own.
+at the end that it has exactly that part, and any data of the writer. Each note is an object of its own.
 """
 
 from __future__ import annotations
