@@ -11,7 +11,7 @@ import torch
 from kit.cases import expand, some
 from kit.described import CUTS, DescribedAdapter, Training
 from kit.device import CPU, DEVICE, Device, OnHost
-from kit.wrapping import adam, sgd
+from kit.wrapping import adam, check_same, sgd
 
 import fsdp_optim
 from fsdp_optim import memory
@@ -51,14 +51,6 @@ def on_host(value: Any) -> Any:
     return {key: on_host(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def same(got: Any, wanted: Any) -> bool:
-    if isinstance(wanted, dict):
-        return got.keys() == wanted.keys() and all(same(got[key], wanted[key]) for key in wanted)
-    if isinstance(wanted, tuple):
-        return got[0] == wanted[0] and got[1].dtype == wanted[1].dtype and torch.equal(got[1], wanted[1])
-    return bool(got == wanted)
-
-
 def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> None:
     """A verb between models on the device: state comes whole to the host, and back to the device."""
     world = world_here()
@@ -90,11 +82,9 @@ def one_verb(device: Device, verb: str, cut: str, make: str, folder: str) -> Non
                 fsdp_optim.async_save(path, run.model, run.optim, durable=False).wait()
             fsdp_optim.load(path, target.model, target.optim, check="bitwise", bucket_nbytes=100)
             for mine, theirs in zip(target.model.parameters(), wanted.model.parameters(), strict=True):
-                if not same(on_host(mine), on_host(theirs)):
-                    raise AssertionError("other weights were loaded")
+                check_same("weights", on_host(mine), on_host(theirs))
         got, right = (on_host(one.optim.state_dict()["state"]) for one in (target, wanted))
-        if not same(got, right):
-            raise AssertionError(f"rank {rank}: {verb}: {got}, not {right}")
+        check_same(f"rank {rank}: {verb}", got, right)
 
 
 def run_verb(verb: str, cut: str = "rows", make: str = "Adam", size: int = 2) -> None:
