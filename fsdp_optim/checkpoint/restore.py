@@ -24,14 +24,14 @@ from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions, Model
 from fsdp_optim.speed import speed_of
-from fsdp_optim.state.local_dict import Shard
 from fsdp_optim.storage.base import Store
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.load_state import Before, LoadableOptimizer, load_shard
+from fsdp_optim.verbs.load_on_all import load_on_all
+from fsdp_optim.verbs.load_state import LoadableOptimizer
 
 
 class TrainerObjects(Protocol):
@@ -122,7 +122,7 @@ def _restore(
                     objects.install(restored)
                 agree(callers, "objects loaded", failure.error)
             if optim is not None and shard is not None:
-                _load_on_all(callers, optim, shard, options.keep)
+                load_on_all(callers, optim, shard, options.keep)
         except BaseException:
             weights.module_values.put_back(previous)
             raise
@@ -181,25 +181,6 @@ def install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
         weights.module_values.put_back(previous)
         raise
     return previous
-
-
-def _load_on_all(
-    callers: RankGroup,
-    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
-    shard: Shard | list[Shard],
-    keep: Sequence[str],
-) -> None:
-    """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state."""
-    before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
-    failure = Failure()
-    with failure:  # on an error, load_shard itself restores the optimizer of this rank
-        load_shard(optim, shard, keep, logs=callers.rank == callers.ranks[0])
-    try:
-        agree(callers, "optimizer loaded", failure.error)
-    except Exception:
-        if failure.error is None:
-            before.put_back()
-        raise
 
 
 def _summarized(

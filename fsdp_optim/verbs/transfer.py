@@ -22,7 +22,8 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_unsharded
-from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer, load_shard
+from fsdp_optim.verbs.load_on_all import load_on_all
+from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
 from fsdp_optim.verbs.scatter import FullContents, deliver
 from fsdp_optim.verbs.synchronize import synchronize
 
@@ -71,9 +72,7 @@ def _transfer(
     contents = _contents(callers, local, picture, dst_picture, full, fit)
     source = LiveEnd(local, {fqn: param.placement for fqn, param in picture.params.items()})
     shard = deliver(callers, dst_local, dst_picture, contents, source)
-    incompatible = load_shard(dst_optim, shard)
-    agree(callers, "loaded")
-    return incompatible
+    return load_on_all(callers, dst_optim, shard)
 
 
 def _described(local: Local, picture: Picture) -> FullState:

@@ -186,7 +186,33 @@ def to_another_model() -> list[tuple[str, str]]:
         return errors
 
 
+def refused_by_one_rank() -> tuple[str, str]:
+    """The optimizer of the last rank refuses the state; the others have loaded theirs by then."""
+    with cpu():
+        source, target = Trained("FSDP2"), Trained("FSDP1 flat", steps=1)
+        before = snapshot(source), snapshot(target)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            refusing = target.optim.register_load_state_dict_pre_hook(_refuse)
+        error = error_text(
+            lambda: fsdp_optim.transfer_optim_state(source.model, source.optim, target.model, target.optim)
+        )
+        if dist.get_rank() == dist.get_world_size() - 1:
+            refusing.remove()
+        check_same("after being refused", (snapshot(source), snapshot(target)), before)
+        return error
+
+
+def _refuse(optim: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    raise ValueError("not this state")
+
+
 class RefusedTest(unittest.TestCase):
+    def test_one_rank_refuses_for_all(self) -> None:
+        errors = run_on_ranks(refused_by_one_rank, 2)
+        self.assertEqual(len(set(errors)), 1, errors)
+        self.assertIn("rank 1", errors[0][1])
+        self.assertIn("not this state", errors[0][1])
+
     def test_another_model_is_refused_by_name(self) -> None:
         for mine in run_on_ranks(to_another_model, 2):
             kind, text = mine[0]

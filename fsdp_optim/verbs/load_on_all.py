@@ -1,0 +1,31 @@
+"""The last step of a call that loads an optimizer on all ranks: all load their shards, or none keeps a new state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_optim.state.local_dict import Shard
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.verbs.load_state import Before, Incompatible, LoadableOptimizer, load_shard
+
+
+def load_on_all(
+    callers: RankGroup,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer],
+    shard: Shard | list[Shard],
+    keep: Sequence[str] = (),
+) -> Incompatible:
+    """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state."""
+    before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
+    failure, incompatible = Failure(), Incompatible()
+    with failure:  # on an error, load_shard itself restores the optimizer of this rank
+        incompatible = load_shard(optim, shard, keep, logs=callers.rank == callers.ranks[0])
+    try:
+        agree(callers, "optimizer loaded", failure.error)
+    except Exception:
+        if failure.error is None:
+            before.put_back()
+        raise
+    return incompatible
