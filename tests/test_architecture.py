@@ -330,6 +330,29 @@ def divisions_by_hand(tree: ast.AST) -> list[str]:
     return found
 
 
+RUN_PLANS = {
+    "exchange": {"move", "transport.parcels"},  # the executor; pickled values, which have bytes and no placement
+    "copy_in_memory": {"state.local_dict"},  # a whole value that this rank cuts for itself
+    "RankPlan": {"move", "transport.messages"},
+}
+
+
+class TestOneExecutor(unittest.TestCase):
+    @parameterized.expand(list(RUN_PLANS))
+    def test_nobody_else_runs_plans(self, name: str) -> None:
+        users = set()
+        for module, file in MODULES.items():
+            if room_of(module) in ("testing", "plan") or module == f"{PACKAGE}.transport.base":
+                continue
+            imported = {
+                alias.name for node in nodes_of(file) if isinstance(node, ast.ImportFrom) for alias in node.names
+            }
+            used = {node.attr for node in nodes_of(file) if isinstance(node, ast.Attribute)}  # memory.copy_in_memory
+            if name in imported | (used if name.islower() else set()):
+                users.add(module.removeprefix(f"{PACKAGE}."))
+        self.assertEqual(users, RUN_PLANS[name])
+
+
 class TestBudget(unittest.TestCase):
     def test_a_budget_is_shared_out_by_name(self) -> None:
         wrong = {m: divisions_by_hand(tree_of(f)) for m, f in MODULES.items() if m not in DIVIDED_BY_HAND}

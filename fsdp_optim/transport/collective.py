@@ -118,7 +118,7 @@ def _postings(rounds: list[Round], group: RankGroup) -> list[list[_Posting]]:
 
 
 def _buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory for packed messages. Saves and loads make it anew for each window, and `malloc` would keep it between them."""
+    """Memory for packed messages, which saves and loads allocate for each window: `malloc` would keep it between windows."""
     if device.type == "cpu":
         return in_pages((nbytes,), torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -64,7 +64,7 @@ def trip(wrapper: str, case: str) -> str:
 
 
 def alone(wrapper: str, every: int) -> None:
-    """Every so manieth case on one rank, from another one on for each wrapper."""
+    """Every n-th case on one rank, beginning with another case for each wrapper."""
     with cpu():
         for case in list(CASES)[list(WRAPPERS).index(wrapper) % every :: every]:
             if (wrapper, case) not in TORCH_REFUSES:

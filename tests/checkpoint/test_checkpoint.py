@@ -1363,7 +1363,7 @@ class Failing(torch.optim.Adam):
 
 
 class FailingLike:
-    """An optimizer of a wrapper's own kind around it: what it has is to be had by its state_dict only."""
+    """A wrapper around an optimizer that is no optimizer of torch: only its state_dict shows the state."""
 
     def __init__(self, params: Any) -> None:
         self.inner, self.fails = Failing(params), True
@@ -1471,7 +1471,7 @@ def failing_second(model: nn.Module) -> list[Any]:
 
 
 class Forgetful(torch.optim.Adam):
-    """Loads a state without a word, and has zeros afterwards."""
+    """Loads a state without an error, and has zeros afterwards."""
 
     forgets = "exp_avg"
 

@@ -150,7 +150,7 @@ def load(path: Path, target: Trained, options: dict[str, Any]) -> Any:
     return fsdp_optim.load(path, target.model, target.optim, **given)
 
 
-# (name, options of save, options of load, files that are kept open, every how manieth call)
+# (name, options of save, options of load, files that are kept open, n: every n-th call)
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], int, int]] = [
     ("verified", {}, {}, 64, 1),
     ("not verified", {}, {"verify": False}, 64, 2),

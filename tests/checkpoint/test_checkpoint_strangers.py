@@ -1,4 +1,4 @@
-"""What somebody has put into the folder of a checkpoint is not deleted without a word."""
+"""Files that somebody has put into the folder of a checkpoint are not deleted silently."""
 
 from __future__ import annotations
 

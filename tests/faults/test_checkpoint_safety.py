@@ -478,7 +478,7 @@ class LyingHeaderTest(DamageTest):
 
     @expand(soon=[("model.safetensors", 1), ("optim.safetensors", 4)], later=[("optim.safetensors", 1)])
     def test_about_a_tensor(self, name: str, every: int) -> None:
-        """`every`: so manieth lie."""
+        """With every n-th lie, n being `every`."""
         cases, victim = {}, VICTIMS[name]
         spans = read_safetensors(good("whole") / name).places
         begin, end = spans[victim]
@@ -532,7 +532,7 @@ class WrongHeaderTest(DamageTest):
         later=[("extra/rank-00001.safetensors", 1)],
     )
     def test_a_header(self, name: str, every: int) -> None:
-        """`every`: so manieth header that is wrong."""
+        """With every n-th wrong header, n being `every`."""
         cases = {}
         for number, (what, edit) in enumerate(list(HEADERS.items())[::every]):
             folder = self.copy(name=f"{number}")

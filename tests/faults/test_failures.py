@@ -388,7 +388,7 @@ class Tracer:
 def broken_in_functions(verb: str, first: int, every: int) -> tuple[list[str], list[str]]:
     """An exception thrown into the first or the last call of functions that a rank runs, one rank after another.
 
-    `every`: so manieth function, from the `first` on.
+    `every`, `first`: take every n-th function, from the `first` on.
     """
     trials = Trials(verb)
     recorder = Tracer()

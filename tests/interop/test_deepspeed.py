@@ -527,7 +527,7 @@ class TestLayouts(unittest.TestCase):
                         check_same("group", full["param_groups"][index], {"lr": 0.5 + index, "params": list(group)})
 
     def test_a_state_that_is_cut_otherwise_is_refused(self) -> None:
-        """Such as the error feedback of 1-bit Adam: no value is left out without a word."""
+        """Such as the error feedback of 1-bit Adam: no value is left out silently."""
         with tempfile.TemporaryDirectory() as folder:
             weights = [{"weight": torch.ones(3, 2)}]
             write_zero(Path(folder), 2, 2, weights, {"exp_avg": weights}, step=torch.ones(7))

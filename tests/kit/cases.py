@@ -20,7 +20,7 @@ Case = Any
 
 
 def some(cases: Iterable[Case], every: int, first: int = 0) -> tuple[list[Case], list[Case]]:
-    """Every so manieth case, from the `first` on, and the others.
+    """Every n-th case, n being `every`, from the `first` on, and the others.
 
     `every`: a number that shares no factor with the length of an inner axis, so that every value of each axis is met.
     """

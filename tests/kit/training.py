@@ -131,7 +131,7 @@ PAIRS = tuple(itertools.product(WORLD_SIZES, WORLD_SIZES))
 class Pairs:
     """Named set-ups that are saved at one world size and resumed at another, each pair in one of the `HOWS`.
 
-    Those in `at_every_pair` meet all pairs; the others, or every so manieth of them, meet one pair each, another one than its
+    Those in `at_every_pair` meet all pairs; the others, or every n-th of them, meet one pair each, another one than its
     neighbours, so that sixteen set-ups meet all of them. `others()` has the rest of the product, for tests that are marked
     slow. All set-ups of a world size share one call, because a call costs more than what it does.
     """

@@ -56,8 +56,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def shared_clients(options: Mapping[str, Any]) -> Clients:
     """The clients for some storage options. The calls of a process share them while its credentials come from the same place.
 
-    To make a client takes a tenth of a second of each rank. What boto3 would read of the environment and of its files is looked
-    at each time, and a client that was not used for a while connects anew.
+    Each rank needs a tenth of a second to make a client. The inputs that boto3 reads, variables of the environment and files, are
+    compared at each call, and a client that was not used for a while connects again.
     """
     about = {name: value for name, value in options.items() if name not in ("part_nbytes", "botocore_session")}
     try:
