@@ -1,4 +1,4 @@
-"""Conversions without ranks: fsdp_optim beside what the field uses to put a checkpoint together, and beside cp.
+"""Conversions without ranks: fsdp_optim beside the usual tools that put a checkpoint together, and beside cp.
 
     python benchmarks/offline.py [--rounds 3] [--folder DIR]
 
@@ -55,7 +55,7 @@ def make_sources(folder: Path) -> None:
 
 
 def _slices(value: object, rank: int) -> object:
-    """What one of four ranks has: a slice of the rows of each tensor."""
+    """The part of one of four ranks: a slice of the rows of each tensor."""
     if isinstance(value, torch.Tensor) and value.dim():
         return (
             value.detach().chunk(NUM_SHARDS)[rank].clone() if rank < len(value.chunk(NUM_SHARDS)) else value[:0].clone()

@@ -1,4 +1,4 @@
-"""Build the wheel and the sdist from a copy of the tree, and check what is in them.
+"""Build the wheel and the sdist from a copy of the tree, and check their content.
 
     python -m release.build --out dist [--repository https://... --ref v1.2.3] [--tag v1.2.3]
 
@@ -93,7 +93,7 @@ def build(out: Path, repository: str | None = None, ref: str = "main", root: Pat
 
 
 def check(wheel: Path, sdist: Path, root: Path = ROOT) -> None:
-    """Raise unless both have what they should have, and PyPI can show the README."""
+    """Raise unless both have the content that they should have, and PyPI can show the README."""
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist)], check=True)
     modules = {file.relative_to(root).as_posix() for file in (root / "fsdp_optim").rglob("*.py")}
     wanted = modules | {"fsdp_optim/py.typed"}

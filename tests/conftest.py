@@ -1,4 +1,4 @@
-"""What pytest has to know about this suite: which tests need GPUs, which files take long, and how hypothesis searches."""
+"""The facts about this suite that pytest needs: which tests need GPUs, which files take long, and how hypothesis searches."""
 
 from __future__ import annotations
 

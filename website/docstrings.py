@@ -1,4 +1,4 @@
-"""How the site reads docstrings: what this package writes in its own way becomes what griffe knows.
+"""The reading of docstrings for the site: the sections of this package become sections that griffe knows.
 
 - `a, b: text` in Args describes each of them.
 - `Raises (the same on all ranks):` is a section, and a sentence before it says the rest.

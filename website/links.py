@@ -1,4 +1,4 @@
-"""Read the pages that were built, and find links that lead nowhere and what a page would fetch from another host."""
+"""Read the pages that were built, and find links that lead nowhere, and files that a page would fetch from another host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINKS_THAT_FETCH = {"stylesheet", "icon", "preload", "modulepreload", "preconnec
 
 
 class Page(HTMLParser):
-    """The ids that a page has, where its links lead, and what it fetches."""
+    """The ids of a page, the targets of its links, and the files that it fetches."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

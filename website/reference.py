@@ -41,7 +41,7 @@ def described(pages: Path) -> Counter[str]:
 
 
 def of_function(name: str, function: griffe.Function) -> list[str]:
-    """What the docstring of a function or a method does not say."""
+    """The gaps in the docstring of a function or a method."""
     if function.docstring is None:
         return [f"{name} has no docstring"]
     return undescribed(name, function.docstring, [parameter.name for parameter in function.parameters])
@@ -57,7 +57,7 @@ def undescribed(name: str, docstring: griffe.Docstring, parameters: list[str]) -
 
 
 def of_class(name: str, cls: griffe.Class) -> list[str]:
-    """What the docstrings of a class, its public methods and its properties do not say."""
+    """The gaps in the docstrings of a class, its public methods and its properties."""
     if cls.docstring is None:
         return [f"{name} has no docstring"]
     if name.endswith("Conformance"):  # tests, and hooks that the author of a plug-in writes

@@ -81,7 +81,7 @@ def for_the_site(text: str, source: str, root: Path, web: str) -> str:
 
 
 def stage(to: Path, root: Path = ROOT) -> list[str]:
-    """Write the sources of the site into the folder `to`, which is made anew. Returns what is wrong with them."""
+    """Write the sources of the site into the folder `to`, which is emptied first. Returns the faults of the sources."""
     shutil.rmtree(to, ignore_errors=True)
     pages = to / "pages"
     (pages / "reference").mkdir(parents=True)

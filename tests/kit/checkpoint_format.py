@@ -174,7 +174,7 @@ def tensors_of(folder: Path, what: str) -> dict[str, Tensor]:
 
 
 def all_bytes(folder: Path) -> dict[str, bytes]:
-    """What a folder holds, by name."""
+    """The content of a folder, by name."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 

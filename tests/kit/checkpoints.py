@@ -196,7 +196,7 @@ def load_trained(path: Path, wrapper: str, kwargs: Mapping[str, Any], **options:
 
 @functools.lru_cache(maxsize=64)
 def _without_a_load(wrapper: str, kwargs: tuple[tuple[str, Any], ...], rank: int, world_size: int) -> tuple[Any, Any]:
-    """What training gives this rank of such a world, after `STEPS` steps and after one more: copies, which outlive the world."""
+    """The result of training for this rank of such a world, after `STEPS` steps and one more, as copies."""
     alike = Trained(wrapper, **dict(kwargs))
     before = mine(alike)
     alike.step([STEPS], dict(kwargs).get("unused", ()))

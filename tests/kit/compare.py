@@ -82,7 +82,7 @@ def sorted_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def error_text(call: Callable[[], Any]) -> tuple[str, str]:
-    """(class, message) of what a call raises; ("", "") if it raises nothing."""
+    """(class, message) of the error of a call; ("", "") if the call raises nothing."""
     try:
         call()
     except Exception as error:

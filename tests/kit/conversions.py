@@ -1,4 +1,4 @@
-"""A checkpoint to convert, and what is compared of the result."""
+"""A checkpoint to convert, and the parts of the result that are compared."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def two_threads(trained: Trained, path: Path) -> None:
 
 
 def of_own_calls(trained: Trained, path: Path) -> None:
-    """The dicts that model and optimizer give themselves, with ids: what many scripts save of replicas."""
+    """The dicts that model and optimizer give themselves, with ids, as many scripts save them of replicas."""
     _save(
         {"model": trained.model.state_dict(), "optimizer": trained.optim.state_dict(), "train_state": TRAIN_STATE}, path
     )

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint, chunk by chunk, with torch's own classes: what no trainer would write, too."""
+"""Folders of torch.distributed.checkpoint, chunk by chunk, with torch's own classes, also such as no trainer would write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models under fairscale FSDP on any process groups, stepped without a forward pass, and comparisons that say what differs.
+"""Models under fairscale FSDP on any process groups, stepped without a forward pass, and comparisons that name the differences.
 
 Initial values and gradients are a function of a parameter's name in the whole job, not of the elements' numbers as in
 `kit.trained`, because a rank that has some of the experts does not know the whole model. Cuts, steps and comparisons are those of
@@ -228,7 +228,7 @@ def frozen_copy(optim: Any) -> Any:
 
 
 def snapshot(model: nn.Module, optim: Any) -> dict[str, Any]:
-    """Copies of what a model and its optimizer have, buffers too."""
+    """Copies of the values of a model and its optimizer, buffers too."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     return {**wrapping.copies_of(model, optim), "buffers": buffers}
 

@@ -102,7 +102,7 @@ def _itself() -> list[Any]:
 
 
 def values() -> list[Any]:
-    """What is put in the place of any value."""
+    """The values that are put in the place of any value."""
     numbers = [-1, 0, 1, 1 << 70, 10**5000, -(1 << 40), 3.5, float("nan"), float("inf"), 1j, True, None]
     texts = ["a/../b", "\0", "\ud800", "x" * 100_000, "w", b"x"]
     containers = [[], {}, (), set(), {1: 2}, [1, 2], {"w": 3}, {(1, 2): 3}, range(1 << 40), _itself()]
@@ -112,7 +112,7 @@ def values() -> list[Any]:
 
 
 KEYS = ("", "a/../b", "\0", "\ud800", 1 << 70, -1, None, (1, 2), 1.5, True, "x" * 5000, "module.", "state.")
-"""What is put in the place of any key of a dict."""
+"""The values that are put in the place of any key of a dict."""
 
 Place = tuple[Any, ...]
 """The keys and indices that lead to a value."""
@@ -139,7 +139,7 @@ def changed(value: Any, place: Place, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def mutated(tree: Any, rng: random.Random) -> tuple[Place, Callable[[Any, Any], Any]]:
-    """A place of a tree, and what is done there: a value replaced or removed, or its key renamed."""
+    """A place of a tree, and the change there: a value replaced or removed, or its key renamed."""
     place = rng.choice(list(places(tree)))
     kind = rng.random()
     value, other = rng.choice(values()), rng.choice(KEYS)
@@ -160,7 +160,7 @@ def mutated(tree: Any, rng: random.Random) -> tuple[Place, Callable[[Any, Any], 
 
 
 def damage(folder: Path, seed: int) -> str:
-    """Change one value in a file of a checkpoint, or in the files of all its ranks; in words what was done."""
+    """Change one value in a file of a checkpoint, or in the files of all its ranks; returns the change in words."""
     rng = random.Random(seed)
     files = sorted(folder.rglob("*.pt"))
     file = rng.choice(files)

@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, head; `units` are what gets a wrapper of its own."""
+    """Embedding, blocks, head; `units`: the modules that get a wrapper of their own."""
 
     units = (*(f"blocks.{number}" for number in range(NUM_BLOCKS)), "")
 

@@ -69,7 +69,7 @@ def never_stopped(epochs: int = EPOCHS) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def module(width: int = 7) -> Any:
-    """A LightningModule with values of its own in checkpoints; `seen` has what it gets back."""
+    """A LightningModule with values of its own in checkpoints; `seen` has the values that it gets back."""
     import lightning
 
     class Module(lightning.LightningModule):

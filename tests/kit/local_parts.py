@@ -70,7 +70,7 @@ def steps_local_parts(optim: Any) -> bool:
 
 
 class LocalSteps:
-    """What `optim.step()` does to DTensors where every element is stepped by itself, without torch's dispatch of DTensors.
+    """The effect of `optim.step()` on DTensors where every element is stepped by itself, without torch's dispatch of DTensors.
 
     That dispatch takes more time than everything else that most tests do. `StepTest` in test_torch_optimizers.py compares both.
     The optimizer itself has its state again after `finish`.
@@ -96,7 +96,7 @@ class LocalSteps:
         self._twin.step()
 
     def finish(self) -> None:
-        """Give the optimizer what its twin has."""
+        """Give the optimizer the state of its twin."""
         for param, local in self._local.items():
             access_of(param).put(local, param)
             if local in self._twin.state:

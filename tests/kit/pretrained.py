@@ -22,7 +22,7 @@ def transformers() -> Any:
 
 
 def build(name: str) -> Any:
-    """The same values at every call; `units` are what gets a wrapper of its own."""
+    """The same values at every call; `units`: the modules that get a wrapper of their own."""
     torch.default_generator.manual_seed(7)
     model, layers = _made(transformers(), name)
     model.units = (*layers, "")

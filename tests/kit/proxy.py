@@ -1,4 +1,4 @@
-"""A proxy between a client and an object store of the tests: it breaks what a script says, and counts what passes.
+"""A proxy between a client and an object store of the tests: it breaks the requests that a script names, and counts requests.
 
     with Proxy(port_of(options), [Fault("SlowDown", method="PUT", times=3)], seed=1) as proxy:
         bucket = S3Bucket(name, proxy.options(options))
@@ -48,7 +48,7 @@ _BLOCK = 1 << 16
 
 @dataclass
 class Fault:
-    """What goes wrong, with which requests, and how often.
+    """A fault, the requests that it meets, and how often.
 
     Attributes:
         method, key, query: the requests that it fits: a method, the end of a key, a part of the query; "" fits any.
@@ -385,7 +385,7 @@ def _error(code: str, message: str) -> str:
 
 
 def _read_head(connection: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
-    """The head of a message, and what came of its body."""
+    """The head of a message, and the bytes of its body that came."""
     while b"\r\n\r\n" not in data:
         block = connection.recv(_BLOCK)
         if not block:

@@ -83,7 +83,7 @@ _FLAT_KEYS = ("_fqns", "_numels", "_numels_with_padding", "_shapes", "_shard_num
 
 
 def save_olmo_local(folder: str, model: Any, optim: Any, *, before_2_1: bool = False, **trainer: Any) -> None:
-    """What OLMo's LocalShardedCheckpointer writes: an independent writer, which follows its source.
+    """The files of OLMo's LocalShardedCheckpointer: an independent writer, which follows its source.
 
     `before_2_1`: in the form of torch before 2.1, which laid parameters end to end, and described only those on the rank.
     """

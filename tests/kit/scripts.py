@@ -30,7 +30,7 @@ from typing import Any
 
 KIT = Path(__file__).parents[1]
 TRAINING = ("torch._dynamo", "fsdp_optim", "kit.checkpoints")
-"""What scripts that train want to find imported: one choice, so that they share a server."""
+"""The modules that scripts which train find imported: one choice, so that the scripts share a server."""
 
 BASE = ("torch",)
 """The imports of the server that the others are forked from."""

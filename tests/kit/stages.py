@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Embeddings, layers by number, a norm and a head; what a stage does not have is None, as torchtitan prunes."""
+    """Embeddings, layers by number, a norm and a head; modules of other stages are None, as torchtitan prunes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the oldest torch itself cannot do: a reason by which a test is skipped, or "" where this torch can."""
+"""The limits of the oldest torch: a reason by which a test is skipped, or "" where this torch can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan's own Trainer on CPU, with a small Llama, and what it lacks there."""
+"""torchtitan's own Trainer on CPU, with a small Llama, and stand-ins for the parts that it lacks there."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Pairs:
         return [(name, *pair) for name in names or self._setups for pair in PAIRS if self._meets(name, *pair)]
 
     def check(self, name: str, saved: int, now: int) -> None:
-        """Raises Differs with what was wrong in this one case."""
+        """Raises Differs with the differences of this one case."""
         if (saved, now) not in self._resumed:
             self._resumed[saved, now] = self._resume(saved, now)
         if problem := self._resumed[saved, now][name]:

@@ -1,4 +1,4 @@
-"""What `verify`, `inspect` and `convert` promise of a checkpoint of another library, for the tests of its reader."""
+"""The promises of `verify`, `inspect` and `convert` about a checkpoint of another library, for the tests of its reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's own FSDP engine on CPU, with a small Llama, and what it lacks there."""
+"""verl's own FSDP engine on CPU, with a small Llama, and stand-ins for the parts that it lacks there."""
 
 from __future__ import annotations
 
