@@ -437,7 +437,7 @@ PRIVATE_OF_TORCH = {
 
 
 def names_given(tree: ast.AST) -> Iterator[str]:
-    """What a file defines: functions, classes, variables, and attributes of `self`."""
+    """The names that a file defines: functions, classes, variables, and attributes of `self`."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name

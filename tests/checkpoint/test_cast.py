@@ -81,7 +81,7 @@ def saved(folder: str, make: Any, prepare: Callable[[nn.Module], None]) -> Oracl
 
 
 def weights(target: Trained, folder: Path) -> dict[str, torch.Tensor]:
-    """What the target holds, whole, read from a checkpoint of its own."""
+    """The whole values of the target, read from a checkpoint of its own."""
     fsdp_optim.save(folder, target.model, process_group=target.process_group, overwrite=True)
     return dict(sorted(safetensors.torch.load_file(folder / "model.safetensors").items()))
 

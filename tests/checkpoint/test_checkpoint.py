@@ -110,7 +110,7 @@ def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def load_plain(folder: Path, optim: torch.optim.Optimizer) -> None:
-    """What needs nothing of this library: a plain optimizer out of optim.safetensors."""
+    """A use without this library: a plain optimizer out of optim.safetensors."""
     with safe_open(folder / "optim.safetensors", "pt") as file:
         groups = json.loads(file.metadata()["param_groups"])
         state: dict[str, dict[str, Tensor]] = {name: {} for group in groups for name in group["params"]}
@@ -938,7 +938,7 @@ def trainer_state() -> dict[str, Any]:
 
 
 class ChangedOrRefused:
-    """What JSON would give back as something else."""
+    """Values that JSON would give back as other values."""
 
     values: dict[str, Any] = {
         "numbers as keys": {30: 1, 40: 2},

@@ -390,7 +390,7 @@ class EndOfProcessTest(InFolder):
 
 
 def keep_on_ranks(root: Path, kind: str) -> list[list[str]]:
-    """What is there when each save has returned, or its handle was waited for."""
+    """The files that are there when each save has returned, or its handle was waited for."""
     trained, found = Trained("FSDP2", steps=1), []
     for step in (8, 9, 10, 11):
         if kind == "save":

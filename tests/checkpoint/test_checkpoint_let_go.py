@@ -1,4 +1,4 @@
-"""What saves let go of: the path of one that failed in the background, and folders that keep_last removes."""
+"""Saves let go of paths: that of a save that failed in the background, and folders that keep_last removes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Now(Peak):
     """Also what there is before the end of the context."""
 
     def now(self) -> float:
-        """What this process has now, beyond what it had at the beginning of the context, in MiB."""
+        """The memory of this process beyond that at the beginning of the context, in MiB."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return (self._read("VmRSS") - self._before) / 1024

@@ -1,4 +1,4 @@
-"""What a save finds in its folder is removed only when it is known to be needed no more, and its own bytes are on the disk."""
+"""A save removes files from its folder only if nobody needs them any more, and its own bytes are on the disk."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def failing_flush(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def noted() -> Iterator[list[tuple[str, str]]]:
-    """What is flushed, renamed, opened to be written, and removed, in order."""
+    """The files that are flushed, renamed, opened to be written, and removed, in order."""
     events: list[tuple[str, str]] = []
 
     def noting(owner: Any, name: str) -> Any:
@@ -233,7 +233,7 @@ class FlushTest(CatalogTest):
         check_folder(self.root / "b" / "step-1")
 
     def test_a_name_that_cannot_be_made_durable(self) -> None:
-        """What was there is kept, until a later save has brought the new name to the disk."""
+        """The earlier checkpoint is kept until a later save has brought the new name to the disk."""
         save(self.path, extra={"number": 1}, durable=True)
         with failing_flush(self.root):
             kind, text = error_text(lambda: save(self.path, extra={"number": 2}, overwrite=True, durable=True))

@@ -47,7 +47,7 @@ def in_own_folders(root: Path) -> dict[str, Any]:
 
 
 def extras_of_group(path: Path) -> list[Any]:
-    """What a rank gets without a model: by its place in the group, or in the job."""
+    """The extras that a rank gets without a model: by its place in the group, or in the job."""
     last = dist.new_group([1, 2])
     position = dist.get_rank() - 1
     own: Any = error_text(lambda: fsdp_optim.load(path, process_group=last))

@@ -282,7 +282,7 @@ def closing_fails(name: str, is_here: bool) -> Iterator[None]:
 
 
 def save_and_fail(root: Path, wrapper: str, name: str, rank: int, in_background: bool) -> list[tuple[str, str]]:
-    """What is said of it, and of the next one."""
+    """The error of a save that fails, and that of the next save."""
     with cpu():
         trained = Trained(wrapper, **KWARGS)
 

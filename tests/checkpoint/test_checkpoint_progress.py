@@ -149,7 +149,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What one rank has written, and how far it was in each line of the log that says so, in percent."""
+    """The text that one rank has printed, and the progress in each line of the log that reports progress, in percent."""
 
     text: str
     lines: tuple[float, ...]

@@ -116,7 +116,7 @@ def before_call(nth: int | None, act: Callable[[], None]) -> Iterator[list[int]]
 def load_while_replaced(
     root: Path, options: dict[str, Any], most_open: int, step: int, meeting: Meeting | None
 ) -> dict[str, int]:
-    """What came of a load when the path was replaced before every `step`th of its calls, on each rank in turn."""
+    """The result of a load when the path was replaced before every `step`th of its calls, on each rank in turn."""
     place, found = Place(root), Counter[str]()
     alone = meeting is None
     size, me = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())

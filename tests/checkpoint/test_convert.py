@@ -30,7 +30,7 @@ def saved(root: Path, *, with_optim: bool = True) -> None:
 
 
 def loaded(root: Path) -> None:
-    """What was converted is what was saved, in another wrapper and world size, and bit for bit."""
+    """A conversion keeps a checkpoint bit for bit, for another wrapper and world size."""
     for wrapper in WRAPPERS:
         with cpu():
             one, wanted = Trained("FSDP2", adam, 0, Buffered), Trained("FSDP2", adam, model=Buffered)

@@ -91,7 +91,7 @@ class ConvertForeignTest(unittest.TestCase):
 
     @parameterized.expand([("",), ("module.",), ("_orig_mod.",)])
     def test_a_torch_file_by_name(self, prefix: str) -> None:
-        """What wrappers put before and into names is not in the result."""
+        """The prefixes and parts that wrappers add to names are not in the result."""
         full = by_name(self.optim, {key: f"{prefix}{name}" for key, name in names_of(self.model, self.optim).items()})
         weights = {f"{prefix}{name}": value for name, value in self.model.state_dict().items()}
         torch.save({"model": weights, "optimizer": full, "epoch": 3}, self.root / "full.pt")

@@ -58,7 +58,7 @@ def convert_alone(source: Path, target: Path) -> int | None:
 
 
 def fail_on_all(root: Path) -> dict[str, tuple[str, str]]:
-    """What ranks raise if they see different sources, or have other options, or one of them reads damage."""
+    """The errors of ranks if they see different sources, or have other options, or one of them reads damage."""
     mine = root / f"source-{dist.get_rank()}"
     memory = MEMORY * (1 + dist.get_rank())
     return {

@@ -37,7 +37,7 @@ def model_of(seed: int = 0) -> tuple[nn.Module, Any]:
 
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
-    """What stock torch loads of `model_of`."""
+    """The values that stock torch loads of `model_of`."""
     found = {name: torch.zeros_like(one) for name, one in model_of()[0].state_dict().items()}
     dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
     return found

@@ -101,7 +101,7 @@ def train_alike(root: Path, wrapper: str, last: int) -> dict[int, float]:
 
 
 def resume_as_new_rank(root: Path) -> list[str]:
-    """What a rank that the checkpoint does not have is told, and what it has."""
+    """The warning to a rank that the checkpoint does not have, and the values of that rank."""
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What state_dict() has besides parameters and buffers is saved and restored: extra state, and what modules themselves add."""
+"""The entries of state_dict() besides parameters and buffers are saved and restored: extra state, and modules' own entries."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def save_in_all(folder: str) -> None:
 
 
 def load_in_all(folder: str) -> None:
-    """What was saved from one wrapper goes into the next one."""
+    """The values saved from one wrapper go into the next one."""
     with cpu():
         names = list(WRAPPERS)
         for number, wrapper in enumerate(WRAPPERS):
@@ -240,7 +240,7 @@ class Object:
 
 
 class Dumb(nn.Linear):
-    """What it tells it cannot take back."""
+    """A module that gives extra state, and cannot load extra state."""
 
     def get_extra_state(self) -> Any:
         return 5

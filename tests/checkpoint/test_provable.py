@@ -1,4 +1,4 @@
-"""What is saved can be loaded, or is refused at save by name, and the older checkpoint is as it was."""
+"""A saved value can be loaded, or is refused at save by name, and the older checkpoint is as it was."""
 
 from __future__ import annotations
 

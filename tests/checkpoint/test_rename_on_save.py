@@ -195,7 +195,7 @@ class OneProcessTest(unittest.TestCase):
 
 
 def disagree(folder: str) -> list[tuple[str, str]]:
-    """What each rank hears where one of them gives other names, or none, or has an error."""
+    """The error on each rank where one of them gives other names, or none, or has an error."""
     torch.manual_seed(0)
     model, optim = nn.Linear(3, 2), None
     heard = []

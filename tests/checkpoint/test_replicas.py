@@ -1,4 +1,4 @@
-"""What counts as a replica: everything that can be compared is, whatever its class; and what to do with those that differ."""
+"""Replicas: everything that can be compared is compared, whatever its class; and the ways to treat replicas that differ."""
 
 from __future__ import annotations
 

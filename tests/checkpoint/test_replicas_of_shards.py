@@ -90,7 +90,7 @@ def ways(path: Path, target: Trained) -> list[Callable[..., Any]]:
 
 
 def of_lowest(tensor: torch.Tensor, others: tuple[int, ...]) -> torch.Tensor:
-    """What the lowest of the ranks has that hold the same, of which this is one of `others`."""
+    """The values of the lowest of the ranks that hold the same as this rank, one of `others`."""
     had: list[Any] = [None] * RANKS
     dist.all_gather_object(had, tensor)
     return had[min(others)]
@@ -244,7 +244,7 @@ def save_with_padding(folder: str) -> None:
 
 
 def watch(folder: str) -> dict[str, Any]:
-    """What this rank tells of shards, whose it reads, and how often all reports travel."""
+    """The digests of shards that this rank sends, those that it reads, and how often all reports travel."""
     found: dict[str, Any] = {"told": [], "read": [], "exchanged": 0}
     real_tell, real_exchange = replicas.tell, replicas.exchange_reports
 

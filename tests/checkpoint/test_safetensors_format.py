@@ -1,4 +1,4 @@
-"""What `save` writes is safetensors to the letter: read back by a reader of this file, and by the safetensors package.
+"""The files of `save` are safetensors to the letter: read back by a reader of this file, and by the safetensors package.
 
 The reader is that of tests/kit/checkpoint_format.py, which knows the format only from its description.
 `PYTHONPATH=tests python tests/checkpoint/test_safetensors_format.py` makes the golden checkpoint.
@@ -154,7 +154,7 @@ class FormatTest(unittest.TestCase):
             check_same(name, list(read_safetensors(folder / name).tensors.values()), [torch.arange(3)])
 
     def test_the_reader_of_this_file_is_not_blind(self) -> None:
-        """What the tests above rely on refuses what is wrong."""
+        """The reader of the tests above refuses wrong files."""
         folder = self.saved(2, "FSDP2", "Buffered")
         path = folder / "optim.safetensors"
         whole = path.read_bytes()
@@ -277,7 +277,7 @@ class GoldenTest(unittest.TestCase):
 
 
 class MakeGoldenTest(unittest.TestCase):
-    """What makes the golden checkpoint makes one that the tests of it accept."""
+    """The program that makes the golden checkpoint makes one that the tests accept."""
 
     def test_made_and_loaded(self) -> None:
         with _temporary() as root:

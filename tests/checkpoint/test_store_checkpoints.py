@@ -159,7 +159,7 @@ class InOneProcessTest(unittest.TestCase):
         self.check_loads(store)
 
     def test_overwriting(self) -> None:
-        """What was there is refused, replaced when asked, and its objects go."""
+        """An earlier checkpoint is refused, replaced when asked, and its objects go."""
         store = self.store()
         save_to(store, Trained("plain", steps=1))
         kind, text = error_text(lambda: save_to(store, self.trained))
@@ -175,7 +175,7 @@ class InOneProcessTest(unittest.TestCase):
             self.assertEqual(len(self.keys()), len(names) + 1, "the manifest is in the folder too")
 
     def test_strangers_stay(self) -> None:
-        """What somebody has put beside the files is kept when they are replaced, and when they are removed."""
+        """Objects that somebody has put beside the files are kept when the files are replaced, and when they are removed."""
         store = self.store()
         save_to(store, self.trained)
         self.bucket.put("run/step-1/config.json", b"{}")
@@ -229,7 +229,7 @@ class InOneProcessTest(unittest.TestCase):
 
     @parameterized.expand([(part,) for part in PARTS])
     def test_in_the_background(self, by_many: bool) -> None:
-        """What the training does meanwhile is not saved; when it is over, no note is left."""
+        """Later steps of the training are not saved; when the save is over, no note is left."""
         store, kept = self.store(by_many=by_many), Trained("plain")
         handle = save_in_background(store, kept, extra={"a": 1})
         scramble(kept)
@@ -294,7 +294,7 @@ def bucket_at(address: Any, key: bytes) -> Any:
 
 
 def save_on_ranks(address: Any, key: bytes, by_many: bool) -> list[Any]:
-    """What each rank holds of each wrapper's model, and what it saved of it."""
+    """The part of each wrapper's model that each rank holds, and the part that it saved."""
     bucket = bucket_at(address, key)
     found = []
     with cpu():

@@ -211,7 +211,7 @@ class PartsTest(unittest.TestCase):
 
 
 def overflow(folder: str) -> list[tuple[str, str]]:
-    """What each rank hears where one of them has a number that is too large."""
+    """The error on each rank where one of them has a number that is too large."""
     heard = []
     for odd in range(dist.get_world_size()):
         one = Trained("FSDP2", adam)

@@ -355,7 +355,7 @@ class OneProcessTest(unittest.TestCase):
 
 
 def disagree(folder: str) -> list[str]:
-    """What each rank hears where only one of them has frozen a parameter, and where they ask for other weights."""
+    """The error on each rank where only one of them has frozen a parameter, and where they ask for other weights."""
     texts = []
     for odd in range(dist.get_world_size()):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

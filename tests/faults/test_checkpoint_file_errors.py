@@ -1,4 +1,4 @@
-"""What the file system or an optimizer raises while a checkpoint is saved or loaded is one of the library's errors."""
+"""An error of the file system or of an optimizer in a save or load is raised as one of the library's errors."""
 
 from __future__ import annotations
 

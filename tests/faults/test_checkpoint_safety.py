@@ -109,7 +109,7 @@ def contents(one: Trained) -> dict[str, Any]:
 
 
 def everything(one: Trained) -> dict[str, Any]:
-    """What a refused call must not change: identities too."""
+    """The values that a refused call must not change, with their identities."""
     buffers = dict(one.model.named_buffers())
     return snapshot(one) | {
         "buffers": {name: buffer.clone() for name, buffer in buffers.items()},
@@ -169,7 +169,7 @@ def _root() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def good_contents(model: str, rank: int, world_size: int) -> dict[str, Any]:
-    """What a good checkpoint restores on this rank: local tensors, which outlive the world that they were made in."""
+    """The local tensors that a good checkpoint restores on this rank; they outlive the world that they were made in."""
     return contents(trained(3, model=model))
 
 
@@ -327,7 +327,7 @@ class FlippedBitTest(DamageTest):
 
 
 def load_unverified(path: Path, right: Path, name: str) -> list[list[str]]:
-    """What is different from the right checkpoint, of the parameters and state, without checksums and with."""
+    """The differences from the right checkpoint, of the parameters and state, without checksums and with."""
     found = []
     for folder in (path, right):
         target = trained(1)
@@ -578,7 +578,7 @@ class WrongHeaderTest(DamageTest):
 
 
 class OutsideTest(DamageTest):
-    """What is read lies in the folder, whatever the folder's files say."""
+    """Only files in the folder are read, whatever the folder's files say."""
 
     def test_a_symlink(self) -> None:
         cases: dict[bool, Any] = {True: {}, False: {}}

@@ -45,7 +45,7 @@ class Document:
     put: Callable[[Files, Any], None]
 
     def changes(self) -> Iterator[tuple[str, Any]]:
-        """What is replaced by what, and the whole value then. Of values that are made alike, the first."""
+        """A value and its replacement, and the whole value then. Of values that are made alike, the first."""
         for path in places_in(self.value, alike=_made_of):
             for other in OF_EACH_TYPE:
                 whole = [copy.deepcopy(self.value)]

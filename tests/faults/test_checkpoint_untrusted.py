@@ -1,4 +1,4 @@
-"""What is wrong in a checkpoint, an optimizer or a process: an error of the library, in time and memory that sizes justify."""
+"""Faults in a checkpoint, an optimizer or a process: an error of the library, in time and memory that sizes justify."""
 
 from __future__ import annotations
 

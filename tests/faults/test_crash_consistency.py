@@ -21,7 +21,7 @@ MOST = 45  # states of a way that are looked at here; `make soak` looks at more 
 
 
 def wrong_states(recorded: Recorded, folder: Path, most: int) -> list[str]:
-    """What is wrong with some of the states that a power cut may leave."""
+    """The faults of some of the states that a power cut may leave."""
     rng = random.Random(SEED)
     found = list(states(recorded, rng, at_random=1))
     wrong = []

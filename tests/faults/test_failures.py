@@ -234,7 +234,7 @@ def cut_short_full(full: Any) -> bool:
 
 
 class Broken(RuntimeError):
-    """What is thrown into the middle of a call."""
+    """The exception that is thrown into the middle of a call."""
 
 
 class NthCall:
@@ -280,7 +280,7 @@ def nth_call(targets: Sequence[tuple[Any, str]], nth: int, instead: Callable[[],
 
 
 class Trials:
-    """What is tried with a rank that fails, and what is wrong with what came of it. The same on all ranks."""
+    """The calls that are tried with a failing rank, and the faults of their results. The same on all ranks."""
 
     def __init__(self, verb: str) -> None:
         self.verb = verb
@@ -558,7 +558,7 @@ def die(verb: str, rank: int, nth: int) -> None:
 
 
 class TestWrongOnOneRank(unittest.TestCase):
-    """What one rank has is not what the others have: an error with both, on all ranks, and then all is well again."""
+    """One rank has another value than the others: an error with both, on all ranks, and the next call succeeds."""
 
     @parameterized.expand([("gather",), ("iter",), ("scatter",)])
     def test_each_rank_in_turn(self, verb: str) -> None:

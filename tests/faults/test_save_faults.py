@@ -1,4 +1,4 @@
-"""What the torture of faults has found: calls of the file system that fail in a save, each in its place."""
+"""Cases that the torture of faults has found: calls of the file system that fail in a save, each in its place."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def two_threads() -> list[list[tuple[str, str]]]:
 
 
 def step_between(when: str) -> list[Errors]:
-    """What is raised when the state changes after the second item, on all ranks or on one of them."""
+    """The errors when the state changes after the second item, on all ranks or on one of them."""
     found = []
     for bucket_nbytes in (64, 1 << 20):
         for ranks in ((0, 1), (0,), (1,)):

@@ -19,7 +19,7 @@ WORDS = "did not arrive within"
 
 
 class Lines(logging.Handler):
-    """What the library warns of."""
+    """The warnings of the library."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -30,7 +30,7 @@ class Lines(logging.Handler):
 
 
 def comes_late(late: int, gives_up: bool) -> tuple[list[str], tuple[str, str]]:
-    """What is logged on this rank while one rank does not come, and what is raised."""
+    """The log lines on this rank while one rank does not come, and the error."""
     trained = Trained("FSDP2", adam, 1)
     wanted = trained.gather(None)
     handler = Lines()

@@ -56,7 +56,7 @@ def by_the_trainers_own(kind: str, folder: str, resume: str) -> dict[str, Any]:
 
 
 def written_for_accelerate(kind: str, folder: str) -> None:
-    """What this library writes as torch.distributed.checkpoint, read by Accelerate's own functions: all, and adapters alone."""
+    """Files of this library in the form of torch.distributed.checkpoint, read by Accelerate's functions, also adapters alone."""
     from accelerate.utils import load_fsdp_model, load_fsdp_optimizer
 
     quiet: Any = {"format": "dcp", "durable": False, "progress": False}

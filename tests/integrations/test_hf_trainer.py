@@ -191,7 +191,7 @@ def go_on_from_old(kind: str, folder: str, options: Mapping[str, Any]) -> dict[s
 
 
 def end_of(kind: str, folder: str, settings: Any, **options: Any) -> dict[str, Any]:
-    """What a run leaves: the checkpoints after each save and at the end, the best, and the weights."""
+    """The results of a run: the checkpoints after each save and at the end, the best, and the weights."""
     seen: list[list[str]] = []
 
     class Watch(transformers().TrainerCallback):

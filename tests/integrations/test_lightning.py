@@ -230,7 +230,7 @@ class TestSaves(unittest.TestCase):
         self.root = folder.name
 
     def test_model_checkpoint_removes_through_the_strategy(self) -> None:
-        """What is removed stays until the checkpoint that replaces it is complete; two and the link are left."""
+        """A removed checkpoint stays until the checkpoint that replaces it is complete; two and the link are left."""
         removed = run_on_ranks(keeps_and_removes, 2, self.root)
         self.assertEqual(removed[1], [])  # rank 0 removes
         self.assertEqual([name for name, _ in removed[0]], [f"step={step}.ckpt" for step in range(1, 7)])

@@ -104,7 +104,7 @@ def load_all(folder: str) -> None:
 
 
 def refuse(folder: str) -> list[tuple[str, str]]:
-    """What ranks hear about a wrapper that hides the names."""
+    """The error on ranks with a wrapper that hides the names."""
     flat = TorchFSDP(lora().requires_grad_(True), device_id=torch.device("cpu"), use_orig_params=False)
     return [error_text(partial(fsdp_peft.save, folder, flat))]
 

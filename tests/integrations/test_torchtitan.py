@@ -53,7 +53,7 @@ def stop_and_resume(folder: Path, **options: Any) -> None:
 
 
 def saved_alike(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a run that never stopped has after 4 steps, which were saved, and after 6."""
+    """The values of a run that never stopped after 4 steps, which were saved, and after 6."""
     at_4 = trained(folder / "run", 4, alike=True, async_mode="async")
     return at_4, trained(folder / "whole", 6, alike=True, enable=False)
 
@@ -259,7 +259,7 @@ def hugging_face(folder: Path, fuse_qkv: bool) -> dict[str, Any]:
 
 
 def opened_by_transformers(place: str) -> tuple[dict[str, Any], torch.Tensor]:
-    """What transformers says of the weights, and what its model makes of some tokens."""
+    """The report of transformers about the weights, and the output of its model for some tokens."""
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)

@@ -186,7 +186,7 @@ def in_background(folder: Path) -> None:
 
 
 def opened_by_transformers(place: str) -> dict[str, Any]:
-    """What transformers says of the weights: what is missing, what is not known."""
+    """The report of transformers about the weights: the missing and the unknown ones."""
     from transformers import AutoModelForCausalLM
 
     _, info = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)

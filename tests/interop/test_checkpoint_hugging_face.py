@@ -1,4 +1,4 @@
-"""What `save` writes opens in Hugging Face's `from_pretrained`, whatever the model was wrapped in: to the bit, and tied.
+"""A folder of `save` opens in Hugging Face's `from_pretrained`, whatever the model was wrapped in: to the bit, and tied.
 
 transformers is imported by the ranks, which are told to stay away from the network.
 """
@@ -69,7 +69,7 @@ LATER = [case for case in CASES if case not in SOON]
 
 
 def in_all(function: Callable[..., None], cases: list[tuple[str, str, str]], root: Path) -> dict[tuple[str, ...], str]:
-    """What went wrong with each case, or ""."""
+    """The error of each case, or ""."""
     found: dict[tuple[str, ...], str] = {}
     for case in cases:
         found[case] = ""
@@ -142,7 +142,7 @@ def resume_beside_config(root: Path, name: str, wrapper: str) -> None:
 
 
 def load_foreign(root: Path, how: str) -> list[tuple[str, str]]:
-    """What a load with an optimizer, and saves, say about a folder that `save_pretrained` has made."""
+    """The errors of a load with an optimizer, and of saves, for a folder that `save_pretrained` has made."""
     path = root / "theirs"
     if dist.get_rank() == 0:
         their_options = {"max_shard_size": SMALL} if how == "split" else {}

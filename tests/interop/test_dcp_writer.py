@@ -74,7 +74,7 @@ def saved() -> tempfile.TemporaryDirectory[str]:
 
 
 def resume(root: Path, name: str, wrapper: str, flattened: bool, is_titan: bool = False) -> None:
-    """What a job of stock torch does: dcp.load into its own state dicts, and set_state_dict; then it trains on."""
+    """The steps of a job of stock torch: dcp.load into its own state dicts, and set_state_dict; then it trains on."""
     one = Trained(wrapper, adamw_tensor_lr if name == "tensor-lr" else adam, 0)
     options = FLATTENED if flattened else None
     model, optim = get_state_dict(one.model, one.optim, options=options)

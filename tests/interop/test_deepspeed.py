@@ -535,7 +535,7 @@ class TestLayouts(unittest.TestCase):
                 opened(Path(folder)).close()
 
     def test_values_of_modules(self) -> None:
-        """What `get_extra_state` returned, an object or a tensor, goes back into the module."""
+        """The result of `get_extra_state`, an object or a tensor, goes back into the module."""
         with tempfile.TemporaryDirectory() as folder:
             write_zero(Path(folder), 2, 2, [{"inner.weight": torch.ones(3, 2)}], {})
             path = Path(folder) / "mp_rank_00_model_states.pt"

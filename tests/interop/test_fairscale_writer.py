@@ -108,7 +108,7 @@ class FairscaleWriterTest(SharedFolder):
         check_same("weights", {name: whole[name] for name in weights}, weights)
 
     def test_the_way_back(self) -> None:
-        """What this library's reader says of the files is what was converted."""
+        """This library's reader finds the converted content in the files."""
         folder = self.convert("ours two groups", "there")
         self.assertEqual(fsdp_optim.verify(folder).format, "fairscale shards")
         back = self.root / "back"

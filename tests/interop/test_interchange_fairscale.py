@@ -67,7 +67,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def gather_by_fairscale(model: Any, optim: torch.optim.Optimizer, features: int) -> Any:
-    """What fairscale's own method gives on GPUs, on all ranks.
+    """The result of fairscale's own method on GPUs, on all ranks.
 
     Tensor.cpu() copies there; on CPU tensors it does not, and all of fairscale's values would be one reused buffer. NCCL
     takes a 0-dim tensor for one of shape (1,), gloo does not. The method turns the live optimizer's steps into floats,
@@ -222,7 +222,7 @@ def with_experts(expert: int, steps: int) -> Any:
 
 @fairscale_on_cpu()
 def read_fairscales_experts() -> None:
-    """What fairscale itself gathers of units with no_broadcast_optim_state: rank 0's, which all ranks get."""
+    """The state that fairscale itself gathers of units with no_broadcast_optim_state: rank 0's, which all ranks get."""
     rank = dist.get_rank()
 
     full = gather_by_fairscale(*with_experts(rank, STEPS), features=3)

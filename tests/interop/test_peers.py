@@ -213,7 +213,7 @@ def one_unit(model: Any) -> Any:
 
 @functools.cache
 def given_by_fairscale() -> Any:
-    """What fairscale's own method gathers on two ranks."""
+    """The state that fairscale's own method gathers on two ranks."""
     return run_on_ranks(of_fairscale, 2)[0]
 
 

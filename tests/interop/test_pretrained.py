@@ -142,7 +142,7 @@ def load_tied(root: Path, wrapper: str) -> None:
 
 
 def refuse_all(root: Path) -> None:
-    """What is no whole checkpoint is refused on all ranks alike, and the model stays as it is."""
+    """An incomplete checkpoint is refused on all ranks alike, and the model stays as it is."""
     model = WRAPPERS["FSDP2"](of_zeros("bert"))  # one for all, because nothing may change it
     for name, kind, words in REFUSED:
         refused_on_ranks(name, partial(fsdp_optim.load, root / name, model), kind, *words)

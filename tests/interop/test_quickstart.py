@@ -25,7 +25,7 @@ SAVE_AS = re.compile(r"Save (?:it|this) as `([\w.]+)`")
 
 
 def steps() -> list[tuple[str, str]]:
-    """What a reader of the page does: ("train.py", its text), ("sh", a command), ("text", its output), ..."""
+    """The steps of a reader of the page: ("train.py", its text), ("sh", a command), ("text", its output), ..."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     found, at = [], 0
     for fence in FENCE.finditer(page):

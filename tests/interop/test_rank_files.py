@@ -141,7 +141,7 @@ def write(root: str, names: Sequence[str]) -> None:
 
 
 def remembering(model: nn.Module, seen: int | None = None) -> list[int]:
-    """What the layers with extra state have; `seen`: it is set first."""
+    """The extra state of the layers; `seen`: it is set first."""
     layers = [module for module in model.modules() if isinstance(module, Remembering)]
     for layer in layers if seen is not None else ():
         layer.seen = int(seen or 0)

@@ -162,7 +162,7 @@ def write_fairscale(put: Callable[..., None]) -> None:
 
 
 def write_units(root: Path) -> None:
-    """What fairscale itself gathers of a model with several units, whose ids count unit after unit."""
+    """The state that fairscale itself gathers of a model with several units, whose ids count unit after unit."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs
 
     with cpu():

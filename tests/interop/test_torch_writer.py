@@ -53,7 +53,7 @@ def resumed_by_fairscale(path: Path) -> None:
 
 
 def load(path: Path) -> Any:
-    """What stock torch reads, without unpickling objects; mapped, and plain."""
+    """The values that stock torch reads, without unpickling objects; mapped, and plain."""
     found = torch.load(path, weights_only=True)
     check_same("mapped", torch.load(path, weights_only=True, mmap=True), found)
     return found

@@ -1,4 +1,4 @@
-"""What people do with sharded training, from beginning to end: train, save in the usual way, resume elsewhere, and train on.
+"""The ways of users of sharded training, from beginning to end: train, save in the usual way, resume elsewhere, and train on.
 
 The oracle is the run that never stopped, in one process without a wrapper.
 """
@@ -105,7 +105,7 @@ def stepped(model: Any) -> torch.optim.Optimizer:
 
 
 def stream_groups(root: Path) -> None:
-    """What was left open when fairscale got its gather: several groups, units that are not flattened, one parameter at a time."""
+    """Cases without support in fairscale's own gather: several groups, units that are not flattened, one parameter at a time."""
     with cpu():
         model = WRAPPERS["fairscale non-flat"](LanguageModel())
         optim = two_groups(model)

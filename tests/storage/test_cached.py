@@ -152,7 +152,7 @@ class TestRanges(InFolder):
         self.assertEqual(set(old) & set(self.blocks()), set())
 
     def test_another_checkpoint_that_comes_while_one_is_opened(self) -> None:
-        """What the handle of the older one reads is not kept as the newer one's."""
+        """Bytes that the handle of the older checkpoint reads are not kept as the newer one's."""
         other, real = random.Random(3).randbytes(len(self.data)), ObjectStore.open
 
         def overtaken(store: ObjectStore) -> Any:

@@ -44,7 +44,7 @@ fsdp_optim.convert({source!r}, {target!r}, memory={memory}, max_file_size=1 << 1
 
 
 class Stopped(BaseException):
-    """What a user's interrupt is."""
+    """The exception of a user's interrupt."""
 
 
 class FsspecTest(SharedFolder):

@@ -72,7 +72,7 @@ class CountingBucket(MemoryBucket):
 
 
 class Stopped(BaseException):
-    """What a user's interrupt is."""
+    """The exception of a user's interrupt."""
 
 
 def converted(source: Path, bucket: MemoryBucket, *, dead_after: float = DEAD_AFTER, **options: Any) -> int:
@@ -109,7 +109,7 @@ class InMemoryTest(SharedFolder):
         cls.calls = counted.calls
 
     def killed(self, nth: int) -> Memory:
-        """What a bucket has after a process that was killed before its nth request."""
+        """The objects of a bucket after a process that was killed before its nth request."""
         memory = Memory()
         with self.assertRaises(OSError):  # Killed, or the CheckpointError that it caused
             converted(self.source, InterruptedBucket(memory, nth, kills=True), dead_after=300)
@@ -179,7 +179,7 @@ class InMemoryTest(SharedFolder):
             check_same("left", left_over(bucket, "run/", OURS.judge), [])
 
     def test_a_note_that_is_gone_or_an_object_of_somebody_else(self) -> None:
-        """What is not noted is put again; a small file that was written again by somebody is not taken for ours."""
+        """Parts without a note are put again; a small file that was written again by somebody is not taken for ours."""
         memory = self.killed(self.place_of("end_upload"))
         notes = [key for key, *_ in memory.listed("run/to/.saving-") if "/parts-" in key]
         memory.delete(notes[:1])

@@ -145,7 +145,7 @@ def load_with_cache(url: str, options: Options, folder: str) -> int:
 
 
 def upload_to_nowhere(folder: str, root: str, options: Options) -> tuple[tuple[str, str], tuple[str, str]]:
-    """What every rank is told where the bucket does not exist, and where a share cannot be sent."""
+    """The error on every rank where the bucket does not exist, and where a share cannot be sent."""
     with cpu():
         one = Trained("FSDP2", adam, steps=1)
         asked: Options = {"storage_options": options, "progress": False, "durable": False}

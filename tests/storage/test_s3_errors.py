@@ -1,4 +1,4 @@
-"""What a user reads when S3 refuses: one line that says what to do, without secrets."""
+"""The error that a user reads when S3 refuses: one line with the way out, without secrets."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TestErrors(unittest.TestCase):
             self.check(lambda: S3Bucket("some-bucket", {"part_nbytes": wrong}), "part_nbytes", repr(wrong))  # noqa: B023
 
     def test_configuration_as_plain_values(self) -> None:
-        """What ranks in other processes can be given."""
+        """A bucket can be handed to ranks in other processes."""
         config: dict[str, Any] = {"s3": {"payload_signing_enabled": False}, "read_timeout": 7}
         bucket = S3Bucket(new_bucket(OPTIONS), {**OPTIONS, "config": config})
         bucket.put("run/a", b"x")

@@ -1,4 +1,4 @@
-"""What goes wrong between a client and an S3 store: the data is right in the end, or one error comes within the stated time."""
+"""Faults between a client and an S3 store: the data is right in the end, or one error comes within the stated time."""
 
 from __future__ import annotations
 

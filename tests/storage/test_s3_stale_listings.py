@@ -41,7 +41,7 @@ def check_at(url: str, options: Options, numbers: range) -> int:
 
 
 def look(url: str, stale: Options, direct: Options, newest: int) -> str | None:
-    """What `latest` gives where listings are stale, which is whole; on all ranks. Where they are not, it is `url`."""
+    """The result of `latest` where listings are stale, which is whole; on all ranks. Where they are not, it is `url`."""
     root = url.rpartition("/")[0]
     check_same("latest", fsdp_optim.latest(root, storage_options=direct), url)
     found = [fsdp_optim.latest(root, storage_options=stale) if dist.get_rank() == 0 else None]
@@ -52,7 +52,7 @@ def look(url: str, stale: Options, direct: Options, newest: int) -> str | None:
 
 
 def save_and_look(root: str, stale: Options, direct: Options) -> list[str | None]:
-    """What `latest` gives after each save."""
+    """The result of `latest` after each save."""
     given: list[str | None] = []
     with cpu():
         one = Trained("FSDP2", adam, 1)

@@ -1,4 +1,4 @@
-"""What a Store promises, kept by an ObjectStore on servers that speak S3."""
+"""The promises of a Store, kept by an ObjectStore on servers that speak S3."""
 
 from __future__ import annotations
 

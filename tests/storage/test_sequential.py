@@ -141,7 +141,7 @@ class TestSequential(unittest.TestCase):
 
 
 class TestTheFolder(unittest.TestCase):
-    """What the folder of these tests refuses."""
+    """The calls that the folder of these tests refuses."""
 
     def test_refusals(self) -> None:
         with tempfile.TemporaryDirectory() as name, sequential(Path(name)):

@@ -559,7 +559,7 @@ class TestRankPool(unittest.TestCase):
         self.assertIn("A script that starts ranks needs `if __name__", result.stderr.splitlines()[-1])
 
     def test_workers_have_the_callers_variables_of_their_start(self) -> None:
-        """What they are forked from has started earlier, with others."""
+        """The server that forks the workers has started earlier, with other variables."""
         run_on_ranks(os.getpid, 1)
         with mock.patch.dict(os.environ, {"FSDP_OPTIM_TEST": "new"}), RankPool() as pool:
             self.assertEqual(pool.run(os.getenv, 2, "FSDP_OPTIM_TEST"), ["new"] * 2)

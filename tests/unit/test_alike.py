@@ -1,4 +1,4 @@
-"""What equal layers share is found out once, and nothing that differs is taken for the same."""
+"""The facts that equal layers share are found out once, and nothing that differs is taken for the same."""
 
 from __future__ import annotations
 

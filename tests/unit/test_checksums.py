@@ -15,7 +15,7 @@ from fsdp_optim.formats.checksums import MAGIC, join_tables, rows_from, rows_of
 
 
 class TableTest(unittest.TestCase):
-    """What the ranks wrote is put together to one table, whatever they wrote in which order."""
+    """The segments of all ranks are put together to one table, whatever they wrote in which order."""
 
     def parts(self, borders: list[int], num: int) -> list[Any]:
         rng = random.Random(0)

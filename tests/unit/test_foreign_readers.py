@@ -139,7 +139,7 @@ class Zero3Test(ZeroTest):
 
 
 class UniversalTest(ZeroTest):
-    """What DeepSpeed's converter to universal checkpoints makes of files of two ranks."""
+    """The result of DeepSpeed's converter to universal checkpoints for files of two ranks."""
 
     num_flips, num_cuts = 12, 2
 

@@ -1,4 +1,4 @@
-"""What a tree of modules computes once is found by the identity of its arguments, which live as long as the tree."""
+"""A value that a tree of modules computes once is found by the identity of its arguments, which live as long as the tree."""
 
 from __future__ import annotations
 

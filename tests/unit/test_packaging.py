@@ -152,7 +152,7 @@ class ReleaseTest(unittest.TestCase):
 
     @parameterized.expand(["accelerate", "lightning", "peft", "torchtitan", "verl"])
     def test_the_versions_of_trainers_are_pinned_and_stated(self, plugin: str) -> None:
-        """What a plug-in says that it was tested with is what the tests install, and what its page says; it has an extra."""
+        """The tests install the version that a plug-in and its page name as tested; each plug-in has an extra."""
         source = (ROOT / "fsdp_optim" / "integrations" / f"{plugin}.py").read_text()
         written = re.search(r"^TESTED = (.+)$", source, re.MULTILINE)
         self.assertIsNotNone(written)

@@ -1,4 +1,4 @@
-"""What `import fsdp_optim` shows: the public names, to people, to tab completion, and to type checkers."""
+"""`import fsdp_optim` shows the public names, to people, to tab completion, and to type checkers."""
 
 from __future__ import annotations
 

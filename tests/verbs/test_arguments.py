@@ -130,7 +130,7 @@ class Calls:
 
 
 def on_one_rank(table: dict[str, dict[str, list[Any]]], folder: str) -> dict[str, Errors]:
-    """What each wrong value on rank 0 or rank 1 leads to on this rank, by what was tried."""
+    """The result of each wrong value on rank 0 or rank 1 on this rank, by case."""
     calls, found = Calls(folder), {}
     for verb, arguments in table.items():
         for index, (name, values) in enumerate(arguments.items()):
@@ -144,7 +144,7 @@ def on_one_rank(table: dict[str, dict[str, list[Any]]], folder: str) -> dict[str
 
 
 def with_others(table: dict[str, dict[str, tuple[Any, Any]]], folder: str) -> dict[str, Errors]:
-    """What comes of two values on two ranks."""
+    """The results of two values on two ranks."""
     calls, found = Calls(folder), {}
     for verb, arguments in table.items():
         for name, values in arguments.items():

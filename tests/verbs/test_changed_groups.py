@@ -44,7 +44,7 @@ def by_name(full: Any) -> dict[str, Any]:
 
 
 def regrouped(wrapper: str, folder: str) -> dict[str, tuple[str, str]]:
-    """What each verb says of one group for two; that groups="live" loads all of it is checked here."""
+    """The error of each verb about one group for two; that groups="live" loads all of it is checked here."""
     with cpu():
         source = Trained(wrapper, OfModel(one_group))
         group = source.process_group

@@ -103,7 +103,7 @@ class VerbsOnTheDeviceTest(unittest.TestCase):
 
 
 class CopiesTest(unittest.TestCase):
-    """What brings values of the optimizer to the host: an opaque value, a digest, a comparison."""
+    """The ways of values of the optimizer to the host: an opaque value, a digest, a comparison."""
 
     def test_a_copy_of_a_value(self) -> None:
         with Device() as device:

@@ -1,4 +1,4 @@
-"""What was found by trying the promises about optimizer state as a user meets them."""
+"""Cases that were found by trying the promises about optimizer state as a user meets them."""
 
 from __future__ import annotations
 

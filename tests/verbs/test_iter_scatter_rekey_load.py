@@ -442,7 +442,7 @@ def replicas_that_differ() -> list[tuple[str, str, float]]:
 
 @fairscale_on_cpu()
 def between_wrappers() -> None:
-    """What fairscale FSDP gathered goes into DDP, and the other way round; also with a part of the ranks in DDP."""
+    """The state that fairscale FSDP gathered goes into DDP, and the other way round; also with a part of the ranks in DDP."""
     sharded, sharded_optim, _ = nested_net()
     ddp, ddp_optim, _ = replicated("ddp", STEPS)
     a = fsdp_optim.gather_full_optim_state_dict(sharded, sharded_optim, None)

@@ -1,4 +1,4 @@
-"""What a state value is: judged from evidence, recorded in full dicts, and believed by every reader."""
+"""The kind of a state value: judged from evidence, recorded in full dicts, and believed by every reader."""
 
 from __future__ import annotations
 

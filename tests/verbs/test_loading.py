@@ -106,7 +106,7 @@ class DtypeTest(unittest.TestCase):
         run_on_ranks(half_precision, 2, wrapper)
 
     def test_torchs_own_loading_would_have_cast(self) -> None:
-        """What the test above is about: without our loading, it would fail."""
+        """The reason for the test above: without our loading, it would fail."""
         oracle = Oracle(MasterAdam, STEPS, Small, halves)
         oracle.optim.load_state_dict(copy.deepcopy(oracle.optim.state_dict()))
         self.assertEqual({v["exp_avg"].dtype for v in oracle.optim.state.values()}, {torch.bfloat16})
@@ -192,7 +192,7 @@ class Longer(Net):
 
 
 def partly(wrapper: str, case: str) -> dict[str, list[tuple[str, str]]]:
-    """What strict loading says, by verb; everything else is checked here."""
+    """The errors of strict loading, by verb; everything else is checked here."""
     with cpu():
         if case == "missing":  # the model has a unit that the dict has not
             source, target = Trained(wrapper), Trained(wrapper, steps=2, model=Longer)
@@ -283,7 +283,7 @@ class StrictTest(unittest.TestCase):
 
 
 def another_shape(wrapper: str) -> list[tuple[str, str]]:
-    """What does not fit is refused, also with strict=False."""
+    """State that does not fit is refused, also with strict=False."""
     with cpu():
         source, target = Trained(wrapper), Trained(wrapper, adam, 0)
         full = source.gather(None, "name")

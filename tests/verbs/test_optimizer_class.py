@@ -316,7 +316,7 @@ def sgd(params: Any) -> optim.Optimizer:
 
 
 def verbs(wrapper: str, folder: str) -> dict[str, list[tuple[str, str]]]:
-    """What each verb says of AdamW's state for SGD; that strict=False takes it for Adam is checked here."""
+    """The error of each verb about AdamW's state for SGD; that strict=False takes it for Adam is checked here."""
     with cpu():
         source = Trained(wrapper, MAKERS["AdamW"])
         group = source.process_group

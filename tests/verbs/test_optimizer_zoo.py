@@ -30,7 +30,7 @@ pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 
 class Zoo(nn.Module):
-    """What an optimizer's values can have the shape of by coincidence: (1,), (1, n), (n, 1, 1, 1)."""
+    """Parameters with shapes that an optimizer's values can have by coincidence: (1,), (1, n), (n, 1, 1, 1)."""
 
     units = ("conv", "first", "")
     tensor_parallel: Mapping[str, Any] = {}
@@ -94,7 +94,7 @@ def made(name: str) -> OfModel:
 
 
 def on_all_ranks(text: str) -> str:
-    """What the first rank says that says anything."""
+    """The report of the first rank that has one."""
     if not dist.is_initialized():
         return text
     told: list[str] = [""] * dist.get_world_size()
@@ -103,7 +103,7 @@ def on_all_ranks(text: str) -> str:
 
 
 def trip(name: str, wrap: str | Callable[[nn.Module], Any], model: Callable[[], nn.Module], folder: str) -> str:
-    """What is wrong after all trips of one optimizer's state; "" for nothing. "cannot step": the wrapper is not for it."""
+    """The differences after all trips of one optimizer's state; "" for none. "cannot step": the wrapper is not for it."""
     failed = ""
     try:
         trained = Trained(wrap, made(name), 3, model)
@@ -192,7 +192,7 @@ def _unlike(wanted: Mapping[Any, Any], got: Mapping[Any, Any]) -> str:
 
 
 def trips(names: Sequence[str], wrap: str, folder: str, scale: Sequence[int] = (1,)) -> dict[str, str]:
-    """What is wrong, by optimizer."""
+    """The differences, by optimizer."""
     torch.set_num_threads(1)
     with cpu():
         return {name: trip(name, wrap, Zoo if scale else zoo_without_dimensions, folder) for name in names}
@@ -223,7 +223,7 @@ OWN_TROUBLE = "shard: refused: SaRA's own load_state_dict() refused the saved st
 
 
 def problems(found: Mapping[str, str]) -> list[str]:
-    """What is wrong and should not be."""
+    """The differences that should not be there."""
     fine = ("cannot step", "no state", OWN_TROUBLE)
     wrong = {
         name: text for name, text in found.items() if text and not text.startswith(fine) and not REFUSED.match(text)

@@ -1,4 +1,4 @@
-"""What get_shard and scatter return is an ordinary dict of the optimizer's own keys; a full dict is none of them."""
+"""The result of get_shard and scatter is an ordinary dict of the optimizer's own keys; a full dict is none of them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def check_own_storages(result: Any, what: str) -> None:
 
 
 def attributes(model: nn.Module, optim: Any) -> dict[str, Any]:
-    """What else a model and an optimizer are made of, besides numbers: flags, lazily made attributes, identities."""
+    """The parts of a model and an optimizer besides numbers: flags, lazily made attributes, identities."""
     state = getattr(optim, "state", {})
     return {
         "modules": {
@@ -283,7 +283,7 @@ def hyperparameters_are_copied() -> None:
 
 @fairscale_on_cpu()
 def later_steps_leave_results_alone() -> None:
-    """What was gathered is of that moment, whatever the training does afterwards; also what iter gave."""
+    """Gathered and iterated values are of that moment, whatever the training does afterwards."""
     model, optim, sharded = nested_net(2)
     full = fsdp_optim.gather_full_optim_state_dict(model, optim, None)
     listed = dict(fsdp_optim.iter_full_optim_state(model, optim, None))
@@ -322,7 +322,7 @@ class TestSideEffects(unittest.TestCase):
 
 
 class TestTheComparisons(unittest.TestCase):
-    """What the tests above rest on."""
+    """The facts that the tests above rest on."""
 
     def test_a_shared_storage_is_seen(self) -> None:
         tensor = torch.zeros(4)

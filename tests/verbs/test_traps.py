@@ -28,7 +28,7 @@ from fsdp_optim.testing import run_on_ranks
 
 
 def inside_summon(path: str) -> dict[str, tuple[str, str]]:
-    """What every function says inside `summon_full_params()`."""
+    """The error of every function inside `summon_full_params()`."""
     torch.cuda.synchronize = lambda *args: None  # type: ignore[assignment]  # fairscale's own, which needs a GPU for it
     found: dict[str, tuple[str, str]] = {}
     with cpu():
@@ -160,7 +160,7 @@ def check_ordinary(what: str, value: Any) -> None:
 
 
 def around_every_call(around: str, path: str) -> None:
-    """What the functions give is as without anything around the call, and the next step can change it."""
+    """The results are as without anything around the call, and the next step can change it."""
     with cpu():
         for wrap, make in WRAPPED:
             trained = Trained(wrap, make, 2)

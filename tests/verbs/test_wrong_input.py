@@ -41,7 +41,7 @@ ADVICE = re.compile(r"\b(build|wrap|give|use|load|gather|rekey|Is |is it|is this
 
 
 def full_dict(model: nn.Module | None = None) -> Full:
-    """What gather gives for a model, made without any rank."""
+    """The result of a gather for a model, made without any rank."""
     plain, optim = plain_net(model=model)
     full = copy.deepcopy(optim.state_dict())
     names = names_in(plain)
@@ -254,7 +254,7 @@ def try_all(verb: str) -> list[tuple[str, Error]]:
 
 @fairscale_on_cpu()
 def own_shard_for_a_full_dict() -> list[list[Error]]:
-    """What an optimizer's own state_dict() says on this rank is no full dict."""
+    """The state_dict() of an optimizer on this rank is no full dict."""
     model, optim, _ = nested_net()
     before, own = snapshot(model, optim), frozen_copy(optim)
     errors = [
@@ -368,7 +368,7 @@ class TestWrongFullDict(unittest.TestCase):
             check_alike(errors, "StateError", *words)
 
     def test_the_good_dict_is_good(self) -> None:
-        """What the cases edit is what gather gives, but for what it says of the wrapping."""
+        """The dict that the cases edit is that of a gather, except for the entries about the wrapping."""
         plain, optim = plain_net()
         full = full_dict()
         check_same("state", full["state"], optim.state_dict()["state"], in_order=False)
