@@ -1,0 +1,73 @@
+"""What a load refuses to leave uninitialised, and what its bitwise check finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_optim
+from fsdp_optim.checkpoint.checking import _CompareEnd
+from fsdp_optim.checkpoint.reading import StoredValue
+from fsdp_optim.checkpoint.stored_state import StoredState
+from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.formats.base import StoredTensor
+from fsdp_optim.layout import Whole
+from fsdp_optim.move import Slice
+
+SAVED = torch.arange(6, dtype=torch.float32)
+
+
+def compare(live: torch.Tensor, start: int, *, is_cast: bool = False) -> int:
+    """Compare the elements from `start` on; the number of bytes that were compared."""
+    stored = StoredTensor("state.layer.exp_avg", "float32", (6,), "optim.safetensors", 100)
+    value = StoredValue.of("layer", "exp_avg", stored, Whole((6,), (0,)), None, is_state=True)
+    end = _CompareEnd(0, {value.key: live}, frozenset({value.key} if is_cast else ()))
+    end.drain([Slice(value, value.placement, SAVED[start:].clone(), start)])
+    return end.nbytes
+
+
+def test_the_element_that_differs_is_named() -> None:
+    """Also in a later window of a value."""
+    assert compare(SAVED, 2) == 16
+    live = SAVED.clone()
+    live[4] = 7
+    with pytest.raises(CheckpointError, match=r"layer: exp_avg on rank 0 differs .* at byte 116 of its data"):
+        compare(live, 2)
+    with pytest.raises(CheckpointError, match=r"cast to bfloat16: the first difference is at element 4"):
+        compare(live.to(torch.bfloat16), 2, is_cast=True)
+
+
+def test_a_dtype_that_was_not_cast_is_refused() -> None:
+    """Equal numbers in another dtype are no bitwise copy."""
+    assert compare(SAVED.to(torch.bfloat16), 0, is_cast=True) == 24
+    with pytest.raises(CheckpointError, match=r"exp_avg is bfloat16 in the live .*, but was saved as float32"):
+        compare(SAVED.to(torch.bfloat16), 0)
+
+
+def test_a_value_without_elements_in_any_file_is_refused(tmp_path: Path) -> None:
+    """Memory would be made for it, and nothing would fill it."""
+    model = nn.Linear(3, 2)
+    optim = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optim.step()
+    fsdp_optim.save(tmp_path / "step", model, optim, durable=False)
+    real = StoredState.of
+
+    def without(*args: Any, **kwargs: Any) -> StoredState:
+        found = real(*args, **kwargs)
+        values = {**found.full.state["weight"], "exp_avg": torch.zeros(2, 3)}
+        return replace(found, full=replace(found.full, state={**found.full.state, "weight": values}))
+
+    before = optim.state[model.weight]["exp_avg"].clone()
+    with (
+        mock.patch.object(StoredState, "of", without),
+        pytest.raises(StateError, match="weight: exp_avg would be cut like the parameter, but no file has it"),
+    ):
+        fsdp_optim.load(tmp_path / "step", model, optim)
+    assert torch.equal(optim.state[model.weight]["exp_avg"], before)
