@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import safetensors.torch
+import torch
 from kit.compare import check_same
 from kit.conversions import MEMORY, UNIT, check_converted, data_of, save_some
 from kit.folders import SharedFolder
@@ -164,6 +166,19 @@ class ConvertResumeTest(SharedFolder):
         if change == "another memory":
             check_converted(self.target, self.wanted)
 
+    def test_a_source_of_another_tool_that_was_written_again(self) -> None:
+        """Its names and shapes are those of before, and nothing in it tells one save from another."""
+        source = self.own_folder()
+        for number in (1, 2):
+            tensors = {name: torch.full((UNIT,), number, dtype=torch.int32) for name in ("a", "b")}
+            safetensors.torch.save_file(tensors, source / "model.safetensors")
+            if number == 1:
+                killed(source, self.target, num=3)
+        self.assertEqual(len(leftovers(self.target)), 1)
+        fsdp_optim.convert(source, self.target, memory=MEMORY, durable=False)
+        found = safetensors.torch.load_file(self.target / "model.safetensors")
+        self.assertEqual({name: one.unique().tolist() for name, one in found.items()}, {"a": [2], "b": [2]})
+
     def test_what_is_not_as_it_was_noted_is_written_again(self) -> None:
         """A byte of the third unit was lost in a power cut, and the head of the other file."""
         for damage in ("data", "head", "journal", "file", "length"):
@@ -175,6 +190,20 @@ class ConvertResumeTest(SharedFolder):
                 check_converted(self.target, self.wanted)
                 self.assertEqual(rest == self.nbytes, damage not in ("data",))
                 shutil.rmtree(self.target)
+
+    def test_a_frame_that_was_lost_is_written_again(self) -> None:
+        """A torch file has a header of each tensor between the tensors: one is lost beside a unit that was noted."""
+        wanted = self.own_folder() / "wanted"
+        fsdp_optim.convert(self.source, wanted, memory=MEMORY, durable=False, format="torch")
+        killed(self.source, self.target, num=5, threads=1, format="torch")
+        (left,) = leftovers(self.target)
+        content = bytearray((left / "model.pt").read_bytes())
+        at = content.index(b"PK\x03\x04", len(content) // 2)
+        content[at : at + 4] = bytes(4)
+        (left / "model.pt").write_bytes(content)
+        fsdp_optim.convert(self.source, self.target, memory=MEMORY, durable=False, format="torch")
+        found, whole = ((path / "model.pt").read_bytes() for path in (self.target, wanted))
+        self.assertTrue(found == whole, "the converted file has other bytes")
 
     def damage(self, left: Path, damage: str) -> None:
         file, journal = left / "optim.safetensors", left / JOURNAL

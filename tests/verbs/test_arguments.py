@@ -227,6 +227,17 @@ class AskedTest(unittest.TestCase):
             said = {part.split("=")[0] for part in asked.compared_text().split(", ") if "=" in part}
             self.assertEqual(names - said, names & differs, type(asked))
 
+    def test_fields_with_comparisons_of_their_own(self) -> None:
+        """The names of `keep` in any order; of values that may differ, whether there is one."""
+        keeps: tuple[Any, ...] = (["lr", "betas"], ("betas", "lr"), {"lr", "betas"}, ["lr"], ["eps"], [])
+        said = [LoadOptions(Options(), keep=keep).compared_text() for keep in keeps]
+        self.assertEqual([said.index(one) for one in said], [0, 0, 0, 3, 4, 5])
+        for name, value, other in (("per_rank_extra", 1, 2), ("rename", {"a": "b"}, {"c": "d"})):
+            one, same, none = (
+                SaveOptions(Options(), **{name: given}).compared_text() for given in (value, other, None)
+            )
+            self.assertEqual((one == same, one == none), (True, False), name)
+
     def test_a_new_field_is_compared_without_another_line(self) -> None:
         @dataclasses.dataclass(frozen=True)
         class More(Arguments):

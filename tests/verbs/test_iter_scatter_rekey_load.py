@@ -41,6 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fsdp_optim
 from fsdp_optim import FullyShardedDataParallel as FSDP
+from fsdp_optim.errors import StateError
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 STEPS = 3
@@ -131,6 +132,34 @@ class TestIter(unittest.TestCase):
         """8 MiB in hand, 8 MiB of buckets, 8 MiB of results; and some for the measure."""
         for mib in run_on_ranks(memory_of_iter, 2):
             assert mib < 48, f"{mib:.0f} MiB for a state of 96 MiB"
+
+    @parameterized.expand([("0.bias", BUCKETS[-1]), ("0.bias", BUCKETS[0]), ("0.weight", BUCKETS[0])])
+    def test_state_that_changes_meanwhile(self, changed: str, nbytes: int) -> None:
+        """The items of one iteration are of one moment: a step in between is an error, in a batch and between batches.
+
+        Before a batch is moved, the items that the caller has already are looked at, too.
+        """
+
+        def in_place(values: dict[str, Any]) -> None:
+            values["exp_avg"].add_(1)
+
+        def replaced(values: dict[str, Any]) -> None:
+            values["exp_avg"] = values["exp_avg"].clone()
+
+        def added(values: dict[str, Any]) -> None:
+            values["more"] = 1
+
+        for change in (in_place, replaced, added):
+            model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+            optim = adam(model.parameters())
+            step_plain(model, optim, range(1))
+            items = fsdp_optim.iter_full_optim_state(model, optim, bucket_nbytes=nbytes)
+            self.assertEqual(next(items)[0], "0.weight")
+            change(optim.state[model.get_parameter(changed)])
+            with self.assertRaisesRegex(
+                StateError, f"{changed}: .* was changed while iter_full_optim_state was under way"
+            ):
+                next(items)
 
 
 # ---------------------------------------------------------------------------------------------- gather and scatter

@@ -228,6 +228,20 @@ class MovesTest(unittest.TestCase):
     def test_a_scatter_copies_only_what_belongs_to_the_caller(self) -> None:
         self.assertEqual(run_on_ranks(copies, 2, "FSDP2"), [2, 0])
 
+    def test_a_shard_shares_nothing_with_the_full_dict(self) -> None:
+        model = Short()
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for param in model.parameters():
+            optim.state[param] = {"codes": [torch.arange(1, 8)], "table": torch.ones(3, 5)}
+        full = fsdp_optim.gather_full_optim_state_dict(model, optim)
+        shard = fsdp_optim.get_shard_from_optim_state_dict(model, optim, full)
+        for values in shard["state"].values():
+            values["codes"][0].zero_()
+            values["table"].zero_()
+        for values in full["state"].values():
+            self.assertEqual((int(values["codes"][0].sum()), float(values["table"].sum())), (28, 15.0))
+        self.assertEqual(len(full["state"]), len([*model.parameters()]))
+
 
 class RefusedTest(unittest.TestCase):
     def test_what_an_optimizers_own_load_raises_is_an_error_of_the_library(self) -> None:
@@ -244,6 +258,10 @@ class RefusedTest(unittest.TestCase):
         shard = fsdp_optim.get_shard_from_optim_state_dict(
             model, optim, fsdp_optim.gather_full_optim_state_dict(model, optim)
         )
+        before = {param: dict(values) for param, values in optim.state.items()}
         with self.assertRaisesRegex(StateError, "Strict's own load_state_dict.*KeyError: 'mask'; nothing was loaded"):
             fsdp_optim.load_optim_state_dict(optim, shard)
         self.assertEqual(len(optim.state), 2)
+        for param, values in before.items():
+            self.assertEqual([*optim.state[param]], ["momentum_buffer"])
+            self.assertIs(optim.state[param]["momentum_buffer"], values["momentum_buffer"])
