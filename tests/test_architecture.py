@@ -572,7 +572,7 @@ READ_BY_USERS = (
 )  # there methods need a docstring too
 
 
-MOST_LINES = 400
+MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
 
 
 EXAMPLES = {f"{PACKAGE}.formats.torch_parts"}  # "a key such as model, net or module"
@@ -584,6 +584,29 @@ class TestHouse(unittest.TestCase):
         long = {str(file.relative_to(ROOT)): num for file, num in lines.items() if num > MOST_LINES}
         assert not long, long
         assert max(lines.values()) > MOST_LINES // 2
+
+    def test_functions_fit_on_a_screen(self) -> None:
+        """Without their docstrings, which are the contract and may be long."""
+        long = {}
+        for file in FILES:
+            for node in ast.walk(tree_of(file)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+                    lines = (node.end_lineno or 0) - body[0].lineno + 1
+                    if lines > MOST_LINES_OF_FUNCTION:
+                        long[f"{file.relative_to(ROOT)}: {node.name}"] = lines
+        assert not long, long
+
+    @parameterized.expand([("adapters/base.py",), ("formats/base.py",), ("storage/base",), ("transport/base.py",)])
+    def test_protocols_fit_on_a_screen(self, place: str) -> None:
+        files = [file for file in FILES if str(file.relative_to(ROOT)).startswith(place)]
+        classes = [node for file in files for node in tree_of(file).body if isinstance(node, ast.ClassDef)]
+        protocols = [
+            node for node in classes if {ast.unparse(base).split("[")[0] for base in node.bases} & {"Protocol", "ABC"}
+        ]
+        assert protocols, place
+        long = {node.name: lines for node in protocols if (lines := (node.end_lineno or 0) - node.lineno + 1) > 100}
+        assert not long, long
 
     def test_lists_are_shortened_by_one_function(self) -> None:
         """Which names the number that it leaves out; a list that is cut in silence looks whole."""
