@@ -140,6 +140,9 @@ class FlatChunks(Placement):
     def on_lowest_ranks(self) -> FlatChunks:
         return replace(self, replicas=(tuple(min(self.holders(shard)) for shard in range(self.num_shards)),))
 
+    def without_ranks(self) -> FlatChunks:
+        return replace(self, replicas=(range(self.num_shards),))
+
     @property
     def _cut(self) -> tuple[object, ...]:
         return self.full_shape, self.start, self.chunk_numel, self.own_tensor, self.num_shards

@@ -125,6 +125,10 @@ class OnMesh(Placement):
             ranks[place] = min(self.holders(shard))
         return replace(self, mesh_shape=sizes, replicas=(ranks,))
 
+    def without_ranks(self) -> OnMesh:
+        sizes = tuple(size if dim in self._split_dims else 1 for dim, size in enumerate(self.mesh_shape))
+        return replace(self, mesh_shape=sizes, replicas=(range(self.num_shards),))
+
     @property
     def _cut(self) -> tuple[object, ...]:
         return type(self), self.full_shape, self.mesh_shape, self.cuts

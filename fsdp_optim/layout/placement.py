@@ -95,6 +95,10 @@ class Placement(ABC):
     def on_lowest_ranks(self) -> Placement:
         """The same shards with the same numbers, each of them held by its lowest rank only."""
 
+    def without_ranks(self) -> Placement:
+        """The same cut on ranks 0, 1, 2, ...: equal for parameters that are cut alike. Listed Boxes stay as they are."""
+        return self
+
     def gap(self) -> tuple[int, int] | None:
         """The first row-major range of elements that no rank holds; None when every element is held."""
         return None
@@ -221,6 +225,9 @@ class Whole(Placement):
 
     def on_lowest_ranks(self) -> Whole:
         return replace(self, on=(min(self.on),)) if self.on else self
+
+    def without_ranks(self) -> Whole:
+        return replace(self, on=(0,))
 
     def gap(self) -> tuple[int, int] | None:
         return None if self.on or not self.numel else (0, self.numel)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import FlatChunks, OnMesh, Placement, Whole
+from fsdp_optim.layout import FlatChunks, OnMesh, Placement
 from fsdp_optim.memory import is_plain
 from fsdp_optim.state.kinds import is_scalar
 from fsdp_optim.state.same import same
@@ -104,18 +104,4 @@ def _num_shards(cut: Placement) -> int:
 
 def cuts_of(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """The placements with ranks 0, 1, 2, ...: equal for models that are cut alike, on any ranks."""
-    return tuple(_without_ranks(placement) for placement in placements)
-
-
-def _without_ranks(placement: Placement) -> Placement:
-    match placement:
-        case FlatChunks():
-            return replace(placement, replicas=(range(placement.num_shards),))
-        case OnMesh():
-            used = {dim for dim, _ in placement.splits}
-            sizes = tuple(n if dim in used else 1 for dim, n in enumerate(placement.mesh_shape))
-            return replace(placement, mesh_shape=sizes, replicas=(range(placement.num_shards),))
-        case Whole():
-            return replace(placement, on=(0,))
-        case _:
-            return placement
+    return tuple(placement.without_ranks() for placement in placements)

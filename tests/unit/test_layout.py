@@ -582,3 +582,32 @@ def test_a_rank_that_is_listed_twice_is_refused() -> None:
     ):
         with pytest.raises(LayoutError, match="listed twice"):
             make()
+
+
+ON_TWO_RANKS = {
+    "whole": Whole((3, 4), (0,)),
+    "flat": FlatChunks((3, 4), 2, 7, ((0, 1),)),
+    "rows": MeshBoxes((3, 4), (2,), ((0, 0),), ((0, 1),)),
+    "rows, replicated": MeshBoxes((3, 4), (1, 2), ((1, 0),), ((0, 1),)),
+    "columns": MeshBoxes((3, 4), (2,), ((0, 1),), ((0, 1),)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("whole", Whole((3, 4), (5, 3))),
+        ("flat", FlatChunks((3, 4), 2, 7, ((6, 2), (7, 3)))),
+        ("rows", MeshBoxes((3, 4), (2,), ((0, 0),), ((4, 9),))),
+        ("rows, replicated", MeshBoxes((3, 4), (3, 2), ((1, 0),), ((1, 2, 3, 4, 5, 6),))),
+        ("columns", MeshBoxes((3, 4), (2,), ((0, 1),), ((8, 9), (2, 3)))),
+    ],
+)
+def test_equal_cuts_on_any_ranks_are_equal_without_ranks(name: str, placement: Placement) -> None:
+    """Without ranks, a placement on any ranks is that of its shards on ranks 0, 1, 2, ..., with the same boxes."""
+    assert placement.without_ranks() == ON_TWO_RANKS[name].without_ranks() == ON_TWO_RANKS[name]
+    assert placement.without_ranks().num_replicas == 1
+    for shard in range(placement.num_shards):
+        assert placement.without_ranks().holders(shard) == (shard,)
+        assert placement.without_ranks().blocks(shard) == placement.blocks(shard)
+    assert [other for other, cut in ON_TWO_RANKS.items() if cut == placement.without_ranks()] == [name]
