@@ -151,6 +151,28 @@ class DialectTest(unittest.TestCase):
         found = normalize(full, Names((("a", "b"),), {}, unit_order=("b", "a")))
         check_same("state", found.state, {"a": {"step": 1}})
 
+    def test_what_ranks_of_fairscale_have_listed(self) -> None:
+        """One value of each rank for the last original of a unit: all originals get it, unless the ranks differ."""
+        names = Names((("a", "b"),), {}, unit_order=("a", "b"))
+        full: dict[str, Any] = plain() | {"param_id_map": {0: 0, 1: 0}, "uncollected_local_ids": []}
+        full["param_groups"] = [{"lr": 1, "params": [0, 1]}]
+        for steps in ((7.0, 7.0), (7.0, 8.0)):
+            listed = [torch.tensor(step) for step in steps]
+            full["state"] = {0: {"exp_avg": torch.ones(2)}, 1: {"exp_avg": torch.ones(3), "step": listed}}
+            if steps[0] != steps[1]:
+                with self.assertRaisesRegex(StateError, r"step differs between the ranks .*\[7.0, 8.0\]"):
+                    normalize(full, names)
+            else:
+                found = normalize(full, names).state
+                self.assertEqual([float(found[fqn]["step"]) for fqn in "ab"], [7.0, 7.0])
+
+    def test_a_parameter_under_two_names(self) -> None:
+        full = {"state": {"a": {"step": 1}}, "param_groups": [{"params": ["a", "tied"]}]}
+        with self.assertRaisesRegex(
+            StateError, r"a: the full dict lists this parameter under several keys, \['a', 'tied'\]"
+        ):
+            normalize(full, Names((("a", "b"),), {"tied": "a"}))
+
     def test_the_last_one_recognises_everything(self) -> None:
         self.assertTrue(dialects.DIALECTS[-1].recognises({}))
 
