@@ -1,4 +1,4 @@
-"""The error of one rank, as it is kept until all ranks meet."""
+"""The error of one rank, as it is kept until all ranks meet; and which calls cannot be under way at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_optim.errors import RankError
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.turns import Turn
 
 
 def test_the_first_error_is_kept() -> None:
@@ -28,3 +29,16 @@ def test_what_is_not_kept() -> None:
         with pytest.raises(type(error)), failure:
             raise error
     assert failure.error is None
+
+
+def test_calls_that_would_mix() -> None:
+    """Those of the same ranks share their meetings; those with two common ranks in one process group share messages."""
+    group = object()
+    for other, others_group, meets in (
+        ((0, 1, 2), group, True),
+        ((0, 1, 2), object(), True),
+        ((1, 2, 3), group, True),
+        ((2, 3), group, False),
+        ((1, 2), object(), False),
+    ):
+        assert Turn("save", (0, 1, 2), group).meets(Turn("load", other, others_group)) is meets, other

@@ -166,6 +166,14 @@ class DialectTest(unittest.TestCase):
                 found = normalize(full, names).state
                 self.assertEqual([float(found[fqn]["step"]) for fqn in "ab"], [7.0, 7.0])
 
+    def test_ids_that_nobody_knows(self) -> None:
+        """A dict by name that was made by ids again, without its names, says itself why ids cannot count."""
+        full = plain() | {"unknown_order": "its stages are apart", "local_ids": {0: 0}}
+        with self.assertRaisesRegex(StateError, "its stages are apart"):
+            normalize(full, Names((("w",),), {}))
+        with self.assertRaisesRegex(StateError, "of the live optimizer: .*key_by='name'"):
+            normalize(plain(), Names((("w",),), {}, unknown_order="of the live optimizer"))
+
     def test_a_parameter_under_two_names(self) -> None:
         full = {"state": {"a": {"step": 1}}, "param_groups": [{"params": ["a", "tied"]}]}
         with self.assertRaisesRegex(

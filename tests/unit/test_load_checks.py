@@ -71,3 +71,22 @@ def test_a_value_without_elements_in_any_file_is_refused(tmp_path: Path) -> None
     ):
         fsdp_optim.load(tmp_path / "step", model, optim)
     assert torch.equal(optim.state[model.weight]["exp_avg"], before)
+
+
+class Scaled(torch.optim.Adam):
+    """Its own dict has another key, which its load leaves alone."""
+
+    loss_scale = 2.0
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "loss_scale": self.loss_scale}
+
+
+def test_another_key_that_was_not_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optim = Scaled(model.parameters())
+    fsdp_optim.save(tmp_path / "step", model, optim, durable=False)
+    fsdp_optim.load(tmp_path / "step", model, optim, check="bitwise")
+    optim.loss_scale = 4.0
+    with pytest.raises(CheckpointError, match=r"loss_scale is 4\.0 in the live optimizer, but 2\.0 was saved"):
+        fsdp_optim.load(tmp_path / "step", model, optim, check="bitwise")

@@ -118,5 +118,12 @@ class PiecesTest(unittest.TestCase):
         check_same("elements", torch.cat([piece for _, piece in memory.pieces(value, 7)]), value.reshape(-1).clone())
 
 
+class OrdinaryTest(unittest.TestCase):
+    def test_neither_inference_mode_nor_a_default_device(self) -> None:
+        with torch.inference_mode(), torch.device("meta"), memory.ordinary_tensors():
+            made = torch.zeros(1)
+        self.assertEqual((made.device.type, made.is_inference()), ("cpu", False))
+
+
 if __name__ == "__main__":
     unittest.main()

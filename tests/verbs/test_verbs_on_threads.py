@@ -29,6 +29,7 @@ from fsdp_optim.testing import run_on_threads, thread_rank
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.in_process import InProcessTransport
 from fsdp_optim.transport.world import world_here
+from fsdp_optim.verbs import load_on_all
 
 MAKES: dict[str, Callable[[Any], Any]] = {"Adam": adam, "SGD": sgd}
 CASES = [
@@ -221,6 +222,20 @@ class VerbsOnThreadsTest(unittest.TestCase):
                     errors = run_on_threads(load_again, 3, f"{folder}/step")
                     self.assertEqual(len(set(errors)), 1, errors)
                     self.assertIn(f"rank {bad}: OSError: the device is gone", errors[0][1])
+
+    def test_a_transfer_that_cannot_be_loaded_on_each_rank_in_turn(self) -> None:
+        real = load_on_all.load_shard
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            if thread_rank() == bad:
+                raise OSError("the device is gone")
+            return real(*args, **kwargs)
+
+        with mock.patch.object(load_on_all, "load_shard", load):
+            for bad in range(3):
+                errors = run_on_threads(with_lost_messages, 3, "transfer")
+                self.assertEqual(len(set(errors)), 1, errors)
+                self.assertIn(f"rank {bad}: OSError: the device is gone", errors[0][1])
 
     def test_a_rank_that_sees_another_checkpoint(self) -> None:
         """It may see the other one for a moment, in which the path is replaced."""
