@@ -16,7 +16,7 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from fsdp_optim.checkpoint.files import stored_on, written_cut
 from fsdp_optim.checkpoint.reading import elements_of
 from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import StateValue
-from fsdp_optim.plan import Copy, copies_into, copies_of
+from fsdp_optim.plan import Plans, RankPlan, Request
 
 COLUMNS = 8
 MOST_COPIES = 50_000_000
@@ -83,34 +83,24 @@ LAYOUTS = {"flat": flat, "rows": rows, "grid": grid, "layers": layers}
 
 
 def gather(placements: Sequence[Placement], rank: int) -> list[object]:
-    """One rank's copies in a gather to rank 0: the values of a parameter share them."""
-    plans = Plans(rank)
-    for placement in placements:
-        plans.add(placement, Whole(placement.shape, (0,)))
-    return plans.planned
+    """One rank's plans of a gather to rank 0."""
+    return [*planned(((placement, Whole(placement.shape, (0,))) for placement in placements), rank)]
 
 
 def save(placements: Sequence[Placement], rank: int) -> list[object]:
-    """One rank's copies in a save: to the cut in which the ranks write, and from there to the file."""
-    plans = Plans(rank)
-    for number, placement in enumerate(placements):
-        cut = cut_of(number, placement)
-        if cut != placement:
-            plans.add(placement, cut)
-        plans.add(cut, stored_on(cut, 4 * cut.numel))
-    return plans.planned
+    """One rank's plans of a save: to the cut in which the ranks write, and from there to the file."""
+    cuts = [cut_of(number, placement) for number, placement in enumerate(placements)]
+    moved = planned(((a, b) for a, b in zip(placements, cuts, strict=True) if a != b), rank)
+    return [*moved, *planned(((cut, stored_on(cut, 4 * cut.numel)) for cut in cuts), rank)]
 
 
 def load(placements: Sequence[Placement], rank: int) -> list[object]:
-    """The runs of a file that one rank reads, and its copies to where they belong."""
-    plans, found = Plans(rank), list[object]()
-    for number, placement in enumerate(placements):
-        cut = cut_of(number, placement)
-        if cut != placement:
-            plans.add(cut, placement)
-        stored = Whole(cut.shape, (STORAGE,))
-        found.append(list(elements_of(plans.add(stored, cut, receives=True), *local_part(cut, rank))))
-    return plans.planned + found
+    """The runs of a file that one rank reads, and its plans to where they belong."""
+    cuts = [cut_of(number, placement) for number, placement in enumerate(placements)]
+    moved = planned(((b, a) for a, b in zip(placements, cuts, strict=True) if a != b), rank)
+    stored = planned(((Whole(cut.shape, (STORAGE,)), cut) for cut in cuts), rank, sends=False)
+    read = [list(elements_of(plan, *local_part(cut, rank))) for cut, plan in zip(cuts, stored, strict=True)]
+    return [*moved, *stored, *read]
 
 
 def cut_of(number: int, placement: Placement) -> Placement:
@@ -118,22 +108,9 @@ def cut_of(number: int, placement: Placement) -> Placement:
     return written_cut(StateValue(f"layers.{number}.weight", NAMES[0], torch.float32, placement), placement, None)
 
 
-class Plans:
-    """The copies of one rank. Parameters that are cut alike share theirs, as in a call of the library."""
-
-    def __init__(self, rank: int) -> None:
-        self.planned: list[object] = []
-        self._rank, self._made = rank, dict[tuple[Placement, Placement], Sequence[Copy]]()
-
-    def add(self, source: Placement, target: Placement, *, receives: bool = False) -> Sequence[Copy]:
-        """The copies between two cuts, or only those that this rank receives."""
-        copies = self._made.get((source, target))
-        if copies is None:
-            rank = self._rank
-            copies = copies_into(source, target, rank) if receives else copies_of(source, target, rank=rank)
-            self._made[source, target] = copies
-            self.planned.append(copies)
-        return copies
+def planned(pairs: Iterable[tuple[Placement, Placement]], rank: int, *, sends: bool = True) -> list[RankPlan]:
+    """The plans of one rank between pairs of cuts, as in a call: those of parameters that are cut alike are one plan."""
+    return list(Plans().each(Request(source, target, rank, sends=sends) for source, target in pairs))
 
 
 def local_part(placement: Placement, rank: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ bounded size. No messages are sent between ends that are cut alike.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from fsdp_optim.errors import LayoutError, StateError, counted_noun
 from fsdp_optim.layout import Placement
 from fsdp_optim.memory import Budget, empty, flat_slice, flatten, in_batches, in_pages
-from fsdp_optim.plan import Copy, RankPlan, clip_to_source, clip_to_target, has_from, replica_of
+from fsdp_optim.plan import Copy, RankPlan, Request, clip_to_source, clip_to_target, has_from, replica_of
 from fsdp_optim.transport.agree import exchange
 from fsdp_optim.transport.base import Item, RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -168,8 +169,9 @@ def _cuts(value: StateValue, source: End, target: End) -> tuple[Placement, Place
 
 def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans, failure: Failure) -> Iterator[Item]:
     """The tensors to send and to receive, where both ends are memory."""
-    for value in values:
-        planned = plans.of(value, source.placement(value), target.placement(value))
+    routes = (_Route(value, source.placement(value), target.placement(value)) for value in values)
+    for route, planned in plans.of(routes):
+        value = route.value
         _check_filled(planned, value)
         if not planned.sends and not planned.receives:
             continue
@@ -229,8 +231,7 @@ def _move_window(
     """Move one window of each rank's staged elements of a batch. The other end is live memory."""
     rank, slices, items = group.rank, list[Slice](), list[Item]()
     with failure:
-        for route in batch:
-            planned = plans.of(route.value, route.source, route.target)
+        for route, planned in plans.of(batch):
             if not target.is_stored:
                 _check_filled(planned, route.value)
             numel = window.numel_in(route.staged.numel_on(rank))
@@ -261,27 +262,34 @@ class _Plans:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._same: dict[tuple[int, int], tuple[Placement, Placement, RankPlan]] = {}
+        self._same: dict[tuple[int, int], Request] = {}
 
-    def of(self, value: StateValue, source: Placement, target: Placement) -> RankPlan:
-        """The plan of a value from the cut `source` to the cut `target`.
+    def of(self, routes: Iterable[_Route]) -> Iterator[tuple[_Route, RankPlan]]:
+        """Each route with the plan of its value, which is made together with plans of the next routes.
 
-        Raises LayoutError where no rank holds some elements of the source.
+        Raises LayoutError where no rank holds some elements of a source.
         """
-        same = self._same.get((id(source), id(target)))  # layers share their placements, which take long to compare
+        routes, asked = itertools.tee(routes)
+        return zip(routes, self._group.world.plans.each(map(self._request, asked)), strict=True)
+
+    def _request(self, route: _Route) -> Request:
+        value, source, target = route.value, route.source, route.target
+        same = self._same.get(
+            (id(source), id(target))
+        )  # layers share their placements, which take long to look for gaps
         if same is not None:
-            return same[2]
+            return same
         gap = source.gap()
         if gap is not None:
             raise LayoutError(
                 f"{value.fqn}: elements [{gap[0]}, {gap[1]}) of {value.name} are held by no rank "
                 f"(the source has {counted_noun(len(source.ranks), 'rank')})"
             )
-        rank, sends = self._group.rank, len(self._group.ranks) > 1  # a rank that calls alone sends to nobody
-        planned = self._group.world.plans.of(source, target, rank, value.replica_among(source), sends=sends)
+        sends = len(self._group.ranks) > 1  # a rank that calls alone sends to nobody
+        request = Request(source, target, self._group.rank, value.replica_among(source), sends)
         if source.num_replicas == 1:  # else the sender depends on the value's name
-            self._same[id(source), id(target)] = source, target, planned  # references that keep the ids unique
-        return planned
+            self._same[id(source), id(target)] = request  # its references keep the ids unique
+        return request
 
 
 def _clipped(clip: Callable[[Copy, int, int], Iterator[Copy]], planned: RankPlan, window: Window) -> list[Copy]:

@@ -25,7 +25,7 @@ from fsdp_optim.layout.placement import Placement, Whole
 from fsdp_optim.layout.ranks import STORAGE, Ranks, number_array, ranks_in_order, sorted_ranks
 from fsdp_optim.layout.split_runs import SplitRuns
 from fsdp_optim.layout.strided import StridedBoxes, contiguous_order
-from fsdp_optim.layout.tables import BoxTable, Mask, Numbers, along
+from fsdp_optim.layout.tables import BoxTable, Columns, Mask, Numbers, along, at
 
 __all__ = [
     "STORAGE",
@@ -33,6 +33,7 @@ __all__ = [
     "Box",
     "BoxTable",
     "Boxes",
+    "Columns",
     "DisjointBoxes",
     "FlatChunks",
     "FlatRuns",
@@ -51,6 +52,7 @@ __all__ = [
     "StridedBoxes",
     "Whole",
     "along",
+    "at",
     "bounds_of_box",
     "boxes_of_run",
     "contiguous_order",

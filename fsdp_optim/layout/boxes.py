@@ -151,9 +151,9 @@ def boxes_of_run(shape: Shape, start: int, stop: int) -> tuple[Box, ...]:
 
 def bounds_of_box(shape: Shape, box: Box) -> tuple[int, int]:
     """The row-major range [start, stop) from the first to the last element of a Box that is not empty."""
-    strides = row_major_strides(shape)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    last = sum((o + n - 1) * stride for o, n, stride in zip(box.offsets, box.sizes, strides, strict=True))
+    first = last = 0
+    for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
+        first, last = first * length + offset, last * length + offset + size - 1
     return first, last + 1
 
 

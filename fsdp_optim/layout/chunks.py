@@ -15,7 +15,7 @@ from fsdp_optim.layout.boxes import Block, Run, Shape, boxes_of_run
 from fsdp_optim.layout.placement import Placement
 from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_at, ranks_in_order
 from fsdp_optim.layout.replicas import join_replicas
-from fsdp_optim.layout.tables import BoxTable, Numbers
+from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ class FlatChunks(Placement):
         return tuple(group[shard] for group in self.replicas)
 
     def shard_of(self, rank: int) -> int | None:
-        return next((group.index(rank) for group in self.replicas if rank in group), None)
+        for group in self.replicas:
+            if rank in group:
+                return group.index(rank)
+        return None
 
     @property
     def in_runs(self) -> bool:
@@ -102,13 +105,22 @@ class FlatChunks(Placement):
         stop = max(min(chunk_start + self.chunk_numel, self._numel), start)
         return Run(start, stop, 0 if self.own_tensor or start == stop else start - chunk_start)
 
-    def run_table(self, shards: Numbers) -> BoxTable:
-        chunk_starts = shards * self.chunk_numel - self.start
-        starts = numpy.minimum(numpy.maximum(chunk_starts, 0), self._numel)
-        stops = numpy.maximum(numpy.minimum(chunk_starts + self.chunk_numel, self._numel), starts)
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return type(self), self.replicas, self.own_tensor
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.start, self.chunk_numel, self._numel
+
+    def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable:
+        start, chunk_numel, numel = self.numbers if numbers is None else numbers
+        chunk_starts = shards * chunk_numel - start
+        starts = numpy.minimum(numpy.maximum(chunk_starts, 0), numel)
+        stops = numpy.maximum(numpy.minimum(chunk_starts + chunk_numel, numel), starts)
         return BoxTable.of_runs(starts, stops, numpy.zeros_like(starts) if self.own_tensor else starts - chunk_starts)
 
-    def box_table(self, shards: Numbers) -> None:
+    def box_table(self, shards: Numbers, numbers: Columns | None = None) -> None:
         return None
 
     def holders_of(self, shards: Numbers) -> Numbers:

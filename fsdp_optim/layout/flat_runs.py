@@ -12,7 +12,7 @@ from fsdp_optim.errors import LayoutError
 from fsdp_optim.layout.boxes import Block, Run, boxes_of_run
 from fsdp_optim.layout.ranks import check_distinct
 from fsdp_optim.layout.runs import OrderedRuns
-from fsdp_optim.layout.tables import BoxTable, Numbers
+from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
 class FlatRuns(OrderedRuns):
@@ -52,11 +52,11 @@ class FlatRuns(OrderedRuns):
     def run(self, shard: int) -> Run:
         return Run(self.starts[shard], self.stops[shard], 0)
 
-    def run_table(self, shards: Numbers) -> BoxTable:
+    def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable:
         starts, stops = (numpy.array(its, numpy.int64)[shards] for its in (self.starts, self.stops))
         return BoxTable.of_runs(starts, stops, numpy.zeros_like(starts))
 
-    def box_table(self, shards: Numbers) -> None:
+    def box_table(self, shards: Numbers, numbers: Columns | None = None) -> None:
         return None
 
     def holders_of(self, shards: Numbers) -> Numbers:

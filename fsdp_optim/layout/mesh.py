@@ -6,7 +6,6 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 import numpy
@@ -16,7 +15,7 @@ from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box, row_m
 from fsdp_optim.layout.placement import Placement
 from fsdp_optim.layout.ranks import Ranks, check_distinct, ranks_at, ranks_in_order
 from fsdp_optim.layout.replicas import join_replicas
-from fsdp_optim.layout.tables import BoxTable, Numbers
+from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
 @dataclass(frozen=True)
@@ -54,27 +53,22 @@ class OnMesh(Placement):
     def shape(self) -> Shape:
         return self.full_shape
 
-    @cached_property
-    def _parts(self) -> Shape:
-        """The number of parts that each split makes."""
-        return tuple(self.mesh_shape[mesh_dim] for mesh_dim, _ in self.splits)
-
-    @cached_property
+    @property
     def _split_parts(self) -> tuple[tuple[int, int], ...]:
         """Each split as (parameter dimension, number of parts)."""
-        return tuple((dim, parts) for (_, dim), parts in zip(self.splits, self._parts, strict=True))
+        return _split_parts(self.mesh_shape, self.splits)
 
     @property
     def num_shards(self) -> int:
-        return prod(self._parts)
+        return prod([parts for _, parts in self._split_parts])
 
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({rank for group in self.replicas for rank in group}))
 
-    @cached_property
+    @property
     def _split_dims(self) -> Shape:
-        return tuple(mesh_dim for mesh_dim, _ in self.splits)
+        return tuple([mesh_dim for mesh_dim, _ in self.splits])
 
     @property
     def first_holders(self) -> Ranks:
@@ -102,8 +96,10 @@ class OnMesh(Placement):
         return tuple(group[place] for group in self.replicas for place in places)
 
     def shard_of(self, rank: int) -> int | None:
-        place = next((group.index(rank) for group in self.replicas if rank in group), None)
-        return _shard_at(place, self.mesh_shape, self._split_dims) if place is not None else None
+        for group in self.replicas:
+            if rank in group:
+                return _shards_by_place(self.mesh_shape, self._split_dims)[group.index(rank)]
+        return None
 
     def holders_of(self, shards: Numbers) -> Numbers:
         places = _place_table(self.mesh_shape, self._split_dims)[shards].T
@@ -136,7 +132,7 @@ class OnMesh(Placement):
     def __str__(self) -> str:
         cuts = ", ".join(
             f"dimension {cut[1]} over {parts}" + (f" in {cut[2]} groups" if len(cut) > 2 else "")
-            for cut, parts in zip(self.cuts, self._parts, strict=True)
+            for cut, (_, parts) in zip(self.cuts, self._split_parts, strict=True)
         )
         return f"of shape {list(self.shape)}, a DTensor cut along {cuts or 'no dimension'},"
 
@@ -169,24 +165,38 @@ class MeshBoxes(OnMesh):
     def run(self, shard: int) -> Run | None:
         return _run_of_shard(self.full_shape, self._split_parts, shard)
 
+    def bounds(self, shard: int) -> tuple[int, int] | None:
+        box = self.box(shard)
+        return bounds_of_box(self.full_shape, box) if box.numel else None
+
     @property
     def in_runs(self) -> bool:
         return bool(self.shape) and not any(dim for _, dim in self.splits)
 
-    def run_table(self, shards: Numbers) -> BoxTable | None:
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return type(self), self.mesh_shape, self.splits, self.replicas
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.full_shape
+
+    def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable | None:
         if not self.in_runs:
             return None
-        lows, highs = self._bounds_of(shards)  # cuts along the first dimension alone give every shard whole rows
-        row, zeros = prod(self.shape[1:]), numpy.zeros_like(shards)
+        shape = self.full_shape if numbers is None else numbers
+        lows, highs = self._bounds_of(shards, shape)  # cuts along the first dimension alone give every shard whole rows
+        row, zeros = prod(shape[1:]), numpy.zeros_like(shards)
         return BoxTable.of_runs(zeros + lows[0] * row, zeros + highs[0] * row, zeros)
 
-    def box_table(self, shards: Numbers) -> BoxTable:
-        return BoxTable.of_boxes(len(shards), *self._bounds_of(shards))
+    def box_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable:
+        shape = self.full_shape if numbers is None else numbers
+        return BoxTable.of_boxes(len(shards), *self._bounds_of(shards, shape))
 
-    def _bounds_of(self, shards: Numbers) -> tuple[list[int | Numbers], list[int | Numbers]]:
+    def _bounds_of(self, shards: Numbers, shape: Columns) -> tuple[list[int | Numbers], list[int | Numbers]]:
         """The first index in each dimension of each shard, and one past the last; a number where all shards have the same."""
-        lows: list[int | Numbers] = [0] * len(self.full_shape)
-        highs: list[int | Numbers] = list(self.full_shape)
+        lows: list[int | Numbers] = [0] * len(shape)
+        highs: list[int | Numbers] = list(shape)
         weight = self.num_shards
         left: Numbers | int = shards  # their numbers among the parts that the cuts so far have made
         for dim, parts in self._split_parts:
@@ -207,11 +217,23 @@ class MeshBoxes(OnMesh):
 
 
 @functools.lru_cache(maxsize=256)
+def _split_parts(mesh_shape: Shape, splits: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Each of `splits`, pairs (mesh dimension, parameter dimension), as (parameter dimension, number of parts)."""
+    return tuple((dim, mesh_shape[mesh_dim]) for mesh_dim, dim in splits)
+
+
+@functools.lru_cache(maxsize=256)
+def _shards_by_place(mesh_shape: Shape, split_dims: Shape) -> tuple[int, ...]:
+    """For each row-major place in the mesh, its shard. Cached: parameters share their mesh."""
+    return tuple(_shard_at(place, mesh_shape, split_dims) for place in range(prod(mesh_shape)))
+
+
+@functools.lru_cache(maxsize=256)
 def _places_by_shard(mesh_shape: Shape, split_dims: Shape) -> tuple[tuple[int, ...], ...]:
     """For each shard, the row-major places in the mesh that hold the shard. Cached: parameters share their mesh."""
     places: list[list[int]] = [[] for _ in range(prod(mesh_shape[dim] for dim in split_dims))]
-    for place in range(prod(mesh_shape)):
-        places[_shard_at(place, mesh_shape, split_dims)].append(place)
+    for place, shard in enumerate(_shards_by_place(mesh_shape, split_dims)):
+        places[shard].append(place)
     return tuple(tuple(found) for found in places)
 
 

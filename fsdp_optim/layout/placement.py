@@ -9,9 +9,9 @@ from math import prod
 
 import numpy
 
-from fsdp_optim.layout.boxes import Block, Box, Run, Shape
+from fsdp_optim.layout.boxes import Block, Box, Run, Shape, bounds_of_box
 from fsdp_optim.layout.ranks import Ranks, check_distinct, number_array, ranks_in_order
-from fsdp_optim.layout.tables import BoxTable, Numbers
+from fsdp_optim.layout.tables import BoxTable, Columns, Numbers
 
 
 class Placement(ABC):
@@ -44,12 +44,40 @@ class Placement(ABC):
         """The shard as one Run, a shortcut for plans; None for a shard that consists of several runs."""
         return None
 
-    def run_table(self, shards: Numbers) -> BoxTable | None:
-        """The runs of some shards, in the order of `shards`; None where not every shard is one run."""
+    def bounds(self, shard: int) -> tuple[int, int] | None:
+        """The smallest row-major range of elements that covers a shard; None for a shard without elements."""
+        run = self.run(shard)
+        if run is not None:
+            return (run.start, run.stop) if run.start < run.stop else None
+        bounds = [bounds_of_box(self.shape, block.box) for block in self.blocks(shard) if block.box.numel]
+        return (min(b[0] for b in bounds), max(b[1] for b in bounds)) if bounds else None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What placements have in common whose shards are on the same ranks, and which differ in `numbers` only.
+
+        One placement makes the tables of all placements of its kind. By default a placement is the only one of its kind.
+        """
+        return (self,)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in which placements of one kind differ."""
+        return ()
+
+    def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable | None:
+        """The runs of some shards, in the order of `shards`; None where not every shard is one run.
+
+        `numbers`: for each of the shards, the numbers of the placement of this kind that has the shard; None for this
+        placement's own.
+        """
         return None
 
-    def box_table(self, shards: Numbers) -> BoxTable | None:
-        """The Boxes of some shards, in the order of `shards`; None where shards are runs across the borders of rows."""
+    def box_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable | None:
+        """The Boxes of some shards, in the order of `shards`; None where shards are runs across the borders of rows.
+
+        `numbers`: as for `run_table`.
+        """
         return BoxTable.of_blocks([self.blocks(shard) for shard in shards.tolist()], len(self.shape))
 
     def holders_of(self, shards: Numbers) -> Numbers:
@@ -204,12 +232,22 @@ class Whole(Placement):
     def run(self, shard: int) -> Run:
         return Run(0, self.numel, self.offset)
 
-    def run_table(self, shards: Numbers) -> BoxTable:
-        zeros = numpy.zeros_like(shards)
-        return BoxTable.of_runs(zeros, zeros + self.numel, zeros + self.offset)
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return type(self), self.on
 
-    def box_table(self, shards: Numbers) -> BoxTable:
-        return BoxTable.of_boxes(len(shards), [0] * len(self.shape), self.shape, self.offset)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.offset, *self.full_shape)
+
+    def run_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable:
+        offset, *shape = self.numbers if numbers is None else numbers
+        zeros = numpy.zeros_like(shards)
+        return BoxTable.of_runs(zeros, zeros + prod(shape), zeros + offset)
+
+    def box_table(self, shards: Numbers, numbers: Columns | None = None) -> BoxTable:
+        offset, *shape = self.numbers if numbers is None else numbers
+        return BoxTable.of_boxes(len(shards), [0] * len(shape), shape, offset)
 
     def holders_of(self, shards: Numbers) -> Numbers:
         return number_array(self.on)[:, None] + numpy.zeros_like(shards)

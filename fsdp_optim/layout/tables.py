@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
-from fsdp_optim.layout.boxes import Block, Shape, row_major_strides
+from fsdp_optim.layout.boxes import Block
 
 Numbers = NDArray[numpy.int64]
 Mask = NDArray[numpy.bool_]
+Columns = Sequence[int | Numbers] | Numbers
+"""Some numbers, such as those of a shape: each one number for all rows of a table, or one for each row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,10 +40,8 @@ class BoxTable:
         return cls(columns, offsets - starts)
 
     @classmethod
-    def of_boxes(
-        cls, num: int, lows: Sequence[Numbers | int], highs: Sequence[Numbers | int], offset: int = 0
-    ) -> BoxTable:
-        """Boxes that are row-major in separate local tensors, from `offset` on; one number stands for `num` equal ones."""
+    def of_boxes(cls, num: int, lows: Columns, highs: Columns, offset: int | Numbers = 0) -> BoxTable:
+        """Boxes that are row-major in separate local tensors, from `offset` on; a number stands for `num` equal ones."""
         columns = numpy.empty((3, len(lows), num), numpy.int64)
         bases, stride = numpy.full(num, offset), numpy.ones(num, numpy.int64)
         for dim in range(len(lows) - 1, -1, -1):
@@ -87,8 +87,11 @@ class BoxTable:
         """The Boxes at some indices, in the order of `index`; all Boxes for None."""
         return self if index is None else BoxTable(self.columns[:, :, index], self.bases[index])
 
-    def are_runs(self, shape: Shape) -> Mask:
-        """Whether each Box of a parameter is a run: from its first dimension with several elements on, all others are full."""
+    def are_runs(self, shape: Columns) -> Mask:
+        """Whether each Box of a parameter is a run: from its first dimension with several elements on, all others are full.
+
+        `shape`: that of the parameter; or by dimension and row, where the rows are Boxes of several parameters.
+        """
         sizes = self.highs - self.lows
         are_runs = behind = numpy.ones(len(self), bool)  # `behind`: the dimensions behind the current one are full
         for dim in range(len(shape) - 1, -1, -1):
@@ -97,15 +100,18 @@ class BoxTable:
                 behind = behind & (sizes[dim] == shape[dim])
         return are_runs
 
-    def as_runs(self, shape: Shape) -> BoxTable:
-        """Boxes that are runs as runs."""
-        starts = along(self.lows, row_major_strides(shape))
+    def as_runs(self, shape: Columns) -> BoxTable:
+        """Boxes that are runs as runs. `shape`: as for `are_runs`."""
+        starts = along(self.lows, _steps(shape))
         numels = (self.highs - self.lows).prod(axis=0)
         return BoxTable.of_runs(starts, starts + numels, self.bases + along(self.lows, self.strides))
 
-    def as_boxes(self, shape: Shape) -> BoxTable:
-        """Runs as Boxes of the parameter, in the order of their elements, as `boxes_of_run` cuts a run; some Boxes are empty."""
-        steps = row_major_strides(shape)
+    def as_boxes(self, shape: Columns) -> BoxTable:
+        """Runs as Boxes of the parameter, in the order of their elements, as `boxes_of_run` cuts a run; some Boxes are empty.
+
+        `shape`: as for `are_runs`.
+        """
+        steps = _steps(shape)
         edges = numpy.empty((len(self), 2 * max(len(shape), 1)), numpy.int64)
         first, last = self.columns[:2, 0]
         edges[:, 0], edges[:, -1] = first, last
@@ -116,17 +122,31 @@ class BoxTable:
             last = numpy.maximum(last // row * row, first)
             edges[:, number], edges[:, -1 - number] = first, last
         starts, numels = edges[:, :-1].ravel(), (edges[:, 1:] - edges[:, :-1]).ravel()
+        owners = numpy.arange(len(starts)) // (edges.shape[1] - 1)
         columns = numpy.empty((3, len(shape), len(starts)), numpy.int64)
-        for dim, (step, size) in enumerate(zip(steps, shape, strict=True)):
-            low, rows = (starts, numels) if step == 1 else (starts // step, (numels + step - 1) // step)
+        for dim in range(len(shape)):
+            step, size = (its if isinstance(its, int) else its[owners] for its in (steps[dim], shape[dim]))
+            low, rows = (starts // step, (numels + step - 1) // step) if dim < len(shape) - 1 else (starts, numels)
             columns[0, dim] = low = low % size if dim else low
             columns[1, dim] = low + numpy.minimum(rows, size)
             columns[2, dim] = step
-        owners = numpy.arange(len(starts)) // (edges.shape[1] - 1)
         return BoxTable(columns, self.bases[owners], owners)
 
 
-def along(indices: Numbers, strides: Sequence[int] | Numbers) -> Numbers:
+def at(columns: Columns, index: Numbers) -> Columns:
+    """Columns at some rows; numbers that are those of all rows stay as they are."""
+    return columns[:, index] if isinstance(columns, numpy.ndarray) else columns
+
+
+def _steps(shape: Columns) -> list[int | Numbers]:
+    """The row-major strides of a shape."""
+    steps: list[int | Numbers] = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        steps[dim] = steps[dim + 1] * shape[dim + 1]
+    return steps
+
+
+def along(indices: Numbers, strides: Columns) -> Numbers:
     """The sum of `indices * strides` over the dimensions: quicker for few rows than a sum of numpy."""
     total = numpy.zeros(indices.shape[1], numpy.int64) if not len(indices) else indices[-1] * strides[-1]
     for dim in range(len(indices) - 1):

@@ -3,6 +3,7 @@
 from fsdp_optim.plan.copies import Copy, clip_to_source, clip_to_target
 from fsdp_optim.plan.planner import copies_into, copies_of, plan, replica_of
 from fsdp_optim.plan.rank_plan import Plans, RankPlan
+from fsdp_optim.plan.request import Request
 from fsdp_optim.plan.table import CopyTable, has_from, num_into
 from fsdp_optim.plan.ways import Way, Ways
 
@@ -11,6 +12,7 @@ __all__ = [
     "CopyTable",
     "Plans",
     "RankPlan",
+    "Request",
     "Way",
     "Ways",
     "clip_to_source",

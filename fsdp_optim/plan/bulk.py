@@ -1,4 +1,7 @@
-"""The copies of one rank, computed at once: what the Boxes of many pairs of shards have in common, dimension by dimension."""
+"""The copies of one rank, computed at once: what the Boxes of many pairs of shards have in common, dimension by dimension.
+
+The pairs are those of one parameter, or of several whose placements are of one kind.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from dataclasses import dataclass
 import numpy
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout import BoxTable, Mask, Numbers, Placement, Shape, along, number_array, sorted_ranks
+from fsdp_optim.layout import BoxTable, Columns, Mask, Numbers, Placement, along, at, number_array, sorted_ranks
+from fsdp_optim.plan.request import Part
 from fsdp_optim.plan.table import CopyTable
 
 
@@ -16,59 +20,78 @@ from fsdp_optim.plan.table import CopyTable
 class Pairs:
     """Shards of the source and of the target that may have elements in common, and the rank that sends to the other one.
 
-    `columns`: by pair, the shard of the source, the shard of the target, the rank that sends and the one that receives.
+    `columns`: by pair, the number of the parameter, the shard of the source, the shard of the target, the rank that sends and
+    the one that receives. `shape`: that of the parameter; or by dimension and pair, where there are several parameters.
     """
 
     columns: Numbers
+    shape: Columns
 
     @classmethod
-    def of(cls, num: int, *columns: Numbers | int) -> Pairs:
-        """Some pairs, from a column or one number for each of the four rows of `columns`."""
-        pairs = numpy.empty((4, num), numpy.int64)
-        for row, column in enumerate(columns):
-            pairs[row] = column
-        return cls(pairs)
-
-    @classmethod
-    def none(cls) -> Pairs:
-        """No pairs."""
-        return cls.of(0)
-
-    @classmethod
-    def into(
-        cls, source: Placement, shards: Sequence[int], target: Placement, shard: int, rank: int, replica: int
-    ) -> Pairs:
-        """Shards of the source with the shard of the target that `rank` holds."""
-        its = number_array(shards)
-        return cls.of(len(its), its, shard, _senders(source, its, rank, target, replica), rank)
-
-    @classmethod
-    def out_of(
-        cls, source: Placement, shard: int, target: Placement, shards: Sequence[int], rank: int, replica: int
-    ) -> Pairs:
-        """The shard of the source that `rank` holds with those shards of the target on other ranks to which `rank` sends."""
-        listed = number_array(shards)
-        holders = target.holders_of(listed)  # by replica and shard
-        ranks = holders.T.ravel()
-        senders = _senders(source, numpy.array([shard]), ranks, target, replica)
-        (mine,) = ((senders == rank) & (ranks != rank)).nonzero()
-        return cls.of(len(mine), shard, listed[mine // len(holders)], rank, ranks[mine])
-
-    def joined(self, other: Pairs) -> Pairs:
-        """These pairs, followed by those of `other`."""
-        if not len(self) or not len(other):
-            return self if len(self) else other
-        return Pairs(numpy.concatenate((self.columns, other.columns), axis=1))
+    def of(cls, parts: Sequence[Part]) -> Pairs:
+        """The pairs of some parts of one kind: part after part, and of each part first what its rank receives."""
+        columns, sent = _received(parts), _sent(parts)
+        if sent.shape[1]:
+            columns = numpy.concatenate((columns, sent), axis=1)
+            columns = columns[:, columns[0].argsort(kind="stable")] if len(parts) > 1 else columns
+        shape = _by_part([part.request.source.shape for part in parts])
+        return cls(columns, at(shape, columns[0]))
 
     def rows(self, index: Numbers | None) -> Pairs:
         """The pairs at some indices; all pairs for None."""
-        return self if index is None else Pairs(self.columns[:, index])
+        return self if index is None else Pairs(self.columns[:, index], at(self.shape, index))
 
     def __len__(self) -> int:
         return int(self.columns.shape[1])
 
 
-def _senders(source: Placement, shards: Numbers, to: Numbers | int, target: Placement, replica: int) -> Numbers:
+def _by_part(numbers: Sequence[Sequence[int]]) -> Columns:
+    """The numbers of a single part, or those of several parts by number and part."""
+    return numbers[0] if len(numbers) == 1 else numpy.array(numbers, numpy.int64).T
+
+
+def _received(parts: Sequence[Part]) -> Numbers:
+    """The columns of the pairs in which the rank receives."""
+    (source, target, rank, _, _), shard = parts[0].request, parts[0].mine
+    of, shards = _listed([part.into for part in parts])
+    if shard is None or not len(shards):
+        return _columns(of, 0, 0, 0, 0)
+    return _columns(of, shards, shard, _senders(source, shards, rank, target, _replicas(parts)[of]), rank)
+
+
+def _sent(parts: Sequence[Part]) -> Numbers:
+    """The columns of the pairs in which the rank sends to other ranks."""
+    (source, target, rank, _, _), shard = parts[0].request, parts[0].held
+    of, shards = _listed([part.out for part in parts])
+    if shard is None or not len(shards):
+        return _columns(of, 0, 0, 0, 0)
+    holders = target.holders_of(shards)  # by replica and shard
+    of, shards, ranks = of.repeat(len(holders)), shards.repeat(len(holders)), holders.T.ravel()
+    senders = _senders(source, numpy.array([shard]), ranks, target, _replicas(parts)[of])
+    (its,) = ((senders == rank) & (ranks != rank)).nonzero()
+    return _columns(of[its], shard, shards[its], rank, ranks[its])
+
+
+def _listed(shards: Sequence[Sequence[int]]) -> tuple[Numbers, Numbers]:
+    """The part of each shard, and the shards, one part after the other."""
+    arrays = [number_array(its) for its in shards]
+    return numpy.arange(len(arrays)).repeat([len(its) for its in arrays]), numpy.concatenate(arrays)
+
+
+def _columns(of: Numbers, *columns: Numbers | int) -> Numbers:
+    """Columns as long as `of`, which is the first one; a number stands for a column of equal numbers."""
+    made = numpy.empty((1 + len(columns), len(of)), numpy.int64)
+    made[0] = of
+    for row, column in enumerate(columns, start=1):
+        made[row] = column
+    return made
+
+
+def _replicas(parts: Sequence[Part]) -> Numbers:
+    return number_array([part.request.replica for part in parts])
+
+
+def _senders(source: Placement, shards: Numbers, to: Numbers | int, target: Placement, replicas: Numbers) -> Numbers:
     """The sender of each of `shards` to the rank `to`, or of a single shard to each rank in `to`.
 
     A rank that holds a shard sends that shard to itself; other ranks take the shard from the replicas in turn.
@@ -77,31 +100,48 @@ def _senders(source: Placement, shards: Numbers, to: Numbers | int, target: Plac
     if len(holders) == 1:
         senders: Numbers = holders[0]
         return senders
-    turn = (replica + shards + numpy.searchsorted(sorted_ranks(target.rank_groups), to)) % len(holders)
+    turn = (replicas + shards + numpy.searchsorted(sorted_ranks(target.rank_groups), to)) % len(holders)
     is_held = numpy.isin(to, holders) if len(shards) == 1 else (holders == to).any(axis=0)
     return numpy.where(is_held, to, holders[turn, numpy.arange(len(shards))])
 
 
-def copies_between(source: Placement, target: Placement, pairs: Pairs) -> CopyTable:
+def copies_of_alike(parts: Sequence[Part]) -> list[CopyTable]:
+    """The copies of each part, where all parts are of one kind, in the order of its pairs of shards."""
+    pairs = Pairs.of(parts)
+    rows, copies = _copies_between(parts, pairs)
+    if len(parts) == 1:
+        return [copies]
+    ends = pairs.columns[0, rows].searchsorted(numpy.arange(len(parts)), "right")
+    return copies.split(ends)
+
+
+def _copies_between(parts: Sequence[Part], pairs: Pairs) -> Found:
     """The copies of what each pair of shards has in common, in the order of the pairs.
 
     Runs are compared as ranges of the flattened parameter, Boxes dimension by dimension.
     """
-    left, right = _tables(source, target, pairs)
+    left, right = _tables(parts, pairs)
     of_left, of_right, numbers = _matched(left, right, len(pairs))
     is_alone = None if numbers is None else numpy.bincount(numbers)[numbers] == 1  # the only Box of its shard
-    rows, copies = _common_of(source.shape, pairs.rows(numbers), left.rows(of_left), right.rows(of_right), is_alone)
+    rows, copies = _common_of(pairs.rows(numbers), left.rows(of_left), right.rows(of_right), is_alone)
     if numbers is None:
-        return copies
-    return copies.rows_at(numpy.lexsort((*copies.columns[2:4], numbers[rows])))
+        return rows, copies
+    order = numpy.lexsort((*copies.columns[2:4], numbers[rows]))
+    return numbers[rows[order]], copies.rows_at(order)
 
 
-def _tables(source: Placement, target: Placement, pairs: Pairs) -> tuple[BoxTable, BoxTable]:
+def _tables(parts: Sequence[Part], pairs: Pairs) -> tuple[BoxTable, BoxTable]:
     """The shards of all pairs: both as runs or both as Boxes, where that is possible."""
-    runs = source.run_table(pairs.columns[0]), target.run_table(pairs.columns[1])
+    source, target = parts[0].request[:2]
+    of, from_, to = pairs.columns[:3]
+    its, others = None, None
+    if len(parts) > 1:
+        its = at(_by_part([part.request.source.numbers for part in parts]), of)
+        others = at(_by_part([part.request.target.numbers for part in parts]), of)
+    runs = source.run_table(from_, its), target.run_table(to, others)
     if runs[0] is not None and runs[1] is not None:
         return runs[0], runs[1]
-    boxes = source.box_table(pairs.columns[0]), target.box_table(pairs.columns[1])
+    boxes = source.box_table(from_, its), target.box_table(to, others)
     left, right = (run if box is None else box for run, box in zip(runs, boxes, strict=True))
     if left is None or right is None:
         raise LayoutError(f"a placement {source if left is None else target} has neither runs nor boxes")
@@ -124,7 +164,7 @@ Found = tuple[Numbers, CopyTable]
 """Some copies, and for each of them the number of the row that it comes from, in ascending order."""
 
 
-def _common_of(shape: Shape, pairs: Pairs, left: BoxTable, right: BoxTable, is_alone: Mask | None) -> Found:
+def _common_of(pairs: Pairs, left: BoxTable, right: BoxTable, is_alone: Mask | None) -> Found:
     """The copies of what each row of both tables has in common, whether the rows are runs or Boxes.
 
     A Box that is a run, and the only Box of its shard, is compared with a run as a run.
@@ -133,22 +173,25 @@ def _common_of(shape: Shape, pairs: Pairs, left: BoxTable, right: BoxTable, is_a
         return _common(pairs, left, right)
     is_from_runs = left.num_dims == 1
     runs, boxes = (left, right) if is_from_runs else (right, left)
-    are_runs = boxes.are_runs(shape) if is_alone is None else boxes.are_runs(shape) & is_alone
+    are_runs = boxes.are_runs(pairs.shape)
+    if is_alone is not None:
+        are_runs &= is_alone
     if not are_runs.any():
-        return _cut(shape, pairs, runs, boxes, is_from_runs)
+        return _cut(pairs, runs, boxes, is_from_runs)
     one, more = numpy.flatnonzero(are_runs), numpy.flatnonzero(~are_runs)
-    rows, copies = _common(pairs.rows(one), *_ordered(runs.rows(one), boxes.rows(one).as_runs(shape), is_from_runs))
+    its = pairs.rows(one)
+    rows, copies = _common(its, *_ordered(runs.rows(one), boxes.rows(one).as_runs(its.shape), is_from_runs))
     if not len(more):
         return one[rows], copies
-    others, cut = _cut(shape, pairs.rows(more), runs.rows(more), boxes.rows(more), is_from_runs)
+    others, cut = _cut(pairs.rows(more), runs.rows(more), boxes.rows(more), is_from_runs)
     numbers = numpy.concatenate((one[rows], more[others]))
     order = numpy.argsort(numbers, kind="stable")
     return numbers[order], copies.joined(cut).rows_at(order)
 
 
-def _cut(shape: Shape, pairs: Pairs, runs: BoxTable, boxes: BoxTable, is_from_runs: bool) -> Found:
+def _cut(pairs: Pairs, runs: BoxTable, boxes: BoxTable, is_from_runs: bool) -> Found:
     """The copies of what each run has in common with a Box that is not a run."""
-    parts = runs.as_boxes(shape)
+    parts = runs.as_boxes(pairs.shape)
     its = parts.owners if parts.owners is not None else numpy.arange(len(parts))
     rows, copies = _common(pairs.rows(its), *_ordered(parts, boxes.rows(its), is_from_runs))
     return its[rows], copies
@@ -166,5 +209,5 @@ def _common(pairs: Pairs, left: BoxTable, right: BoxTable) -> Found:
     is_run = left.num_dims == 1
     ends = [(its.bases + (lows[0] if is_run else along(lows, its.strides)))[None] for its in (left, right)]
     strides = [] if is_run else [left.strides, right.strides]  # those of runs are 1
-    columns = numpy.concatenate([pairs.columns[2:], *ends, sizes, *strides])
+    columns = numpy.concatenate([pairs.columns[3:], *ends, sizes, *strides])
     return rows, CopyTable(columns if len(rows) == len(pairs) else columns[:, rows]).merged()

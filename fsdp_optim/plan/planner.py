@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import bisect
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fsdp_optim.errors import LayoutError
-from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape, bounds_of_box
-from fsdp_optim.plan.bulk import Pairs, copies_between
+from fsdp_optim.layout import Block, Box, Layout, Placement, Run, Shape
+from fsdp_optim.plan.bulk import copies_of_alike
 from fsdp_optim.plan.copies import Copy
-from fsdp_optim.plan.table import CopyTable
+from fsdp_optim.plan.request import Part, Request
 
 RUNS_FROM, BOXES_FROM = 48, 4
 """The number of pairs of shards from which arrays are quicker than single copies: pairs of runs, and pairs with Boxes."""
@@ -39,16 +39,63 @@ def copies_of(source: Placement, target: Placement, *, rank: int | None = None, 
         replica: the number of the replica (modulo the number of replicas) that sends to ranks which do not hold an element
             themselves; consecutive shards and target ranks take the next replicas in turn.
     """
-    parameter = _parameter("", source, target, replica)
-    if not source.numel:
-        return ()
-    return parameter.of_rank(rank, sends=True) if rank is not None else tuple(parameter.copies(None))
+    if rank is not None:
+        return copies_of_parts([part_of(Request(source, target, rank, replica))])[0]
+    _check_shapes("", source, target)
+    return tuple(_Parameter("", source, target, replica).copies(None)) if source.numel else ()
 
 
 def copies_into(source: Placement, target: Placement, rank: int, replica: int = 0) -> Sequence[Copy]:
     """Those copies of `copies_of` that this rank receives, from itself or from other ranks."""
-    parameter = _parameter("", source, target, replica)
-    return parameter.of_rank(rank, sends=False) if source.numel else ()
+    return copies_of_parts([part_of(Request(source, target, rank, replica, sends=False))])[0]
+
+
+def part_of(request: Request) -> Part:
+    """The shards of a request.
+
+    Raises:
+        LayoutError: source and target have different shapes.
+    """
+    source, target, rank, _, sends = request
+    _check_shapes("", source, target)
+    mine, held = target.shard_of(rank), source.shard_of(rank) if sends else None
+    if source.overlapping or not source.numel:
+        return Part(request, mine, (), held, ())
+    return Part(request, mine, _shards_over(target, mine, source), held, _shards_over(source, held, target))
+
+
+def _shards_over(placement: Placement, shard: int | None, other: Placement) -> Sequence[int]:
+    """The shards of another placement that may have elements of a shard."""
+    bounds = placement.bounds(shard) if shard is not None else None
+    return other.shards_over(*bounds) if bounds is not None else ()
+
+
+def copies_of_parts(parts: Sequence[Part]) -> list[Sequence[Copy]]:
+    """The copies of some parts. Those with many pairs of shards are planned at once, and parts of one kind together."""
+    found: list[Sequence[Copy]] = [()] * len(parts)
+    alike: dict[object, list[int]] = {}
+    for number, part in enumerate(parts):
+        kind = part.kind if len(parts) > 1 and not part.in_runs else number  # a copy between two runs is quick to make
+        alike.setdefault(kind, []).append(number)
+    for numbers in alike.values():
+        its = [parts[number] for number in numbers]
+        made = copies_of_alike(its) if _are_many(its) else [_one_by_one(part) for part in its]
+        for number, copies in zip(numbers, made, strict=True):
+            found[number] = copies
+    return found
+
+
+def _are_many(parts: Sequence[Part]) -> bool:
+    """Whether parts of one kind are planned quicker at once than copy by copy."""
+    source, target = parts[0].request[:2]
+    if source.overlapping or not source.has_tables or not target.has_tables:
+        return False
+    return sum(part.num_pairs for part in parts) >= (RUNS_FROM if parts[0].in_runs else BOXES_FROM)
+
+
+def _one_by_one(part: Part) -> tuple[Copy, ...]:
+    source, target, _, replica, _ = part.request
+    return tuple(_Parameter("", source, target, replica).of_part(part)) if source.numel else ()
 
 
 def replica_of(name: str) -> int:
@@ -65,20 +112,15 @@ def _parameters(source: Layout, target: Layout) -> Iterator[_Parameter]:
         from_ = source.placements.get(fqn)
         if from_ is None:
             raise LayoutError(f"{fqn}: the target has this parameter, the source does not")
-        parameter = _parameter(fqn, from_, to, replica_of(fqn))
+        _check_shapes(fqn, from_, to)
         if from_.numel:
-            yield parameter
+            yield _Parameter(fqn, from_, to, replica_of(fqn))
 
 
-def _parameter(fqn: str, source: Placement, target: Placement, replica: int) -> _Parameter:
+def _check_shapes(fqn: str, source: Placement, target: Placement) -> None:
     if source.shape != target.shape:
         where = f"{fqn}: " if fqn else ""
         raise LayoutError(f"{where}shape {list(source.shape)} in the source, {list(target.shape)} in the target")
-    return _Parameter(fqn, source, target, replica)
-
-
-_Shards = tuple[int | None, Sequence[int], int | None, Sequence[int]]
-"""A rank's shard of the target, shards of the source, the rank's shard of the source, and shards of the target."""
 
 
 @dataclass(frozen=True)
@@ -90,71 +132,32 @@ class _Parameter:
     target: Placement
     replica: int
 
-    def of_rank(self, rank: int, *, sends: bool) -> Sequence[Copy]:
-        """The copies that a rank receives and, with `sends`, those that it sends: at once where they may be many."""
-        if self.source.overlapping:
-            mine = self.target.shard_of(rank)
-            if sends or mine is None:
-                return tuple(self.copies(rank)) if sends else ()
-            return tuple(self._into_from_overlapping(mine, rank))
-        its = self._shards_of(rank, sends=sends)
-        if self.source.has_tables and self.target.has_tables:
-            _, into, _, out = its
-            fewest = RUNS_FROM if self.source.in_runs and self.target.in_runs else BOXES_FROM
-            if len(into) + len(out) * self.target.num_replicas >= fewest:
-                return self._in_bulk(rank, *its)
-        return tuple(self._singly(rank, *its))
-
-    def _shards_of(self, rank: int, *, sends: bool) -> _Shards:
-        """The shards of a rank, each with those of the other side that may have elements in common with it."""
-        mine, held = self.target.shard_of(rank), self.source.shard_of(rank) if sends else None
-        return mine, self._shards_into(mine), held, self._shards_out_of(held)
-
-    def _singly(
-        self, rank: int, mine: int | None, into: Sequence[int], held: int | None, out: Sequence[int]
-    ) -> Iterator[Copy]:
-        """The same copies as `_in_bulk`, one by one."""
-        if mine is not None:
-            yield from self._into(mine, rank, into)
-        if held is not None:
-            yield from self._out_of(held, rank, out)
-
-    def _in_bulk(
-        self, rank: int, mine: int | None, into: Sequence[int], held: int | None, out: Sequence[int]
-    ) -> CopyTable:
-        """The copies between the shard `mine` of the target and the shards `into`, and between `held` and the shards `out`."""
-        pairs = Pairs.none()
-        if mine is not None and into:
-            pairs = Pairs.into(self.source, into, self.target, mine, rank, self.replica)
-        if held is not None and out:
-            pairs = pairs.joined(Pairs.out_of(self.source, held, self.target, out, rank, self.replica))
-        return copies_between(self.source, self.target, pairs)
-
-    def _shards_into(self, shard: int | None) -> Sequence[int]:
-        """The shards of the source that may have elements of a shard of the target."""
-        bounds = _bounds(self.target, shard) if shard is not None else None
-        return self.source.shards_over(*bounds) if bounds is not None else ()
-
-    def _shards_out_of(self, shard: int | None) -> Sequence[int]:
-        """The shards of the target that may have elements of a shard of the source."""
-        bounds = _bounds(self.source, shard) if shard is not None else None
-        return self.target.shards_over(*bounds) if bounds is not None else ()
-
     def copies(self, rank: int | None) -> Iterator[Copy]:
-        if rank is None or self.source.overlapping:
-            pairs: Iterable[tuple[int, int]] = (
-                (shard, holder) for shard in range(self.target.num_shards) for holder in self.target.holders(shard)
-            )
-            for shard, target_rank in pairs:
+        """All copies, or those that a rank sends or receives."""
+        if rank is None:
+            return self._of_all()
+        return self.of_part(part_of(Request(self.source, self.target, rank, self.replica)))
+
+    def of_part(self, part: Part) -> Iterator[Copy]:
+        """The copies of a part, one by one: those that the rank receives, then those that it sends to other ranks."""
+        rank = part.request.rank
+        if self.source.overlapping and part.request.sends:
+            yield from (copy for copy in self._of_all() if rank in (copy.source_rank, copy.target_rank))
+        elif self.source.overlapping:
+            yield from self._into_from_overlapping(part.mine, rank) if part.mine is not None else ()
+        else:
+            if part.mine is not None:
+                yield from self._into(part.mine, rank, part.into)
+            if part.held is not None:
+                yield from self._out_of(part.held, rank, part.out)
+
+    def _of_all(self) -> Iterator[Copy]:
+        for shard in range(self.target.num_shards):
+            for rank in self.target.holders(shard):
                 if self.source.overlapping:
-                    copies = self._into_from_overlapping(shard, target_rank)
+                    yield from self._into_from_overlapping(shard, rank)
                 else:
-                    copies = self._into(shard, target_rank, self._shards_into(shard))
-                for copy in copies:
-                    if rank is None or rank in (copy.source_rank, target_rank):
-                        yield copy
-            return
-        yield from self._singly(rank, *self._shards_of(rank, sends=True))
+                    yield from self._into(shard, rank, _shards_over(self.target, shard, self.source))
 
     def _into(self, shard: int, target_rank: int, source_shards: Sequence[int]) -> Iterator[Copy]:
         """All copies that fill a shard on one target rank, from some shards that do not overlap."""
@@ -213,15 +216,6 @@ class _Parameter:
                     copies += [_block_copy(self.fqn, box, source, source_rank, target, target_rank) for box in found]
                     missing = tuple(rest for box in missing for rest in box.subtract(source.box))
         yield from sorted(copies, key=lambda copy: (copy.target_offset, copy.source_offset))
-
-
-def _bounds(placement: Placement, shard: int) -> tuple[int, int] | None:
-    """The smallest row-major range of elements that covers a shard; None for a shard without elements."""
-    run = placement.run(shard)
-    if run is not None:
-        return (run.start, run.stop) if run.start < run.stop else None
-    bounds = [bounds_of_box(placement.shape, block.box) for block in placement.blocks(shard) if block.box.numel]
-    return (min(b[0] for b in bounds), max(b[1] for b in bounds)) if bounds else None
 
 
 def _run_copy(fqn: str, source: Run, source_rank: int, target: Run, target_rank: int) -> Copy | None:

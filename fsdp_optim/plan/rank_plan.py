@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
 from fsdp_optim.layout import Placement
 from fsdp_optim.plan.copies import Copy
-from fsdp_optim.plan.planner import copies_into, copies_of
+from fsdp_optim.plan.planner import copies_of_parts, part_of
+from fsdp_optim.plan.request import Part, Request
 from fsdp_optim.plan.table import has_from, num_into
 from fsdp_optim.plan.ways import Ways
+
+PAIRS_TOGETHER = 1 << 11
+"""The number of pairs of shards from which plans are made without waiting for more of them."""
 
 _COPY_NBYTES = 512  # about what a copy, its way and their numbers take
 _PLAN_NBYTES = 2048  # about what a plan takes besides its copies, with the two placements
@@ -21,16 +25,11 @@ _PLAN_NBYTES = 2048  # about what a plan takes besides its copies, with the two 
 
 @dataclass(frozen=True, eq=False)
 class RankPlan(Sequence[Copy]):
-    """The copies of a parameter that one rank sends and receives, in order, and what follows from them.
-
-    `receives`: whether the rank holds a shard of the target, which may be empty. `num_wanted`: the elements of that shard,
-    without padding.
-    """
+    """The copies of a parameter that one rank sends and receives, in order, and what follows from them."""
 
     rank: int
+    target: Placement
     copies: Sequence[Copy]
-    receives: bool
-    num_wanted: int
 
     @classmethod
     def of(cls, source: Placement, target: Placement, rank: int, replica: int = 0, *, sends: bool = True) -> RankPlan:
@@ -40,12 +39,17 @@ class RankPlan(Sequence[Copy]):
             replica: as in `copies_of`.
             sends: include the copies that the rank sends to other ranks.
         """
-        copies = (
-            copies_of(source, target, rank=rank, replica=replica)
-            if sends
-            else copies_into(source, target, rank, replica)
-        )
-        return cls(rank, copies, target.shard_of(rank) is not None, target.numel_on(rank))
+        return cls(rank, target, copies_of_parts([part_of(Request(source, target, rank, replica, sends))])[0])
+
+    @cached_property
+    def receives(self) -> bool:
+        """Whether the rank holds a shard of the target, which may be empty."""
+        return self.target.shard_of(self.rank) is not None
+
+    @cached_property
+    def num_wanted(self) -> int:
+        """The elements of the target's shard on the rank, without padding."""
+        return self.target.numel_on(self.rank)
 
     @cached_property
     def sends(self) -> bool:
@@ -89,26 +93,56 @@ class Plans:
     def __init__(self, most_nbytes: int = 32 << 20) -> None:
         self.num_made = 0
         self._most_nbytes, self._nbytes = most_nbytes, 0
-        self._kept: OrderedDict[tuple[object, ...], RankPlan] = OrderedDict()
+        self._kept: OrderedDict[Request, RankPlan] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, source: Placement, target: Placement, rank: int, replica: int = 0, *, sends: bool = True) -> RankPlan:
         """As `RankPlan.of`."""
-        key = (source, target, rank, replica, sends)
+        (planned,) = self.each([Request(source, target, rank, replica, sends)])
+        return planned
+
+    def each(self, requests: Iterable[Request]) -> Iterator[RankPlan]:
+        """The plan of each request, in their order.
+
+        Plans that are not kept are made together, which takes less time: so many at once as have some thousands of pairs of
+        shards, so that they need little memory.
+        """
+        asked, found, num_pairs = list[Request](), dict[Request, RankPlan | Part](), 0
+        for request in requests:
+            asked.append(request)
+            if request not in found:
+                kept = self._find(request)
+                found[request] = known = kept if kept is not None else part_of(request)
+                num_pairs += 1 + known.num_pairs if isinstance(known, Part) else 0
+            if num_pairs >= PAIRS_TOGETHER:
+                yield from self._made(asked, found)
+                asked, found, num_pairs = [], {}, 0
+        yield from self._made(asked, found)
+
+    def _made(self, asked: Sequence[Request], found: Mapping[Request, RankPlan | Part]) -> list[RankPlan]:
+        """The plans of some requests, for which there is a kept plan or the part that is still to be planned."""
+        missing = [part for part in found.values() if isinstance(part, Part)]
+        plans = {request: plan for request, plan in found.items() if isinstance(plan, RankPlan)}
+        for part, copies in zip(missing, copies_of_parts(missing), strict=True):
+            plans[part.request] = plan = RankPlan(part.request.rank, part.request.target, copies)
+            self._keep(part.request, plan)
+        return [plans[request] for request in asked]
+
+    def _find(self, request: Request) -> RankPlan | None:
         with self._lock:
-            found = self._kept.get(key)
+            found = self._kept.get(request)
             if found is not None:
-                self._kept.move_to_end(key)
-                return found
-        made = RankPlan.of(source, target, rank, replica, sends=sends)
+                self._kept.move_to_end(request)
+            return found
+
+    def _keep(self, request: Request, made: RankPlan) -> None:
         with self._lock:
             self.num_made += 1
-            if key not in self._kept:
-                self._kept[key] = made
-                self._nbytes += _nbytes_of(key, made)
+            if request not in self._kept:
+                self._kept[request] = made
+                self._nbytes += _nbytes_of(request, made)
             while self._nbytes > self._most_nbytes:
                 self._nbytes -= _nbytes_of(*self._kept.popitem(last=False))
-        return made
 
     def clear(self) -> None:
         """Drop all kept plans."""
@@ -117,6 +151,6 @@ class Plans:
             self._nbytes = 0
 
 
-def _nbytes_of(key: tuple[object, ...], plan: RankPlan) -> int:
-    listed = sum(part.num_listed for part in key if isinstance(part, Placement))
+def _nbytes_of(request: Request, plan: RankPlan) -> int:
+    listed = request.source.num_listed + request.target.num_listed
     return _PLAN_NBYTES + _COPY_NBYTES * (len(plan) + listed)

@@ -8,7 +8,7 @@ from typing import overload
 
 import numpy
 
-from fsdp_optim.layout import Numbers
+from fsdp_optim.layout import Mask, Numbers
 from fsdp_optim.plan.copies import Copy
 
 Row = tuple[int, int, int, int, int, Copy | None]
@@ -70,7 +70,7 @@ class CopyTable(Sequence[Copy]):
             numpy.copyto(strides[:, dim], strides[:, dim + 1], where=are_one)
             numpy.multiply(outer, inner, out=outer, where=are_one)
             inner[are_one] = 1
-        if (sizes[1:] == 1).all() and ((strides[:, :1] == 1).all(axis=0) | (sizes[:1] == 1)).all():
+        if _are_runs(sizes, *strides).all():
             return CopyTable(self.columns[:5].copy())
         return self
 
@@ -86,6 +86,19 @@ class CopyTable(Sequence[Copy]):
         dims = numpy.ones((3, num, len(self)), numpy.int64)
         dims[:, : self._dims.shape[1]] = self._dims
         return numpy.concatenate((self.columns[:4], dims.reshape(3 * num, len(self))))
+
+    def split(self, ends: Numbers) -> list[CopyTable]:
+        """The copies as several tables, each of which ends before one of `ends`."""
+        stops = ends.tolist()
+        pairs = zip([0, *stops], stops, strict=False)
+        if self.are_runs:
+            return [CopyTable(self.columns[:, start:stop].copy()) for start, stop in pairs]
+        num_strided = numpy.append(0, (~_are_runs(*self._dims)).cumsum()).tolist()
+        widths = 5, len(self.columns)
+        return [
+            CopyTable(self.columns[: widths[num_strided[start] < num_strided[stop]], start:stop].copy())
+            for start, stop in pairs
+        ]
 
     def rows_at(self, index: Numbers) -> CopyTable:
         """The copies at some indices, in the order of `index`."""
@@ -125,6 +138,13 @@ class CopyTable(Sequence[Copy]):
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(Copy.__eq__, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # a table is equal to a tuple of copies, whose hash would differ
+
+
+def _are_runs(sizes: Numbers, source_strides: Numbers, target_strides: Numbers) -> Mask:
+    """Whether each copy is a run, which has all its elements in the first dimension."""
+    are_ones = (source_strides[:1] == 1) & (target_strides[:1] == 1) | (sizes[:1] == 1)
+    mask: Mask = (sizes[1:] == 1).all(axis=0) & are_ones.all(axis=0)
+    return mask
 
 
 def _strided(

@@ -270,7 +270,7 @@ class MoveTest(unittest.TestCase):
             run(Half({"layer.weight": torch.ones(2)}), Live({"layer.weight": torch.zeros(4)}), 100, [value])
         for source in (Live({"layer.weight": torch.ones(4)}), Stored({"layer.weight": torch.ones(4)}, "runs")):
             with (
-                mock.patch.object(rank_plan, "copies_into", return_value=()),
+                mock.patch.object(rank_plan, "copies_of_parts", return_value=[()]),
                 self.assertRaisesRegex(
                     StateError, "layer.weight: exp_avg: rank 0 needs 4 elements, and the plan brings 0"
                 ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -25,7 +26,18 @@ from fsdp_optim.layout import (
     Whole,
     boxes_of_run,
 )
-from fsdp_optim.plan import Copy, CopyTable, copies_into, copies_of, has_from, num_into, planner
+from fsdp_optim.plan import (
+    Copy,
+    CopyTable,
+    Plans,
+    Request,
+    copies_into,
+    copies_of,
+    has_from,
+    num_into,
+    planner,
+    rank_plan,
+)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 3), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2, 2)])
@@ -184,3 +196,87 @@ def test_many_copies_of_a_grid_are_a_table(shape: Shape) -> None:
             found = copies_of(source, to, rank=0)
             assert isinstance(found, CopyTable)
             assert found == planned(source, to, 0, fewest=10**9)
+
+
+def requests_of(shapes: Sequence[Shape], ranks: Sequence[int]) -> list[Request]:
+    """Many requests of many kinds, in an order in which those of one kind are far apart."""
+    found = []
+    for number, (shape, rank) in enumerate(itertools.product(shapes, ranks)):
+        more = {
+            "rows, then columns of two parts": MeshBoxes(shape, (2, 3), ((0, 0), (1, len(shape) - 1)), (range(6),)),
+            "chunks in own tensors": replace(others(shape)["chunks"], own_tensor=True),
+            "whole on one rank": Whole(shape, (2,)),
+        }
+        every = [*grids(shape).values(), *more.values()]
+        for grid, other in itertools.product(every, [*others(shape).values(), *more.values()]):
+            replica = number + len(found)
+            found += [Request(grid, other, rank, replica, number % 4 > 0), Request(other, grid, rank, replica)]
+    return found
+
+
+@pytest.mark.parametrize("together", [300, 10**9])
+def test_parameters_of_one_kind_are_planned_together_as_one_by_one(together: int) -> None:
+    requests = [
+        *requests_of([(7, 6), (3, 8), (13, 2), (1, 5)], (0,)),
+        *requests_of([(8, 6), (9, 1)], (3,)),
+        *requests_of([(5, 8, 3), (2, 3, 4)], (5,)),
+    ]
+    requests += requests[::7]
+    with mock.patch.multiple(planner, RUNS_FROM=10**9, BOXES_FROM=10**9):
+        wanted = [singly(request) for request in requests]
+    with (
+        mock.patch.multiple(planner, BOXES_FROM=0),
+        mock.patch.object(rank_plan, "PAIRS_TOGETHER", together),
+        mock.patch.object(planner, "copies_of_alike", wraps=planner.copies_of_alike) as at_once,
+    ):
+        found = list(Plans(10**9).each(requests))
+    for request, its, copies in zip(requests, found, wanted, strict=True):
+        assert list(its) == list(copies), request
+        assert (its.receives, its.num_wanted) == (
+            request.target.shard_of(request.rank) is not None,
+            request.target.numel_on(request.rank),
+        )
+        if isinstance(its.copies, CopyTable):
+            assert its.copies.are_runs == all(copy.is_run for copy in copies)
+            columns = its.copies.columns
+            assert columns.base is None or columns.base.size == columns.size, "no plan keeps the memory of others"
+    assert any(len(call.args[0]) > 1 for call in at_once.call_args_list)
+
+
+def singly(request: Request) -> Sequence[Copy]:
+    """The copies of a request, planned for themselves."""
+    source, target, rank, replica, sends = request
+    return (
+        copies_of(source, target, rank=rank, replica=replica) if sends else copies_into(source, target, rank, replica)
+    )
+
+
+def test_plans_are_made_together_for_some_requests_at_a_time() -> None:
+    """Two grids of 4 x 8 ranks have 32 pairs of shards each on the recipient."""
+    asked = []
+
+    def requests() -> Iterator[Request]:
+        for size in range(40, 80):
+            asked.append(size)
+            shape = (size, 24)
+            yield Request(MeshBoxes(shape, (8, 4), ((1, 1), (0, 0)), (range(32),)), Whole(shape, (0,)), 0)
+
+    with mock.patch.object(rank_plan, "PAIRS_TOGETHER", 5 * 32):
+        plans = Plans().each(requests())
+        for number in (5, 10):
+            assert next(plans).num_filled == (35 + number) * 24
+            assert asked == list(range(40, 40 + number))
+            assert [next(plans).num_filled // 24 for _ in range(4)] == list(range(36 + number, 40 + number))
+
+
+def test_a_layer_of_a_grid_is_planned_at_once() -> None:
+    """The default limits: a rank's part of a save and of a load of parameters of many shapes."""
+    shapes = [(40 + 8 * number, 24 + 4 * (number % 3)) for number in range(30)]
+    grids_of = [MeshBoxes(shape, (8, 4), ((1, 1), (0, 0)), (range(32),)) for shape in shapes]
+    chunks = [FlatChunks(shape, 0, -(-shape[0] * shape[1] // 32), (range(32),)) for shape in shapes]
+    requests = [Request(*pair, 17) for pair in zip(grids_of, chunks, strict=True)]
+    requests += [Request(*pair, 17) for pair in zip(chunks, grids_of, strict=True)]
+    with mock.patch.object(planner, "copies_of_alike", wraps=planner.copies_of_alike) as at_once:
+        found = list(Plans().each(requests))
+    assert [len(call.args[0]) for call in at_once.call_args_list] == [30, 30]
+    assert [list(its) for its in found] == [list(singly(request)) for request in requests]

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_optim
 from fsdp_optim.layout import FlatChunks, Whole
-from fsdp_optim.plan import Plans, RankPlan, copies_of
+from fsdp_optim.plan import Plans, RankPlan, Request, copies_of
 from fsdp_optim.testing import fairscale_on_cpu
 from fsdp_optim.transport.world import world_here
 
@@ -271,6 +271,18 @@ class BoundedTest(unittest.TestCase):
                     (list(found), found.receives, found.num_wanted), (list(wanted), wanted.receives, wanted.num_wanted)
                 )
         self.assertEqual(plans.num_made, len(asked))
+
+    def test_plans_that_are_asked_for_together_are_made_once_and_kept(self) -> None:
+        plans = Plans()
+        kept = self.plan(plans, self.CUT[2])
+        requests = [Request(cut, Whole(cut.shape, (0,)), 0) for cut in (*self.CUT, *self.CUT[::-1])]
+        found = list(plans.each(requests))
+        self.assertEqual([plan.num_filled for plan in found], [12 * size for size in (*range(1, 9), *range(8, 0, -1))])
+        self.assertEqual(plans.num_made, 8)
+        self.assertIs(found[2], kept)
+        self.assertTrue(all(a is b for a, b in zip(found, found[::-1], strict=True)))
+        self.assertTrue(all(a is b for a, b in zip(found, plans.each(iter(requests)), strict=True)))
+        self.assertEqual(plans.num_made, 8)
 
     def test_the_memory_of_kept_plans_is_bounded(self) -> None:
         """The plans that were used last are kept."""
