@@ -10,8 +10,9 @@ from math import prod
 import numpy
 from numpy.typing import NDArray
 
-from fsdp_optim.layout.boxes import Block, Box, Shape
+from fsdp_optim.layout.boxes import Block, Box, Run, Shape
 from fsdp_optim.layout.listed import Boxes
+from fsdp_optim.layout.mesh import run_of_box
 from fsdp_optim.layout.placement import Placement
 
 
@@ -54,6 +55,9 @@ class DisjointBoxes(Placement):
 
     def blocks(self, shard: int) -> tuple[Block, ...]:
         return (Block(self.boxes[shard], 0),) if self.boxes[shard].numel else ()
+
+    def run(self, shard: int) -> Run | None:
+        return run_of_box(self.full_shape, self.boxes[shard])
 
     def shards_over(self, start: int, stop: int) -> Sequence[int]:
         if start >= stop or not self.shape:
