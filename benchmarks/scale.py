@@ -5,8 +5,8 @@
 Adam state of parameters whose shapes all differ, so that no two share a plan: `flat`, units of four parameters in one flat
 parameter, cut into equal chunks (fairscale, FSDP1); `rows`, DTensors cut by rows (FSDP2); `grid`, by columns over 8 ranks and
 by rows over the others (FSDP2 with tensor parallel); `layers`, the same with eight shapes, as models have them, where a call
-plans once for all parameters that are cut alike. Nothing is moved. A recipient whose copies would take many gigabytes is
-left out.
+plans once for all parameters that are cut alike. Plans are made and kept as in the first call of a process, and nothing is
+moved. A recipient whose copies would take many gigabytes is left out.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ LAYOUTS = {"flat": flat, "rows": rows, "grid": grid, "layers": layers}
 
 def gather(placements: Sequence[Placement], rank: int) -> list[object]:
     """One rank's plans of a gather to rank 0."""
-    return [*planned(((placement, Whole(placement.shape, (0,))) for placement in placements), rank)]
+    return list(planned(((placement, Whole(placement.shape, (0,))) for placement in placements), rank))
 
 
 def save(placements: Sequence[Placement], rank: int) -> list[object]:

@@ -204,7 +204,7 @@ def requests_of(shapes: Sequence[Shape], ranks: Sequence[int]) -> list[Request]:
     for number, (shape, rank) in enumerate(itertools.product(shapes, ranks)):
         more = {
             "rows, then columns of two parts": MeshBoxes(shape, (2, 3), ((0, 0), (1, len(shape) - 1)), (range(6),)),
-            "chunks in own tensors": replace(others(shape)["chunks"], own_tensor=True),
+            "chunks in own tensors": replace(others(shape)["chunks of a flat parameter"], own_tensor=True),
             "whole on one rank": Whole(shape, (2,)),
         }
         every = [*grids(shape).values(), *more.values()]
