@@ -34,6 +34,13 @@ class Boxes(Placement):
                 if len(ends) != len(self.full_shape) or any(e > n for e, n in zip(ends, self.full_shape, strict=True)):
                     raise LayoutError(f"rank {rank}: {block.box} lies outside the shape {self.full_shape}")
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.full_shape, self.by_rank, self.is_open, self.apart))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def shape(self) -> Shape:
         return self.full_shape

@@ -6,6 +6,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import numpy
@@ -48,6 +49,10 @@ class OnMesh(Placement):
                     f"{self.full_shape}"
                 )
         check_distinct(self.replicas)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.full_shape, self.mesh_shape, self.splits, self.replicas))
 
     @property
     def shape(self) -> Shape:
@@ -150,6 +155,9 @@ class MeshBoxes(OnMesh):
 
     `replicas`: the ranks of each mesh that holds the parameter in this way, row-major.
     """
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def box(self, shard: int) -> Box:
         """The Box of a shard, which is empty where the cut left no elements for the shard."""

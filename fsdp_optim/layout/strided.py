@@ -38,6 +38,9 @@ class StridedBoxes(OnMesh):
         if len(self.factors) != len(self.splits) or min(self.factors, default=1) < 1:
             raise LayoutError(f"the splits {self.splits} need a factor of at least 1 each, not {self.factors}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def cuts(self) -> tuple[tuple[int, ...], ...]:
         pairs = zip(self.splits, self.factors, strict=True)
