@@ -280,3 +280,13 @@ def test_a_layer_of_a_grid_is_planned_at_once() -> None:
         found = list(Plans().each(requests))
     assert [len(call.args[0]) for call in at_once.call_args_list] == [30, 30]
     assert [list(its) for its in found] == [list(singly(request)) for request in requests]
+
+
+def test_listed_boxes_that_are_runs_are_planned_alike_by_a_rank_with_many_pairs_and_by_one_with_few() -> None:
+    boxes = others((5, 8, 3))["boxes"]
+    chunks = others((5, 8, 3))["chunks of a flat parameter"]
+    for source, target in ((boxes, chunks), (chunks, boxes)):
+        for few, many in itertools.product(boxes.ranks, chunks.ranks):
+            plans = [copies_of(source, target, rank=rank) for rank in (few, many)]
+            between = [[copy for copy in copies if {few, many} == set(ends(copy))] for copies in plans]
+            assert between[0] == between[1]
