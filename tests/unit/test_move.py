@@ -252,9 +252,8 @@ class MoveTest(unittest.TestCase):
         values = [StateValue(f"layer{number}.weight", "exp_avg", torch.float32, source) for number in range(16)]
         senders = []
         for listed in (values, values[::-1]):
-            plans = executor._Plans(group)
-            by_name = {value.fqn: plans.of(value, source, target) for value in listed}
-            senders.append({fqn: tuple(copy.source_rank for copy in plan) for fqn, plan in by_name.items()})
+            planned = executor._Plans(group).of([executor._Route(value, source, target) for value in listed])
+            senders.append({route.value.fqn: tuple(copy.source_rank for copy in plan) for route, plan in planned})
         self.assertEqual(senders[0], senders[1])
         self.assertEqual(set(senders[0].values()), {(0,), (1,)})
 

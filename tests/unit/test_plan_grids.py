@@ -80,6 +80,7 @@ def test_no_shard_is_passed_over_and_each_is_a_run_where_it_is_one(placement: Me
             assert needed == set(over), (start, stop)  # inside of one row none is looked at in vain
     for shard, elements in enumerate(held):
         run = placement.run(shard)
+        assert placement.bounds(shard) == ((min(elements), max(elements) + 1) if elements else None)
         if not elements:
             assert run == Run(0, 0, 0)
         elif max(elements) - min(elements) + 1 == len(elements):
@@ -251,22 +252,24 @@ def singly(request: Request) -> Sequence[Copy]:
     )
 
 
-def test_plans_are_made_together_for_some_requests_at_a_time() -> None:
-    """Two grids of 4 x 8 ranks have 32 pairs of shards each on the recipient."""
-    asked = []
+@pytest.mark.parametrize(("rank", "together"), [(0, 5 * 32), (99, 5)], ids=["recipient", "no pairs"])
+def test_plans_are_made_together_for_some_requests_at_a_time(rank: int, together: int) -> None:
+    """A grid of 4 x 8 ranks has 32 pairs of shards on the recipient, and a request takes room also without pairs."""
+    asked, part = [], rank == 0
 
     def requests() -> Iterator[Request]:
         for size in range(40, 80):
             asked.append(size)
             shape = (size, 24)
-            yield Request(MeshBoxes(shape, (8, 4), ((1, 1), (0, 0)), (range(32),)), Whole(shape, (0,)), 0)
+            yield Request(MeshBoxes(shape, (8, 4), ((1, 1), (0, 0)), (range(32),)), Whole(shape, (0,)), rank)
 
-    with mock.patch.object(rank_plan, "PAIRS_TOGETHER", 5 * 32):
+    with mock.patch.object(rank_plan, "PAIRS_TOGETHER", together):
         plans = Plans().each(requests())
         for number in (5, 10):
-            assert next(plans).num_filled == (35 + number) * 24
+            assert next(plans).num_filled == (35 + number) * 24 * part
             assert asked == list(range(40, 40 + number))
-            assert [next(plans).num_filled // 24 for _ in range(4)] == list(range(36 + number, 40 + number))
+            found = [next(plans).num_filled for _ in range(4)]
+            assert found == [size * 24 * part for size in range(36 + number, 40 + number)]
 
 
 def test_a_layer_of_a_grid_is_planned_at_once() -> None:
