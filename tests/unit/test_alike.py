@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.state.local import read_optimizer
 from fsdp_optim.state.reports import LiveParam, RankReport
+from fsdp_optim.state.same import same
 from fsdp_optim.state.values import Scalar, Scalars, Summary
 
 
@@ -97,3 +99,12 @@ def test_reports_have_one_text_only_where_they_are_equal(other: LiveParam) -> No
 def test_what_is_not_of_one_parameter_is_in_the_text_too(changed: dict[str, object]) -> None:
     report = RankReport("gather()", order=("a", "b"), params=(LIVE,))
     assert replace(report, **changed).text() != report.text()  # type: ignore[arg-type]
+
+
+def test_values_of_different_types_are_not_the_same() -> None:
+    """Also where all their parts are equal, as after a decoder that makes lists of tuples."""
+    part = torch.ones(2)
+    for one, other in (([1, part], (1, part)), ({"a": part}, OrderedDict(a=part)), (True, 1), (1, 1.0), (None, "None")):
+        assert same(one, one)
+        assert not same(one, other)
+        assert not same([one], [other])
