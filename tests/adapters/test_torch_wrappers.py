@@ -392,7 +392,7 @@ class OtherStrategiesTest(unittest.TestCase):
 
 
 def compiled(module: nn.Module) -> Any:
-    return torch.compile(module)
+    return torch.compile(module, backend="eager")  # the usual back end takes seconds to import, on each rank
 
 
 def _fsdp1(module: nn.Module, orig: bool = True) -> Any:

@@ -35,7 +35,7 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 SAVED = ("fairscale flat", "fairscale non-flat", "FSDP1 flat", "FSDP1 orig", "FSDP2", "DDP")
-LOADED = ("FSDP2", "FSDP1 orig", "DDP", "plain")
+LOADERS = ("FSDP2", "FSDP1 orig", "DDP", "plain")
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 MORE = range(STEPS, STEPS + 2)
 
@@ -238,9 +238,9 @@ BY_FSDP2 = those(
     [(3, name.replace(" ", "-"), "FSDP2", how) for name in SAVED for how in WAYS],
     lambda _size, name, _wrapper, how: name == "FSDP2" or how == list(WAYS)[len(name) % len(WAYS)],
 )
-BY_OTHERS = [(3, "FSDP2", wrapper, "flattened") for wrapper in LOADED if wrapper != "FSDP2"]
+BY_OTHERS = [(3, "FSDP2", wrapper, "flattened") for wrapper in LOADERS if wrapper != "FSDP2"]
 # torch gives some ranks of FSDP1 no param groups
-BY_OTHERS += [(3, "fairscale-flat", wrapper, "nested") for wrapper in LOADED if "FSDP" not in wrapper]
+BY_OTHERS += [(3, "fairscale-flat", wrapper, "nested") for wrapper in LOADERS if "FSDP" not in wrapper]
 TENSOR_LR = [(3, "tensor-lr", "FSDP2", how) for how in ("nested", "flattened")]
 
 

@@ -18,7 +18,11 @@ from kit.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import runpy, sys, torch
+import runpy, sys
+from kit.hidden import hide
+for package in {hidden!r}:
+    hide(package)
+import torch
 torch.set_num_threads(1)
 sys.argv[:] = {words!r}
 runpy.run_path({path!r}, run_name="__main__")
@@ -26,11 +30,19 @@ runpy.run_path({path!r}, run_name="__main__")
 
 
 def launched(
-    num_ranks: int, program: str | Path, *arguments: str, preload: Sequence[str] = TRAINING, timeout: float = 300.0
+    num_ranks: int,
+    program: str | Path,
+    *arguments: str,
+    preload: Sequence[str] = TRAINING,
+    hidden: Sequence[str] = (),
+    timeout: float = 300.0,
 ) -> Started:
-    """Run a program of this repository on CPUs until all ranks have ended; the first of them that failed, or else rank 0."""
+    """Run a program of this repository on CPUs until all ranks have ended; the first of them that failed, or else rank 0.
+
+    `hidden`: packages that the program cannot find, of which `preload` must load none.
+    """
     path = str(ROOT / program)
-    code = PROGRAM.format(words=[path, *arguments], path=path)
+    code = PROGRAM.format(words=[path, *arguments], path=path, hidden=list(hidden))
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
     common |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "CUDA_VISIBLE_DEVICES": ""}
     ranks = []
@@ -46,4 +58,4 @@ def alone(program: str | Path, *arguments: str, preload: Sequence[str] = TRAININ
     """Run a program of this repository in one process without a launcher."""
     path = str(ROOT / program)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return start(PROGRAM.format(words=[path, *arguments], path=path), preload, environment=environment).wait(timeout)
+    return start(PROGRAM.format(words=[path, *arguments], path=path, hidden=[]), preload, environment=environment).wait(timeout)

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
@@ -22,6 +23,9 @@ from fsdp_optim.testing import RankPool
 @contextlib.contextmanager
 def own_ranks(loaded: Sequence[str] = ()) -> Iterator[None]:
     """New processes for the calls of `run_on_ranks` inside; they end with it. `loaded`: modules that they find imported."""
+    for name in loaded:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"{name}, which ranks are to find imported")  # a server passes over what is not there
     with contextlib.ExitStack() as stack:
         if loaded:
             stack.enter_context(mock.patch.multiple(forkserver, **_server(tuple(loaded), os.getpid())))

@@ -170,9 +170,11 @@ def become(order: Mapping[str, Any]) -> str:
 if __name__ == "__main__":
     got: dict[str, Any] | None = {"preload": sys.argv[2:], "control": [int(sys.argv[1])]}
     while got is not None and got["control"]:
+        gc.disable()
         for name in got["preload"]:
             __import__(name)
         gc.collect()
+        gc.enable()
         gc.freeze()  # a forked process then ends in a third of the time: it need not walk, and so copy, what was imported
         got = serve(socket.socket(fileno=got["control"][0]))
     if got is not None:
