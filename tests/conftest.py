@@ -44,6 +44,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
     return ByFileOrPackage(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.fixture(autouse=True, scope="session")
+def ranks_without_imports() -> Iterator[None]:
+    """Servers of ranks are forked from one that has torch, which would take each of them seconds to import."""
+    from kit.own_ranks import forked_ranks
+
+    with forked_ranks():
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Imported modules and collected tests stay: looking for garbage among them would take a fifth of the time."""

@@ -153,7 +153,7 @@ class WithoutFairscaleTest(InFolder):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        preload = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
+        preload = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "FOLDER": str(self.root)}
         started = [
             start(ON_A_RANK, preload=preload, environment={**os.environ, **common, "RANK": str(rank)})

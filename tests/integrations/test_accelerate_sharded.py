@@ -20,7 +20,6 @@ from kit.hugging_face import enabled, on_cpu, tiny_llama, train
 
 import fsdp_optim
 from fsdp_optim.errors import StateError
-from fsdp_optim.integrations.peft import AdapterNames
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.testing.ranks import RanksFailed
 
@@ -51,7 +50,8 @@ def trainer_with_adapters(
 
 def by_the_trainers_own(kind: str, folder: str, resume: str) -> dict[str, Any]:
     """As for adapters whose values PEFT makes when it saves: their names say nothing."""
-    with mock.patch.object(AdapterNames, "of", side_effect=StateError("PEFT makes this value")):
+    made = StateError("PEFT makes this value")
+    with mock.patch("fsdp_optim.integrations.peft.AdapterNames.of", side_effect=made):
         return trainer_with_adapters(kind, folder, {}, resume, 1, save_strategy="no", max_steps=3)
 
 

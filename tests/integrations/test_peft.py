@@ -20,18 +20,18 @@ from unittest import mock
 import pytest
 import torch
 from kit.checkpoint_format import in_order
+from kit.later import Later
 from kit.launched import launched
 from kit.wrapping import Net, OfModel, Oracle, Trained, check_same, error_text, in_ddp, wrap_units
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_optim
-from fsdp_optim.integrations import peft as fsdp_peft
 from fsdp_optim.testing import run_on_ranks
 
+peft, fsdp_peft = Later("peft"), Later("fsdp_optim.integrations.peft")
 LOADED = ("kit.loaded.hugging_face",)
 ROOT = Path(__file__).parents[2]
 MODEL_AND_MANIFEST = {"model.safetensors", "fsdp_optim.json"}
@@ -40,10 +40,10 @@ UNITS = ("base_model.model.stem", "base_model.model.head", "")
 
 def lora(adapter: str = "default") -> Any:
     """LoRA of two layers, one of them with DoRA's vectors, biases that train, and a whole module that trains."""
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=2, target_modules=["stem", "block.0"], modules_to_save=["head"], use_dora=True, bias="lora_only"
     )
-    return get_peft_model(Net(), config, adapter_name=adapter)
+    return peft.get_peft_model(Net(), config, adapter_name=adapter)
 
 
 def adam_of_adapters(model: nn.Module) -> torch.optim.Optimizer:
@@ -114,13 +114,13 @@ class RanksTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             run_on_ranks(save_all, 2, folder)
             oracle = oracle_of(3)
-            wanted = get_peft_model_state_dict(oracle.model)
+            wanted = peft.get_peft_model_state_dict(oracle.model)
             for wrapper in WRAPS:
                 for at in ("", " async"):
                     found = load_file(f"{folder}/{wrapper}{at}/adapter_model.safetensors")
                     check_same(f"{wrapper}{at}", in_order(found), in_order(wanted))
                 for at, base in (("", False), (" base", True)):
-                    opened = PeftModel.from_pretrained(Net(), f"{folder}/{wrapper}{at}")
+                    opened = peft.PeftModel.from_pretrained(Net(), f"{folder}/{wrapper}{at}")
                     trains = {name for name, param in oracle.model.named_parameters() if param.requires_grad or base}
                     check_same(
                         f"{wrapper}{at}, opened by PEFT",
@@ -157,7 +157,7 @@ class OneProcessTest(unittest.TestCase):
         self.model.save_pretrained(self.folder / "theirs")
         model, _ = self.fresh()
         fsdp_peft.load(self.folder / "theirs" / "adapter_model.safetensors", model)
-        check_same("adapter", get_peft_model_state_dict(model), get_peft_model_state_dict(self.model))
+        check_same("adapter", peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(self.model))
 
     def test_a_damaged_config_is_named(self) -> None:
         fsdp_peft.save(self.folder / "a", self.model, self.optim)
@@ -177,7 +177,7 @@ class OneProcessTest(unittest.TestCase):
         model, optim = self.fresh()
         restored = fsdp_peft.resume(self.folder, model, optim)
         self.assertEqual(restored.summary.step if restored is not None else None, 3)
-        check_same("adapter", get_peft_model_state_dict(model), get_peft_model_state_dict(self.model))
+        check_same("adapter", peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(self.model))
 
     def test_a_url_and_a_conversion(self) -> None:
         fsdp_peft.save(f"file://{self.folder}/a", self.model, self.optim)
@@ -193,12 +193,12 @@ class OneProcessTest(unittest.TestCase):
         fsdp_peft.load(self.folder / "b", *self.fresh(), check="bitwise")
 
     def test_one_of_several_adapters(self) -> None:
-        config = LoraConfig(r=2, target_modules=["stem"])
-        model = get_peft_model(Net(), config)
+        config = peft.LoraConfig(r=2, target_modules=["stem"])
+        model = peft.get_peft_model(Net(), config)
         model.add_adapter("second", config)
         fsdp_peft.save(self.folder / "a", model)
         self.assertEqual(
-            set(load_file(self.folder / "a" / "adapter_model.safetensors")), set(get_peft_model_state_dict(model))
+            set(load_file(self.folder / "a" / "adapter_model.safetensors")), set(peft.get_peft_model_state_dict(model))
         )
         text = error_text(partial(fsdp_peft.save, self.folder / "b", model, adapter="second"))[1]
         self.assertIn("belongs to the adapter 'second' and requires no gradients", text)
@@ -258,9 +258,9 @@ class ExampleTest(unittest.TestCase):
             self.assertIn("trained from step 4 to step 7", printed)
             self.assertEqual([one.step for one in fsdp_optim.checkpoints(folder)], [7, 6])
             base = runpy.run_path(str(ROOT / "examples" / "fsdp2_lora.py"))["base_model"]()
-            opened = PeftModel.from_pretrained(base, f"{folder}/step-7")
+            opened = peft.PeftModel.from_pretrained(base, f"{folder}/step-7")
             check_same(
                 "opened by PEFT",
-                in_order(get_peft_model_state_dict(opened)),
+                in_order(peft.get_peft_model_state_dict(opened)),
                 in_order(load_file(f"{folder}/step-7/adapter_model.safetensors")),
             )

@@ -21,7 +21,7 @@ import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
-NOT_FAIRSCALE = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo")
+NOT_FAIRSCALE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 README = (ROOT / "README.md").read_text()
 
 

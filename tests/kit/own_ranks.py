@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from typing import Any
 from unittest import mock
 
 from fsdp_optim.testing import RankPool
+from kit.scripts import serve_from
+
+RANKS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "fairscale.nn", "fsdp_optim.testing.worker")
+SPAWN = util.spawnv_passfds
 
 
 @contextlib.contextmanager
@@ -34,16 +37,34 @@ def own_ranks(loaded: Sequence[str] = ()) -> Iterator[None]:
         yield
 
 
+def forked_ranks() -> contextlib.AbstractContextManager[Any]:
+    """The server of the ranks inside is forked from one that has torch (`kit.scripts`), so that it need not import torch."""
+    return mock.patch.multiple(forkserver, **_server((), os.getpid()))
+
+
+class _Server(forkserver.ForkServer):
+    """A server process of `multiprocessing` that is no child of this one."""
+
+    def ensure_running(self) -> None:
+        if self._forkserver_pid is None:  # type: ignore[attr-defined]  # it lasts as long as this process
+            with mock.patch("multiprocessing.util.spawnv_passfds", _start):
+                super().ensure_running()
+
+
+def _start(path: Any, command: Sequence[str], fds: Sequence[int]) -> int:
+    """As `multiprocessing.util.spawnv_passfds`, for a server that has what all ranks find imported."""
+    if "forkserver" not in command[-1]:  # the tracker of resources, which is started before the first server
+        return SPAWN(path, command, fds)
+    return serve_from(command[-1], ("torch._dynamo", *RANKS), fds)
+
+
 @functools.cache
 def _server(loaded: tuple[str, ...], pid: int) -> dict[str, Any]:
     """The functions of `multiprocessing.forkserver` for a server with these modules, which all files with the same ones share."""
-    server = forkserver.ForkServer()
+    server = _Server()
 
     def set_forkserver_preload(modules: Sequence[str]) -> None:
         server.set_forkserver_preload([*modules, *loaded])
-        with mock.patch.dict(
-            os.environ, PYTHONPATH=os.pathsep.join(sys.path)
-        ):  # which Python 3.11 does not tell a server
-            server.ensure_running()
+        server.ensure_running()
 
     return {"set_forkserver_preload": set_forkserver_preload, "connect_to_new_process": server.connect_to_new_process}

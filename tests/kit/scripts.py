@@ -4,8 +4,8 @@
     started = start("...", preload=("torch", "fsdp_optim"))
     started.wait(timeout=90)
 
-A process that imports torch takes seconds of a core to start. There is a server for each choice of what scripts find imported,
-and each is forked from the one that has torch.
+A process that imports torch takes seconds of a core to start. There is a server for each choice of what scripts find imported.
+Each is forked from the one that has the first module of its choice only, and those from the one that has torch.
 The code is run as a file, as `__main__`, and ends with the interpreter: exit handlers run, and threads are waited for.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import fcntl
 import functools
 import gc
 import json
@@ -86,6 +87,14 @@ def start(
     return Started(pid, ours, folder)
 
 
+def serve_from(code: str, preload: Sequence[str], fds: Sequence[int]) -> int:
+    """Start Python code that serves until its caller ends, with open files that it finds under these numbers; its process id."""
+    order = {"code": code, "path": sys.path, "cwd": os.getcwd(), "environment": dict(os.environ), "fds": list(fds)}
+    pid, ours = _send(_server(tuple(preload), os.getpid()), order, 1, 2, *fds)
+    ours.close()
+    return pid
+
+
 def _send(server: socket.socket, order: Mapping[str, Any], *fds: int) -> tuple[int, socket.socket]:
     """Have a process forked that follows an order; its number, and where its exit code will come.
 
@@ -103,7 +112,8 @@ def _send(server: socket.socket, order: Mapping[str, Any], *fds: int) -> tuple[i
 @functools.cache
 def _server(preload: tuple[str, ...], pid: int) -> socket.socket:
     """The connection to a server of this process."""
-    base = _server(BASE, pid) if preload != BASE else None
+    first = preload[:1] if len(preload) > 1 else BASE
+    base = _server(first, pid) if preload != BASE else None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         if base is not None:
@@ -130,7 +140,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     children: dict[int, socket.socket] = {}
     while True:
         if select.select([control], [], [], 0.02 if children else None)[0]:
-            message, fds, _, _ = socket.recv_fds(control, LONGEST, 4)
+            message, fds, _, _ = socket.recv_fds(control, LONGEST, 8)
             if not message:
                 return None
             pid = os.fork()
@@ -142,12 +152,12 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                 os.dup2(err, 2)
                 for fd in (reply, out, err):
                     os.close(fd)
-                return {**json.loads(message), "control": more}
+                return {**json.loads(message), "files": more}
             for fd in (out, err, *more):
                 os.close(fd)
             children[pid] = socket.socket(fileno=reply)
             children[pid].send(str(pid).encode())
-            if more:  # another server, which lasts as long as this one
+            if more:  # a server, whose end nobody waits for
                 children.pop(pid).close()
         for pid in list(children):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -156,26 +166,38 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                     reply.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def become(order: Mapping[str, Any]) -> str:
-    """Take over what a process that is started by itself has from its caller; the script."""
+def become(order: Mapping[str, Any]) -> None:
+    """Take over what a process that is started by itself has from its caller."""
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["cwd"])
-    script = str(order["script"])
-    sys.argv = [script]
     sys.path[:0] = order["path"]
-    return script
+    aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in order["files"]]  # the numbers may be in use among themselves
+    for fd, number in zip(aside, order.get("fds", ()), strict=True):
+        os.dup2(fd, number)
+    for fd in {*aside, *order["files"]} - set(order.get("fds", ())):
+        os.close(fd)
+
+
+def run_order(order: Mapping[str, Any]) -> None:
+    """Run the code or the script of an order."""
+    become(order)
+    if "code" in order:
+        exec(order["code"], {"__name__": "__main__"})
+    else:
+        sys.argv = [order["script"]]
+        runpy.run_path(order["script"], run_name="__main__")
 
 
 if __name__ == "__main__":
-    got: dict[str, Any] | None = {"preload": sys.argv[2:], "control": [int(sys.argv[1])]}
-    while got is not None and got["control"]:
+    got: dict[str, Any] | None = {"preload": sys.argv[2:], "files": [int(sys.argv[1])]}
+    while got is not None and "preload" in got:
         gc.disable()
         for name in got["preload"]:
             __import__(name)
         gc.collect()
         gc.enable()
         gc.freeze()  # a forked process then ends in a third of the time: it need not walk, and so copy, what was imported
-        got = serve(socket.socket(fileno=got["control"][0]))
+        got = serve(socket.socket(fileno=got["files"][0]))
     if got is not None:
-        runpy.run_path(become(got), run_name="__main__")
+        run_order(got)
