@@ -60,7 +60,9 @@ BUFFERS = {"body.1.running": torch.arange(3.0) / 4, "body.1.count": torch.tensor
 def unpacked(folder: Path, run: str = "") -> dict[str, Tensor]:
     """Unpack the checkpoints, or one run's, and return the oracle: the same training without DeepSpeed."""
     with tarfile.open(DATA) as archive:
-        wanted = [file for file in archive if PurePath(file.name).parts[:1] in ((run,), ("oracle.safetensors",)) or not run]
+        wanted = [
+            file for file in archive if PurePath(file.name).parts[:1] in ((run,), ("oracle.safetensors",)) or not run
+        ]
         archive.extractall(folder, wanted, filter="data")
     return load_file(folder / "oracle.safetensors")
 

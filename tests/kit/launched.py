@@ -58,4 +58,6 @@ def alone(program: str | Path, *arguments: str, preload: Sequence[str] = TRAININ
     """Run a program of this repository in one process without a launcher."""
     path = str(ROOT / program)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return start(PROGRAM.format(words=[path, *arguments], path=path, hidden=[]), preload, environment=environment).wait(timeout)
+    return start(PROGRAM.format(words=[path, *arguments], path=path, hidden=[]), preload, environment=environment).wait(
+        timeout
+    )

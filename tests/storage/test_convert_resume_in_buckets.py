@@ -261,7 +261,7 @@ class OnServersTest(unittest.TestCase):
             fsdp_optim.convert(target, Path(folder) / "back", durable=False, storage_options=options, memory=MEMORY)
             check_same("files", data_of(Path(folder) / "back"), data_of(self.wanted))
 
-    @expand(soon=[("moto", 14), ("rclone", 14)], later=[("moto", 1), ("moto", 24)])
+    @expand(soon=[("rclone", 14)], later=[("moto", 14), ("moto", 1), ("moto", 24)])
     def test_only_the_rest_is_put(self, kind: Server, num: int) -> None:
         target, options = self.killed(kind, num)
         with Proxy(port_of(options)) as proxy:

@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from kit.cases import expand
 from kit.peaks import MIB, Peak
@@ -125,6 +126,7 @@ class MemoryTest(unittest.TestCase):
         """All of it lies within the usual `bucket_nbytes`, for a first save too: also threads, connections, and code."""
         self.check_usual(saved, wrapper)
 
+    @pytest.mark.slow  # what it sends are parts like those of a save, whose memory the others measure
     def test_the_usual_memory_of_an_upload(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.check_usual(sent_up, folder)

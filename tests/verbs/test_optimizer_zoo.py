@@ -12,11 +12,13 @@ import re
 import tempfile
 import unittest
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.later import Later
 from kit.wrapping import OfModel, Optim, Trained, cpu
 from parameterized import parameterized
 from torch import Tensor, nn
@@ -26,7 +28,8 @@ from fsdp_optim.errors import FsdpOptimError
 from fsdp_optim.state.same import same
 from fsdp_optim.testing import run_on_ranks
 
-pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+pytorch_optimizer = Later("pytorch_optimizer")
+pytestmark = pytest.mark.skipif(find_spec("pytorch_optimizer") is None, reason="pytorch_optimizer is not installed")
 
 
 class Zoo(nn.Module):
