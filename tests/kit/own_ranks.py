@@ -27,10 +27,8 @@ SPAWN = util.spawnv_passfds
 def own_ranks(loaded: Sequence[str] = ()) -> Iterator[None]:
     """New processes for the calls of `run_on_ranks` inside; they end with it. `loaded`: modules that they find imported."""
     for name in loaded:
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(
-                f"{name}, which ranks are to find imported"
-            )  # a server passes over what is not there
+        if find_spec(name) is None:  # a server passes over a module that is not there
+            raise ModuleNotFoundError(f"{name}, which ranks are to find imported")
     with contextlib.ExitStack() as stack:
         if loaded:
             stack.enter_context(mock.patch.multiple(forkserver, **_server(tuple(loaded), os.getpid())))
