@@ -88,17 +88,19 @@ class CopyTable(Sequence[Copy]):
         return numpy.concatenate((self.columns[:4], dims.reshape(3 * num, len(self))))
 
     def split(self, ends: Numbers) -> list[CopyTable]:
-        """The copies as several tables, each of which ends before one of `ends`."""
+        """The copies cut into one table for each of `ends`, the indices at which the tables end, in ascending order."""
         stops = ends.tolist()
         pairs = zip([0, *stops], stops, strict=False)
         if self.are_runs:
             return [CopyTable(self.columns[:, start:stop].copy()) for start, stop in pairs]
         num_strided = numpy.append(0, (~_are_runs(*self._dims)).cumsum()).tolist()
-        widths = 5, len(self.columns)
-        return [
-            CopyTable(self.columns[: widths[num_strided[start] < num_strided[stop]], start:stop].copy())
-            for start, stop in pairs
-        ]
+        tables = []
+        for start, stop in pairs:
+            width = (
+                len(self.columns) if num_strided[start] < num_strided[stop] else 5
+            )  # copies that are runs have one size
+            tables.append(CopyTable(self.columns[:width, start:stop].copy()))
+        return tables
 
     def rows_at(self, index: Numbers) -> CopyTable:
         """The copies at some indices, in the order of `index`."""

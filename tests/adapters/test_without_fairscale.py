@@ -7,7 +7,7 @@ import socket
 import unittest
 
 from kit.checkpoints import InFolder
-from kit.scripts import run, start
+from kit.scripts import WITHOUT_FAIRSCALE, run, start
 
 ON_A_RANK = """
 import io, os, runpy, sys
@@ -153,10 +153,9 @@ class WithoutFairscaleTest(InFolder):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        preload = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "FOLDER": str(self.root)}
         started = [
-            start(ON_A_RANK, preload=preload, environment={**os.environ, **common, "RANK": str(rank)})
+            start(ON_A_RANK, preload=WITHOUT_FAIRSCALE, environment={**os.environ, **common, "RANK": str(rank)})
             for rank in range(2)
         ]
         for one in started:

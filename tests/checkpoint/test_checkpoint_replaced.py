@@ -335,7 +335,7 @@ class ReplacedTest(unittest.TestCase):
         self.assertEqual(set(found) - {"[1.0]", "[2.0]"}, set(), found)
 
     def test_written_again_while_it_is_verified_or_converted(self) -> None:
-        """Another manifest in the same folder, and with it other files, some of which may have been read."""
+        """Another manifest replaces the one in the folder, with other files; the call may have read some of the former files."""
         save_two(self.root, {"checksums": False})
         run, manifests = Share.run, [self.root / f"save-{number}" / "fsdp_optim.json" for number in (1, 2)]
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 from kit.checkpoints import InFolder
 from kit.launched import launched
+from kit.scripts import WITHOUT_FAIRSCALE
 
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
-NOT_FAIRSCALE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 README = (ROOT / "README.md").read_text()
 
 
@@ -53,7 +53,7 @@ class LinesTest(InFolder):
         """On ranks that have what torchrun gives, in a tenth of torchrun's time."""
         (self.root / "train.py").write_text(printed())
         with in_folder(self.root):
-            done = launched(2, self.root / "train.py", preload=NOT_FAIRSCALE, hidden=["fairscale"])
+            done = launched(2, self.root / "train.py", preload=WITHOUT_FAIRSCALE, hidden=["fairscale"])
         self.assertEqual(done.returncode, 0, done.stderr)
         self.check_run()
 

@@ -33,6 +33,9 @@ KIT = Path(__file__).parents[1]
 TRAINING = ("torch._dynamo", "fsdp_optim", "kit.checkpoints")
 """The modules that scripts which train find imported: one choice, so that the scripts share a server."""
 
+WITHOUT_FAIRSCALE = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
+"""The modules that scripts find imported which train as if fairscale were not installed."""
+
 BASE = ("torch",)
 """The imports of the server that the others are forked from."""
 
