@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit import zero_runs
+from kit.folders import at
 from kit.groups import with_experts
 from kit.slices import TrainedSlices
 from kit.stages import TrainedStages
@@ -160,12 +161,8 @@ def states(names: dict[str, Any]) -> dict[str, Any]:
 def test_example(where: str, how: str, code: str, tmp_path: Path) -> None:
     program = compile(code, where, "exec")
     if how == "run":
-        before = os.getcwd()
-        try:
-            os.chdir(tmp_path)
+        with at(tmp_path):
             exec(program, {"__name__": "example"})
-        finally:
-            os.chdir(before)
     elif match := re.fullmatch(r"ranks=(\d+)(?: given=(\S+))?", how):
         run_on_ranks(run_on_a_rank, int(match[1]), where, code, str(tmp_path), match[2])
     else:
@@ -173,26 +170,21 @@ def test_example(where: str, how: str, code: str, tmp_path: Path) -> None:
 
 
 def run_on_a_rank(where: str, code: str, folder: str, given: str | None = None) -> None:
-    before = os.getcwd()
-    try:
-        os.chdir(folder)
-        with fairscale_on_cpu():
-            names: dict[str, Any] = {"__name__": "example"}
-            if given is not None:
-                names |= {
-                    "torch": torch,
-                    "dist": dist,
-                    "fsdp_optim": fsdp_optim,
-                    "rank": dist.get_rank(),
-                    "path": "optim.pt",
-                }
-                names |= GIVEN[given]()
-            start = states(names)
-            exec(compile(code, where, "exec"), names)
-            if given is not None and not code.startswith("# before"):  # others may change what they read
-                check_same(f"{where}: the optimizers afterwards", states(names), start)
-    finally:
-        os.chdir(before)
+    with at(folder), fairscale_on_cpu():
+        names: dict[str, Any] = {"__name__": "example"}
+        if given is not None:
+            names |= {
+                "torch": torch,
+                "dist": dist,
+                "fsdp_optim": fsdp_optim,
+                "rank": dist.get_rank(),
+                "path": "optim.pt",
+            }
+            names |= GIVEN[given]()
+        start = states(names)
+        exec(compile(code, where, "exec"), names)
+        if given is not None and not code.startswith("# before"):  # others may change what they read
+            check_same(f"{where}: the optimizers afterwards", states(names), start)
 
 
 def test_blocks_are_found_and_judged(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from kit.folders import at
 
 from fsdp_optim.testing import RanksFailed, run_on_ranks
 
@@ -48,16 +49,6 @@ def as_torchrun_does(folder: str, file: str) -> str:
     ):
         runpy.run_path(file, run_name="__main__")
     return printed.getvalue()
-
-
-@contextlib.contextmanager
-def at(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def on_live_ranks(command: str, folder: Path) -> str:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import runpy
 import subprocess
 import sys
 import unittest
-from collections.abc import Iterator
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import pytest
 from kit.checkpoints import InFolder
+from kit.folders import at
 from kit.launched import launched
 from kit.scripts import WITHOUT_FAIRSCALE
 
@@ -27,18 +26,8 @@ README = (ROOT / "README.md").read_text()
 
 def run_at(folder: str, file: str) -> int:
     """Run a program on this rank; returns the number of its last step."""
-    with in_folder(folder):
+    with at(folder):
         return int(runpy.run_path(file)["step"])
-
-
-@contextlib.contextmanager
-def in_folder(folder: str | Path) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def printed() -> str:
@@ -52,7 +41,7 @@ class LinesTest(InFolder):
     def test_run_as_printed_without_fairscale(self) -> None:
         """On ranks that have what torchrun gives, in a tenth of torchrun's time."""
         (self.root / "train.py").write_text(printed())
-        with in_folder(self.root):
+        with at(self.root):
             done = launched(2, self.root / "train.py", preload=WITHOUT_FAIRSCALE, hidden=["fairscale"])
         self.assertEqual(done.returncode, 0, done.stderr)
         self.check_run()

@@ -1,10 +1,24 @@
-"""Temporary folders of test classes. A folder of each test is in `kit.checkpoints.InFolder`."""
+"""Temporary folders of test classes, and the working directory. A folder of each test is in `kit.checkpoints.InFolder`."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import tempfile
 import unittest
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def at(folder: str | Path) -> Iterator[None]:
+    """The working directory of this process is `folder` inside."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 class SharedFolder(unittest.TestCase):
