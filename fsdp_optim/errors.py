@@ -58,6 +58,10 @@ class RankError(FsdpOptimError, RuntimeError):
     """One or more ranks failed, or the ranks called with different arguments. All ranks raise the same error."""
 
 
+class StoreLostError(RankError):
+    """The rendezvous store of the job does not answer, so that ranks cannot agree any more."""
+
+
 class RankTimeoutError(FsdpOptimError, TimeoutError):
     """Some ranks did not arrive or answer in time. The message names these ranks."""
 

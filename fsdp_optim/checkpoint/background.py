@@ -1,13 +1,14 @@
 """async_save: copies this rank's part to host memory, and writes the copy while training goes on. The background runs no
 collective.
 
-The ranks agree on the end of the save through the store (`Completion`): each announces that it is done or has failed. The leader
-finishes the checkpoint when all are done, and announces the result.
+The ranks agree on the end of the save through the rendezvous store (`Completion`): each announces that it is done or has failed.
+The leader finishes the checkpoint when all are done, and announces the result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
@@ -19,17 +20,20 @@ from fsdp_optim.checkpoint.local_extents import ExtentsByFile, snapshot_of
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.sharing import SEEN_WITHIN, is_there, waited_for
 from fsdp_optim.checkpoint.stores import Place
 from fsdp_optim.checkpoint.writing import RankWriter
-from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.move import Slice, move
 from fsdp_optim.options import Model, SaveOptions
 from fsdp_optim.state.local import Optimizers
-from fsdp_optim.storage.base import Completion
 from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.completion import Completion
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import calling
+
+log = logging.getLogger("fsdp_optim")
 
 Snapshot = list[ExtentsByFile]
 """Copies of this rank's extents in host memory, in parts that are freed one by one."""
@@ -63,7 +67,6 @@ def async_save(
                 agree(job.callers, "snapshot", failure.error, fatal=failure.fatal)
                 if completion is None:  # agree() has raised
                     raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
-                completion.watch()
         held.pop_all()
     del live  # so that the background neither reads the live tensors nor keeps them alive
     handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion), logs_waits=job.leads)
@@ -99,7 +102,7 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
             if job.leads:
                 small = _lead(job, completion, failed)
             else:
-                _wait(job, completion, failed)
+                _wait(job, completion)
             progress.done()
     log_saved(job)
     if job.upload is not None:
@@ -107,10 +110,19 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
     return job.saved(writer.nbytes)
 
 
-def _wait(job: Job, completion: Completion, failed: str | None) -> None:
-    """Wait for the end of the save, on a rank that does not lead it."""
+def _wait(job: Job, completion: Completion) -> None:
+    """Wait for the end of the save, on a rank that does not lead it.
+
+    Where the store of the job is gone, the checkpoint itself shows that the save has ended well: the token in it is of this save.
+    """
     try:
-        completion.wait_for_end(failed)
+        try:
+            completion.wait_for_end()
+        except StoreLostError as error:
+            if not waited_for(lambda: is_there(job.store, job.format, job.token), SEEN_WITHIN):
+                text = f"{job.path}: this rank does not know how the save has ended: {error}"
+                raise CheckpointError(text) from error
+            log.warning("%s is complete, though %s", job.path, error)
     except BaseException:
         if job.upload is not None:
             job.upload.abandon()
@@ -125,9 +137,9 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
     try:
         if failed is not None:
             raise CheckpointError(f"rank {job.callers.rank}: {failed}")
-        small = finish(job, completion.wait_for_all())
+        small = finish(job, completion.wait_for_all(), completion.commit)
     except Exception as error:
-        ours = isinstance(error, (CheckpointError, RankTimeoutError))
+        ours = isinstance(error, FsdpOptimError)
         text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
         all_have_stopped = completion.not_saved(text)
         _clean_up(job, late=not all_have_stopped)
@@ -143,5 +155,5 @@ def _clean_up(job: Job, *, late: bool = True) -> None:
     if job.upload is not None:
         job.upload.abandon()
     if job.claim is not None:
-        with contextlib.suppress(Exception):  # the rank that hosts the rendezvous store may be gone
+        with contextlib.suppress(StoreLostError):
             job.claim.release()

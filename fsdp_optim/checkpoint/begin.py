@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
@@ -27,6 +28,7 @@ from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.proving import prove_loadable
 from fsdp_optim.checkpoint.renaming import SavedNames
+from fsdp_optim.checkpoint.sharing import check_seen_by_all
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, store_of_leader
 from fsdp_optim.checkpoint.upload import Upload
 from fsdp_optim.errors import CheckpointError, StateError
@@ -41,6 +43,8 @@ from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.verbs.ends import LiveEnd
+
+log = logging.getLogger("fsdp_optim")
 
 
 def begin(
@@ -71,6 +75,11 @@ def begin(
             leading = _Leading.begin(saved, callers, store, managed, undo)
         result = tell(callers, "folder", leading.words if leading else b"", compared=store.machine_id().encode())
         agreed = _Agreed.decode(result.content_of(callers.ranks[0]))
+        if leading is not None and not result.alike:
+            agreed.warn_of_strategy()
+        store = store_of_leader(path, store, agreed.place, format, to_store)
+        if not result.alike:
+            check_seen_by_all(callers, store, agreed.address)
         plan = leading.plan if leading is not None else None
         if agreed.strategy == BY_MACHINES:
             agreed = replace(agreed, strategy=IN_PLACE if result.alike else PER_RANK)
@@ -84,9 +93,10 @@ def begin(
         job = Job(
             callers,
             options,
-            store_of_leader(path, store, agreed.place, format, to_store),
+            store,
             format,
             agreed.address,
+            agreed.token,
             plan,
             saved.absent,
             saved.writer,
@@ -94,7 +104,7 @@ def begin(
             leading.prepared if leading is not None else None,
             leading.staging if leading is not None else None,
             leading.claim if leading is not None else None,
-            Upload.begin(callers, options, format, plan.files, leading.staging.token if leading is not None else ""),
+            Upload.begin(callers, options, format, plan.files, agreed.token),
             managed,
         )
         undo.pop_all()
@@ -105,17 +115,28 @@ def begin(
 class _Agreed:
     """The decisions of the leader about a save, which all ranks follow.
 
-    `place`, `address`: the store and the staging in it. `shared`: the string from `Prepared`. `part_nbytes`, `most_parts`: as in
-    `Capabilities`.
+    `place`, `address`, `token`: the store, and the staging in it. `shared`: the string from `Prepared`. `ranges`, `part_nbytes`,
+    `most_parts`: as in `Capabilities`.
     """
 
     place: str
     address: str
+    token: str
     strategy: str
     shared: str
     durable: bool
+    ranges: str
     part_nbytes: int
     most_parts: int
+
+    def warn_of_strategy(self) -> None:
+        """Warn where several machines write ranges of one file because the caller wants that, and the store may lose some."""
+        if self.strategy == IN_PLACE and self.ranges == "on one machine":
+            log.warning(
+                '%s: strategy="in_place" lets ranks on several machines write into one file. If this file system keeps a copy of '
+                'the file, or of its pages, on each machine, bytes are lost: strategy="auto" has each rank write files of its own',
+                self.place,
+            )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -233,9 +254,11 @@ class _Leading:
         agreed = _Agreed(
             place=store.where,
             address=staging.address,
+            token=staging.token,
             strategy=strategy_for(can, options.strategy),
             shared=prepared.shared,
             durable=durable,
+            ranges=can.writes_ranges,
             part_nbytes=can.part_nbytes,
             most_parts=can.most_parts,
         )

@@ -24,6 +24,7 @@ from fsdp_optim.checkpoint.job import Job, encode_written
 from fsdp_optim.checkpoint.lanes import JOURNAL, Share, num_lanes_in, unit_nbytes_in
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.sharing import check_seen_by_all
 from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at, store_of_leader
 from fsdp_optim.checkpoint.transcript import Naming, Transcript, transcribe
 from fsdp_optim.checkpoint.units import DIGEST_NBYTES, Unit, plan_units
@@ -227,6 +228,8 @@ class _Work:
             result = tell(callers, "folder", content)
             where, address, strategy, is_resumed, durable, parts = json.loads(result.content_of(callers.ranks[0]))
             store = store_of_leader(target, store, where, self.format, for_target)
+            if not is_one_machine:
+                check_seen_by_all(callers, store, address)
             staged = store.staged(address) if is_resumed and is_resumable(store) else None
             noted = store.noted(address) if is_resumed and resumes_parts(store) else {}
             return _Begun(store, strategy, address, durable, parts, staging, claim, staged, noted)
@@ -317,6 +320,7 @@ class _Work:
             begun.store,
             self.format,
             begun.address,
+            "",
             FilePlan(self.files, owners, is_alone=len(ranks) == 1),
             (),
             self.writer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence
 from fsdp_optim.checkpoint.formats import SAVED
@@ -11,10 +11,11 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Stamp, WrittenFiles
 
 
-def finish(job: Job, written: Sequence[bytes]) -> list[str]:
+def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lambda: None) -> list[str]:
     """Write the remaining files and commit, on the leader. `written`: the results of `encode_written` of all ranks.
 
-    Returns the names of the files without those of tensors and the manifest.
+    `commits`: called before the files become the checkpoint; raises an error where they must not. Returns the names of the files
+    without those of tensors and the manifest.
     """
     if job.staging is None or job.prepared is None:
         raise CheckpointError("only the rank that began the save in the store can finish it")
@@ -43,6 +44,7 @@ def finish(job: Job, written: Sequence[bytes]) -> list[str]:
             staging.put(name, data, durable=durable)
             small.append(name)
         else:
+            commits()
             staging.commit(name, data, durable=durable)
     if job.managed is not None and durable:  # otherwise there was nothing to remove at the beginning
         job.managed.remove_outdated(job.store, job.prepared.content, stamp.step or 0, stamp.sequence)

@@ -27,9 +27,10 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.speed import speed_of
-from fsdp_optim.storage.base import Completion, Staging, Store
+from fsdp_optim.storage.base import Staging, Store
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
+from fsdp_optim.transport.completion import Completion
 
 _LENGTH = 8  # bytes of a number in `encode_written`
 
@@ -45,6 +46,7 @@ class Job:
     store: Store
     format: Format
     address: str  # of the staging in the store
+    token: str  # of the checkpoint
     plan: FilePlan
     absent: tuple[str, ...]
     writer: FormatWriter
@@ -93,8 +95,7 @@ class Job:
         return path_of(self.store)
 
     def completion(self) -> Completion:
-        callers = self.callers
-        return self.store.completion(self.address, callers.rank, callers.ranks, callers.timeout)
+        return Completion.join(self.callers, self.token[-16:], str(self.path))
 
     def rank_writer(self) -> RankWriter:
         rank, budget = self.callers.rank, self.budget

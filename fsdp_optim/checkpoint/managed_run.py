@@ -21,7 +21,8 @@ from fsdp_optim.checkpoint.preemption import Signals
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.resuming import Candidate, candidates_on_all, load_newest
-from fsdp_optim.checkpoint.stores import shelf_at
+from fsdp_optim.checkpoint.sharing import check_shared
+from fsdp_optim.checkpoint.stores import shelf_at, store_at
 from fsdp_optim.checkpoint.trainer_state import LoadedState, TrainerState
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.brief import ManagerRecord
@@ -98,8 +99,8 @@ class ManagedRun:
             content = b"" if is_url else os.fsencode(absolute(root))
             result = tell(callers, f"made with {options.compared_text()}", content)
             self._root = str(root).rstrip("/") if is_url else os.fsdecode(result.content_of(callers.ranks[0]))
-            shelf_at(self._root, options.saving.storage_options)
-            agree(callers, "root")
+            inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
+            check_shared(callers, inside)
         self._model, self._optim, self._options, self._ranks = model, optim, options, callers.ranks
         self._rhythm = Rhythm(len(callers.ranks), options.agree_every)
         self._saving: _Saving | None = None
@@ -263,7 +264,9 @@ class ManagedRun:
 
     def _candidates(self, to: int | None) -> list[Candidate]:
         """The checkpoints of a manager in the folder that a load may take, the newest first."""
-        listed = shelf_at(self._root, self._options.saving.storage_options).listed()
+        shelf = shelf_at(self._root, self._options.saving.storage_options)
+        shelf.refresh()
+        listed = shelf.listed()
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 from fsdp_optim.checkpoint.checking import check_bitwise
 from fsdp_optim.checkpoint.formats import open_checkpoint
+from fsdp_optim.checkpoint.opening import open_on_all
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.places import common_store
 from fsdp_optim.checkpoint.progress import Progress
@@ -19,13 +19,12 @@ from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
 from fsdp_optim.checkpoint.targets import State, Weights, check_halves, has_optim_only
-from fsdp_optim.errors import CheckpointError, ReplacedError, StateError, WrapperError, shortened
+from fsdp_optim.errors import ReplacedError, StateError, WrapperError, shortened
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
 from fsdp_optim.options import LoadOptions, Model
 from fsdp_optim.speed import speed_of
-from fsdp_optim.storage.base import Store
-from fsdp_optim.transport.agree import agree, compare
+from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
@@ -94,7 +93,7 @@ def _restore(
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
         store = with_cache(common_store(callers, path, options.storage_options), options.local_cache)
-        checkpoint = stack.enter_context(closing(_open_on_all(callers, store, options, format)))
+        checkpoint = stack.enter_context(closing(open_on_all(callers, store, options, format)))
         check_halves(checkpoint, optim, options.weights)
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
@@ -144,25 +143,6 @@ def _position(options: LoadOptions) -> int:
             "rank, or none"
         )
     return position
-
-
-def _open_on_all(callers: RankGroup, store: Store, options: LoadOptions, format: Format | None) -> FormatReader:
-    """Open the same checkpoint on all ranks. They open it again if it was replaced between their opens."""
-    for _ in range(_LOOKS):
-        checkpoint = open_checkpoint(store, verify=options.verify, format=format)
-        is_same = False
-        try:
-            identity = json.dumps(checkpoint.identity, sort_keys=True).encode()
-            is_same = compare(callers, f"opened with {options.compared_text()}", identity)
-        finally:
-            if not is_same:
-                checkpoint.close()
-        if is_same:
-            return checkpoint
-    raise CheckpointError(
-        f"{store.where}: the ranks see different checkpoints: the path has to be on a file system that all ranks share, and no "
-        "process may save to it again and again during the load"
-    )
 
 
 def install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:

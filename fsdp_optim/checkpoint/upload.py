@@ -1,12 +1,13 @@
 """upload_to=: a checkpoint that is saved in a folder goes up to a store in the background. Every rank uploads its share of it.
 
-The bytes are read from the folder, so training is not held up, and no collective runs. The ranks agree on the end through the
-store, as in `background`.
+The bytes are read from the folder, so training is not held up, and no collective runs. The ranks agree on the end
+through the rendezvous store, as in `background`.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -14,16 +15,20 @@ from dataclasses import dataclass
 from fsdp_optim.checkpoint.catalog import Series, keep_newest
 from fsdp_optim.checkpoint.files import File
 from fsdp_optim.checkpoint.stores import store_at
-from fsdp_optim.errors import CheckpointError, RankTimeoutError
+from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.options import SaveOptions
-from fsdp_optim.storage.base import Capabilities, Completion, Opened, Staging, Store, StoreWriter
+from fsdp_optim.storage.base import VISIBLE_WITHIN, Capabilities, Opened, Staging, Store, StoreWriter
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.completion import Completion
+from fsdp_optim.transport.failure import Failure
 
 _PIECE_NBYTES = 1 << 20
 """Bytes that are read from the folder at once."""
+
+_LOOK_EVERY = 0.1  # seconds
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Upload:
     files: tuple[File, ...]
     capabilities: Capabilities
     completion: Completion
+    token: str
     staging: Staging | None
 
     @classmethod
@@ -46,7 +52,7 @@ class Upload:
     ) -> Upload | None:
         """Begin an upload where one is asked for; nothing is sent yet. Called by all ranks.
 
-        `token`: that of the save in the folder, on the rank that leads it.
+        `token`: that of the save in the folder.
         """
         if options.upload_to is None:
             return None
@@ -67,8 +73,8 @@ class Upload:
             result = tell(group, "upload", content)
             address, ranges, part_nbytes, most_parts = json.loads(result.content_of(group.ranks[0]))
             can = Capabilities(ranges, renames=False, part_nbytes=part_nbytes, most_parts=most_parts)
-            completion = store.completion(address, group.rank, group.ranks, group.timeout)
-            return cls(group, options, format, store, address, tuple(files), can, completion, staging)
+            completion = Completion.join(group, f"{token[-16:]} uploaded", store.where)
+            return cls(group, options, format, store, address, tuple(files), can, completion, token, staging)
         except BaseException:
             if staging is not None:
                 staging.abandon()
@@ -87,11 +93,10 @@ class Upload:
             small: the names of all files but those with tensors and the manifest, on the leader.
             content: the text that tells the series of the checkpoint, on the leader.
         """
-        self.completion.watch()
         with closing(self.completion):
             failed: str | None = None
             try:
-                with source.open() as opened:
+                with self._opened(source) as opened:
                     self.completion.done(self._send_all(opened, small))
             except Exception as error:
                 failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -99,7 +104,22 @@ class Upload:
             if self.staging is not None:
                 self._lead(self.staging, source, failed, content)
             else:
-                self.completion.wait_for_end(failed)
+                self.completion.wait_for_end()
+
+    def _opened(self, source: Store) -> Opened:
+        """The checkpoint that was saved. A rank on another machine than the one that named it may see it some seconds later."""
+        deadline = time.monotonic() + VISIBLE_WITHIN
+        while True:
+            failure = Failure()
+            with failure:
+                opened = source.open()
+                if self.format.judge.token_in(opened) == self.token:
+                    return opened
+                opened.close()
+            if time.monotonic() > deadline:
+                reason = failure.error or "another checkpoint is there"
+                raise CheckpointError(f"not visible on rank {self.group.rank} after {VISIBLE_WITHIN:g} s: {reason}")
+            time.sleep(_LOOK_EVERY)
 
     def _send_all(self, opened: Opened, small: Sequence[str]) -> bytes:
         rank = self.group.rank
@@ -131,11 +151,12 @@ class Upload:
                 raise CheckpointError(f"rank {self.group.rank}: {failed}")
             receipts = self.completion.wait_for_all()
             staging.seal([file.name for file in self.files], receipts, durable=True)
-            with source.open() as opened:
+            self.completion.commit()
+            with self._opened(source) as opened:
                 manifest = self.format.judge.manifest
                 staging.commit(manifest, opened.read_whole(manifest), durable=True)
         except Exception as error:
-            ours = isinstance(error, (CheckpointError, RankTimeoutError))
+            ours = isinstance(error, FsdpOptimError)
             why = str(error) if ours else f"rank {self.group.rank}: {type(error).__name__}: {error}"
             text = f"{source.where}: is saved, but it was not uploaded to {self.store.where}: {why}"
             all_have_stopped = self.completion.not_saved(text)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_optim.storage.base import Completion, Opened, Shelf, Staging, Store, StoreWriter
+from fsdp_optim.storage.base import Opened, Shelf, Staging, Store, StoreWriter
 from fsdp_optim.storage.posix.blocks import BlockFolder, Blocks
 
 BLOCK_NBYTES = 1 << 20
@@ -62,11 +63,14 @@ class CachedStore(Store):
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> StoreWriter:
         return self.store.join(address, durable=durable, who=who, budget_nbytes=budget_nbytes)
 
-    def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> Completion:
-        return self.store.completion(address, rank, ranks, timeout)
-
     def machine_id(self) -> str:
         return self.store.machine_id()
+
+    def sees(self, address: str) -> bool:
+        return self.store.sees(address)
+
+    def beacon(self) -> AbstractContextManager[str]:
+        return self.store.beacon()
 
     def shelf(self) -> Shelf[Any]:
         return self.store.shelf()

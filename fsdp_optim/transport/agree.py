@@ -78,10 +78,11 @@ def tell(
     if group.rank in verdict.missing:
         raise _on_all_ranks(RankTimeoutError(f"rank {group.rank} came too late: {verdict.text}"))
     if verdict.missing:
-        raise _on_all_ranks(RankError(verdict.text) if verdict.is_deadlock else RankTimeoutError(verdict.text))
+        raise _on_all_ranks(RankError(verdict.text) if verdict.is_early else RankTimeoutError(verdict.text))
     if verdict.reasons:
         common = _common_error(verdict.reasons, len(group.ranks))
         raise _on_all_ranks(common) from (None if type(error) is type(common) and str(error) == str(common) else error)
+    group.turn.has_met = True
     return MeetingResult(verdict.alike, verdict.content_of)
 
 
@@ -126,7 +127,8 @@ def in_turn(group: RankGroup) -> Iterator[None]:
         _end(other, group, error)
         raise error
     try:
-        yield
+        with group.world.pulse.beating():
+            yield
     finally:
         group.world.turns.leave(turn)
 

@@ -17,6 +17,8 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.options import BUCKET_NBYTES, DEFAULT_TIMEOUT
 from fsdp_optim.plan import Copy, Plans
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.pulse import Pulse
 from fsdp_optim.transport.turns import Turn, Turns
 from fsdp_optim.transport.verdict import Statement, Verdict
 
@@ -91,7 +93,8 @@ class Transport(Protocol):
 class World(ABC):
     """The ranks of one job, seen from one rank, with the Control and the Transport that the ranks use.
 
-    `turns` and `plans` last from call to call: the calls in flight, and this rank's plans of earlier calls.
+    What lasts from call to call: `turns`, the calls in flight; `plans`, this rank's plans of earlier calls; `board`, keys and
+    values that the ranks share, for what goes on in the background; `pulse`, the signs of life of this rank, on the board.
     """
 
     rank: int
@@ -100,6 +103,8 @@ class World(ABC):
     transport: Transport
     turns: Turns
     plans: Plans
+    board: JobStore
+    pulse: Pulse
     is_initialized: bool = True
     process_group: Any = None
     """The process group of all ranks, which carries the messages of calls without `process_group`."""

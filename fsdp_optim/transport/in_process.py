@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # documented, not re-exported
 
 from fsdp_optim import memory
 from fsdp_optim.errors import RankError, WrapperError, class_name
@@ -23,6 +24,8 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import Item, RankGroup, Send, World
 from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.pulse import Pulse
 from fsdp_optim.transport.turns import Turns
 from fsdp_optim.transport.verdict import Statement, Verdict, Waiting, absence, at_another_step, deadlock, reason_of
 
@@ -88,6 +91,7 @@ class Shared:
         self.waiting: dict[int, _WaitingRank] = {}
         self.letters: dict[tuple[RankTuple, int, int], _Letter] = {}  # (ranks, sender, receiver) -> letter
         self.claims: dict[str, str] = {}  # place -> owner
+        self.store = HashStore()
         self.is_over = False
 
     def end(self) -> None:
@@ -181,7 +185,7 @@ class InProcessControl:
                     for waiting in set(absent[place]) & (set(other.ranks) - set(absent[other])):
                         # The rank gets the verdict of the meeting in which it waits.
                         self._shared.came[place.ranks, waiting] = place.number
-                    both[place].verdict = Verdict(missing=absent[place], text=text, is_deadlock=True)
+                    both[place].verdict = Verdict(missing=absent[place], text=text, is_early=True)
                 self._shared.changed.notify_all()
                 return
 
@@ -311,6 +315,8 @@ class InProcessWorld(World):
         self.shared = shared
         self.control, self.transport = InProcessControl(shared), InProcessTransport(shared)
         self.turns, self.plans = Turns(), Plans()
+        self.board = JobStore(lambda: shared.store)
+        self.pulse = Pulse(self.board, rank, shared.size)
 
     def ranks_of(self, process_group: Any) -> RankTuple:
         """As `World.ranks_of`."""

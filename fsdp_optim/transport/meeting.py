@@ -11,17 +11,13 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 from fsdp_optim.errors import RankError, class_name
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.rendezvous import rendezvous_store
-from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, at_another_step, deadlock, reason_of
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.pulse import Watch, lost_ranks
+from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, at_another_step, deadlock, loss, reason_of
 
 log = logging.getLogger("fsdp_optim")
 
@@ -43,7 +39,7 @@ class StoredVerdict:
     """A verdict in the form that is put into the store.
 
     Attributes:
-        alike, reasons, missing, text, is_deadlock: as in `Verdict`.
+        alike, reasons, missing, text, is_early: as in `Verdict`.
         whole: all ranks had come when the verdict was made.
         contents: (rank, number of parts of the rank's content in the store).
         num_errors: the number of errors in the store.
@@ -54,22 +50,22 @@ class StoredVerdict:
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
     text: str = ""
-    is_deadlock: bool = False
+    is_early: bool = False
     contents: tuple[tuple[int, int], ...] = ()
     num_errors: int = 0
 
     def encoded(self) -> str:
         """The verdict as JSON."""
-        fields = (self.reasons, self.missing, self.text, self.is_deadlock, self.contents, self.num_errors)
+        fields = (self.reasons, self.missing, self.text, self.is_early, self.contents, self.num_errors)
         return json.dumps([self.alike, self.whole, *fields])
 
     @classmethod
     def decoded(cls, encoded: bytes) -> StoredVerdict:
         """The inverse of `encoded`."""
-        alike, whole, reasons, missing, text, is_deadlock, contents, num_errors = json.loads(encoded)
+        alike, whole, reasons, missing, text, is_early, contents, num_errors = json.loads(encoded)
         named = tuple((rank, name, message) for rank, name, message in reasons)
         sizes = tuple((rank, num_parts) for rank, num_parts in contents)
-        return cls(alike, whole, named, tuple(missing), text, is_deadlock, sizes, num_errors)
+        return cls(alike, whole, named, tuple(missing), text, is_early, sizes, num_errors)
 
 
 @dataclass(frozen=True)
@@ -80,14 +76,14 @@ class Meeting:
     """
 
     group: RankGroup
-    store: Store
+    store: JobStore
     prefix: str
     number: int
 
     @classmethod
-    def enter(cls, group: RankGroup) -> Meeting:
+    def enter(cls, group: RankGroup, store: JobStore) -> Meeting:
         """The next meeting of this rank with the others."""
-        store = rendezvous_store()
+        group.world.pulse.introduce()
         who = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         prefix = f"fsdp_optim/{who}"
         return cls(group, store, prefix, store.add(_came(prefix, group.rank), 1))
@@ -98,7 +94,7 @@ class Meeting:
 
     def content(self, rank: int, num_parts: int) -> bytes:
         """The content of a rank, which is in the store before the verdict is."""
-        return b"".join(bytes(self.store.get(self.key(f"content/{rank}/{part}"))) for part in range(num_parts))
+        return b"".join(self.store.get(self.key(f"content/{rank}/{part}")) for part in range(num_parts))
 
     def conclude(self, statement: Statement) -> StoredVerdict:
         """Publish this rank's statement, wait for the other ranks, and read the verdict."""
@@ -146,7 +142,7 @@ class Meeting:
         num_parts = -(-len(content) // _PART_NBYTES)
         for part in range(num_parts):
             piece = content[part * _PART_NBYTES : (part + 1) * _PART_NBYTES]
-            self.store.set(self.key(f"content/{self.group.rank}/{part}"), piece)  # type: ignore[arg-type]  # takes bytes
+            self.store.set(self.key(f"content/{self.group.rank}/{part}"), piece)
         index = self.store.add(self.key("contents"), 1)
         self.store.set(self.key(f"contents/{index}"), json.dumps([self.group.rank, num_parts]))
 
@@ -160,11 +156,7 @@ class Meeting:
 
     def _sees_verdict(self, seconds: float) -> bool:
         """Wait for the verdict for at most `seconds`; returns whether the verdict is there."""
-        try:
-            self.store.wait([self.key("verdict")], timedelta(seconds=min(seconds, self.group.timeout)))
-        except RuntimeError:
-            return bool(self.store.check([self.key("verdict")]))  # raises an error if the store is gone
-        return True
+        return self.store.wait(self.key("verdict"), min(seconds, self.group.timeout))
 
     def _reasons(self) -> tuple[Reason, ...]:
         number = min(self.store.add(self.key("errors"), 0), _MAX_REASONS)
@@ -243,11 +235,13 @@ class _Wait:
     meeting: Meeting
     statement: Statement
     watches: bool
+    watched: dict[int, Watch] = field(default_factory=dict)
 
     def until_verdict(self) -> None:
         """Return when there is a verdict; at the timeout, make the verdict."""
         timeout, begun = self.meeting.group.timeout, time.monotonic() - min(_QUIET, self.meeting.group.timeout)
         warned, look_at = False, 0.0
+        missing: tuple[int, ...] = ()
         self.store.set(self._place(self.meeting.group.rank), self._where())
         try:
             while not self.store.check([self.meeting.key("verdict")]):
@@ -257,7 +251,10 @@ class _Wait:
                     return
                 if self.watches and waited >= look_at:
                     look_at = waited * _LOOK_AGAIN
-                    self._look()
+                    missing = self.meeting.missing()[:_WATCHERS]
+                    self._look(missing)
+                if self.watches:
+                    self._look_for_life(missing)
                 if self.watches and waited >= _WARN_AFTER and not warned:
                     warned = True
                     absent = self._absence(self.meeting.missing(), round(waited))
@@ -267,7 +264,7 @@ class _Wait:
             self.store.delete_key(self._place(self.meeting.group.rank))
 
     @property
-    def store(self) -> Store:
+    def store(self) -> JobStore:
         return self.meeting.store
 
     @staticmethod
@@ -280,10 +277,22 @@ class _Wait:
         place = (self.meeting.prefix, self.meeting.number, group.ranks)
         return json.dumps([*place, self.statement.step, reason_of(self.statement.error), group.is_alone])
 
-    def _look(self) -> None:
+    def _look_for_life(self, missing: tuple[int, ...]) -> None:
+        """End this meeting if a missing rank is lost. `missing`: as of the last time that all were counted."""
+        lost: dict[int, str] = {}
+        for rank in missing:
+            if rank not in self.watched:
+                self.watched[rank] = Watch(self.store, [rank], beats=self.meeting.group.turn.has_met)
+            lost.update(self.watched[rank].look())
+        lost = {rank: how for rank, how in lost.items() if rank in self.meeting.missing()} if lost else {}
+        if lost and self.meeting.decides():
+            text = loss(self.statement.step, lost_ranks(lost))
+            self.meeting.write(StoredVerdict(missing=self.meeting.missing(), text=text, is_early=True))
+
+    def _look(self, missing: tuple[int, ...]) -> None:
         """Look for a rank that waits for this rank in another meeting: neither of them can go on, so both raise."""
         me = self.meeting.group.rank
-        for rank in self.meeting.missing()[:_WATCHERS] if self.meeting.group.is_alone else ():
+        for rank in missing if self.meeting.group.is_alone else ():
             if not self.store.check([self._place(rank)]):
                 continue
             prefix, number, ranks, step, reason, is_alone = json.loads(self.store.get(self._place(rank)))
@@ -306,7 +315,7 @@ class _Wait:
             for rank in set(absent[meeting]) & (set(elsewhere.group.ranks) - set(absent[elsewhere])):
                 meeting.pass_by(rank, meeting.number)  # the rank gets the verdict of the meeting in which it waits
         for meeting in decided:
-            meeting.write(StoredVerdict(missing=absent[meeting] or (-1,), text=text, is_deadlock=True))
+            meeting.write(StoredVerdict(missing=absent[meeting] or (-1,), text=text, is_early=True))
 
     def _give_up(self) -> None:
         if self.meeting.decides():
@@ -314,7 +323,7 @@ class _Wait:
             text = self._absence(absent, self.meeting.group.timeout)
             self.meeting.write(StoredVerdict(missing=absent or (-1,), text=text))
         else:  # another rank is about to write the verdict
-            self.store.wait([self.meeting.key("verdict")], timedelta(seconds=max(self.meeting.group.timeout, _QUIET)))
+            self.store.wait(self.meeting.key("verdict"), max(self.meeting.group.timeout, _QUIET))
 
     def _absence(self, missing: tuple[int, ...], seconds: float) -> str:
         return absence(self.statement.step, self.meeting.group.ranks, missing, seconds)

@@ -5,40 +5,44 @@ from __future__ import annotations
 import hashlib
 
 from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.job_store import JobStore
 from fsdp_optim.transport.meeting import Meeting
-from fsdp_optim.transport.rendezvous import rendezvous_store
 from fsdp_optim.transport.verdict import Statement, Verdict
 
 _CLAIMS = "fsdp_optim/claims"
 
 
 class StoreControl:
-    """The `Control` of torch.distributed's ranks."""
+    """The `Control` of torch.distributed's ranks. `calls`: the store for meetings; `board`: for what other threads may do too."""
+
+    def __init__(self, calls: JobStore, board: JobStore) -> None:
+        self._calls, self._board = calls, board
 
     def meet(self, group: RankGroup, statement: Statement) -> Verdict:
         """As `Control.meet`."""
         while True:
-            meeting = Meeting.enter(group)
+            meeting = Meeting.enter(group, self._calls)
             record = meeting.conclude(statement)
             if group.rank not in record.missing or not meeting.catch_up(record):
                 break
+        self._board.neighbours = self._calls.note_neighbours()
         num_parts = dict(record.contents)
         return Verdict(
             record.alike,
             record.reasons,
             record.missing,
             record.text,
-            record.is_deadlock,
+            record.is_early,
             lambda rank: meeting.content(rank, num_parts.get(rank, 0)),
         )
 
     def claim(self, who: str, place: str) -> str:
         """As `Control.claim`. The store keeps two keys for each `who`, whatever the number of earlier places."""
-        store = rendezvous_store()
-        holder = bytes(store.compare_set(place_key(place), "", who)).decode()
+        store = self._board
+        holder = store.compare_set(place_key(place), "", who).decode()
         if holder == who:
             mine = f"{_CLAIMS}/by/{who}"
-            previous = bytes(store.get(mine)).decode() if store.check([mine]) else place
+            previous = store.get(mine).decode() if store.check([mine]) else place
             if previous != place:
                 store.delete_key(place_key(previous))
             store.set(mine, place)
@@ -46,7 +50,7 @@ class StoreControl:
 
     def release(self, who: str, place: str) -> None:
         """As `Control.release`."""
-        store = rendezvous_store()
+        store = self._board
         store.delete_key(place_key(place))
         store.delete_key(f"{_CLAIMS}/by/{who}")
 

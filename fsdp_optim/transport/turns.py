@@ -22,6 +22,7 @@ class Turn:
         conflict: the error of another call that was made while this call was in flight, raised in this call's next meeting.
         ended_by: the error that ended this call on all ranks while it was suspended.
         is_suspended: whether this call is an iterator that the caller has not resumed.
+        has_met: whether all ranks have come to a meeting of this call, so that each of them is in the call.
         running: a lock that is held except while this call is suspended.
     """
 
@@ -31,6 +32,7 @@ class Turn:
     conflict: Exception | None = None
     ended_by: Exception | None = None
     is_suspended: bool = False
+    has_met: bool = False
     running: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:

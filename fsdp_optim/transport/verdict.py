@@ -41,7 +41,9 @@ class Verdict:
         reasons: the errors of the failed ranks, sorted.
         missing: the ranks that did not come.
         text: the error message about the missing ranks, which the ranks that came raise.
-        is_deadlock: the missing ranks wait for these ranks in another meeting, which was noticed before the timeout.
+        is_early: the missing ranks cannot come, as was noticed before the timeout: they wait for these ranks in another meeting,
+        or
+            are lost.
         content_of: the content of a rank's statement, which can be read until this rank comes to its next meeting.
     """
 
@@ -49,7 +51,7 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
     missing: tuple[int, ...] = ()
     text: str = ""
-    is_deadlock: bool = False
+    is_early: bool = False
     content_of: Callable[[int], bytes] = _nothing
 
 
@@ -68,6 +70,11 @@ def absence(step: str, ranks: tuple[int, ...], missing: tuple[int, ...], seconds
         f"{step}: {names} did not arrive within {seconds:g} s; {len(ranks) - len(missing)} of the ranks {list(ranks)} did. Every "
         "one of these ranks has to make this call: look there for an error or a branch that skips it, or give a longer timeout="
     )
+
+
+def loss(step: str, lost: str) -> str:
+    """The message about ranks that are lost. `lost`: these ranks as `lost_ranks` names them."""
+    return f"{step}: {lost}. The other ranks cannot go on: look at the logs of the lost ones"
 
 
 class Waiting(NamedTuple):

@@ -14,12 +14,26 @@ from fsdp_optim.errors import WrapperError
 from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.collective import CollectiveTransport
+from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.pulse import Pulse
+from fsdp_optim.transport.rendezvous import rendezvous_store
 from fsdp_optim.transport.store_control import StoreControl
 from fsdp_optim.transport.turns import Turns
 
 _entered: ContextVar[World | None] = ContextVar("entered", default=None)
-_lasting: WeakKeyDictionary[dist.ProcessGroup, tuple[Turns, Plans]] = WeakKeyDictionary()
-"""By torch.distributed's default group, the calls in flight and the plans, which are dropped when the group is destroyed."""
+
+
+class _Lasting:
+    """What a rank keeps from call to call. It connects to the store of the job when it is used first."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.turns, self.plans = Turns(), Plans()
+        self.calls, self.board = JobStore(rendezvous_store), JobStore(rendezvous_store)
+        self.pulse = Pulse(self.board, rank, size)
+
+
+_lasting: WeakKeyDictionary[dist.ProcessGroup, _Lasting] = WeakKeyDictionary()
+"""By torch.distributed's default group, with which these things are dropped."""
 
 
 def world_here() -> World:
@@ -45,10 +59,13 @@ class TorchWorld(World):
         self.rank = dist.get_rank() if self.is_initialized else 0
         self.size = dist.get_world_size() if self.is_initialized else 1
         self.process_group = dist.group.WORLD if self.is_initialized else None
-        self.turns, self.plans = Turns(), Plans()
-        if self.process_group is not None:
-            self.turns, self.plans = _lasting.setdefault(self.process_group, (self.turns, self.plans))
-        self.control = StoreControl()
+        kept = _lasting.get(self.process_group) if self.process_group is not None else None
+        if kept is None:
+            kept = _Lasting(self.rank, self.size)
+            if self.process_group is not None:
+                kept = _lasting.setdefault(self.process_group, kept)
+        self.turns, self.plans, self.board, self.pulse = kept.turns, kept.plans, kept.board, kept.pulse
+        self.control = StoreControl(kept.calls, kept.board)
         self.transport = CollectiveTransport()
 
     def ranks_of(self, process_group: Any) -> tuple[int, ...]:

@@ -226,14 +226,22 @@ STORE = ("set", "get", "add", "wait", "check", "compare_set", "multi_", "append"
 
 
 def watch_collectives(root: Path) -> None:
-    """Calls of a group, which ranks have to make in one order, and calls of the store, through which ranks meet too."""
+    """Calls of a group, which ranks have to make in one order, and calls of the job's store, which one thread at a time may make.
+
+    In the background only a connection of its own is used.
+    """
     calls: list[tuple[str, bool]] = []
+    own: list[str] = []
+    job = dist.distributed_c10d._get_default_store()
 
     def watched(kind: Any, name: str) -> Any:
         real = getattr(kind, name)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            calls.append((f"{kind.__name__}.{name}", in_background()))
+            if isinstance(self, dist.Store) and self is not job and in_background():
+                own.append(name)
+            else:
+                calls.append((f"{kind.__name__}.{name}", in_background()))
             return real(self, *args, **kwargs)
 
         return mock.patch.object(kind, name, call)
@@ -253,6 +261,7 @@ def watch_collectives(root: Path) -> None:
         handle.wait(timeout=LIMIT)
         dist.barrier()
     check_same("calls in the background", [name for name, background in calls if background], [])
+    check_same("its own connection is seen", "compare_set" in own or "get" in own, True)
     seen = {name for name, _ in calls}
     check_same("the barrier is seen", "ProcessGroup.barrier" in seen, True)
     check_same("the store is seen", any(name.startswith(("Store", "PrefixStore", "TCPStore")) for name in seen), True)
@@ -328,7 +337,7 @@ class OneAfterTheOtherTest(InFolder):
 
     def test_an_error_that_cannot_be_written_down(self) -> None:
         errors = run_on_ranks(fail_in_background, 3, self.root, 1, "wait", True)
-        check_refused("wait", errors, "CheckpointError", "rank 1: ", "look at the log of that rank")
+        check_refused("wait", errors, "CheckpointError", "rank 1: ", "cannot be written")
 
 
 # ------------------------------------------------------------------------------------------ the end of the process

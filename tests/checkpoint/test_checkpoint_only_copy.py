@@ -23,8 +23,8 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.leftovers import LOCK
 from fsdp_optim.testing import run_on_ranks
 
 TOKEN = "0123456789abcdef"

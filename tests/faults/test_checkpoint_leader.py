@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 import tempfile
 import time
@@ -21,25 +19,15 @@ from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 import fsdp_optim
 from fsdp_optim.checkpoint import background
 from fsdp_optim.checkpoint.job import Job
-from fsdp_optim.storage.posix import notes
-from fsdp_optim.storage.posix.completion import FolderCompletion
 from fsdp_optim.testing import run_on_ranks
+from fsdp_optim.transport.completion import Completion
 
 LONG, SOON = 600.0, 30.0  # seconds: the timeout of the saves, and what is much less
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "timeout": LONG}
 
 
 class Dead(BaseException):
-    """Ends the thread that writes, as a kill ends its process: nothing is said, and the locks are gone."""
-
-
-def let_go() -> None:
-    """The locks of this process, as its end lets them go."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "/step.saving-" in os.readlink(f"/proc/self/fd/{name}"):  # not closed: another file would get its number
-                fcntl.lockf(int(name), fcntl.LOCK_UN)
-                fcntl.flock(int(name), fcntl.LOCK_UN)
+    """Ends the thread that writes: it announces nothing itself."""
 
 
 @contextlib.contextmanager
@@ -49,10 +37,9 @@ def dies(where: str, begun: Path) -> Iterator[None]:
     def die(*args: Any, **kwargs: Any) -> None:
         while not begun.exists():
             time.sleep(0.01)
-        let_go()
         raise Dead
 
-    owner = next(one for one in (FolderCompletion, Job, background) if hasattr(one, where))
+    owner = next(one for one in (Completion, Job, background) if hasattr(one, where))
     with mock.patch.object(owner, where, die):
         yield
 
@@ -91,14 +78,15 @@ def take_away(root: Path, how: str) -> tuple[list[str], Any]:
     """Rank 0 takes the folder away as soon as it has waited; the others look only then."""
     meeting, taken = Meeting(), root / f"{how} taken"
     path = root / how / "step"
-    real = FolderCompletion.wait_for_end
+    real = Completion.wait_for_end
 
     def late(*args: Any) -> None:
         while not taken.exists():
             time.sleep(0.01)
         real(*args)
 
-    with cpu(), mock.patch.object(FolderCompletion, "wait_for_end", late):
+    no_grace = mock.patch("fsdp_optim.transport.completion._GRACE", 0.2)  # rank 0 does not wait until the others know
+    with cpu(), no_grace, mock.patch.object(Completion, "wait_for_end", late):
         one = Trained("FSDP2", adam, steps=1)
         handle = fsdp_optim.async_save(path, one.model, one.optim, **QUIET)
         if dist.get_rank() == 0:
@@ -149,34 +137,6 @@ class LeaderTest(unittest.TestCase):
                 check_same(f"{how}, rank {rank}", end, (("", ""), str(self.root / str(number) / how / "step")))
                 leftovers = [name for name in here if name.startswith(("outcome", "failed", "done", "seen", "owner"))]
                 self.assertEqual(leftovers, [])
-
-
-class NoteTest(unittest.TestCase):
-    def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.path = Path(folder.name) / "note"
-
-    def test_what_is_said_is_heard_when_the_file_is_gone(self) -> None:
-        held = notes.HeldNote(self.path)
-        watched = notes.WatchedNote(self.path)
-        self.assertEqual(watched.text(), "")
-        self.path.unlink()
-        held.write("später: " + "x" * 5000)
-        self.assertTrue(watched.text().startswith("später: xxx"))
-        held.close()
-        watched.close()
-
-    def test_a_lock_that_was_never_seen_says_nothing(self) -> None:
-        """A process does not see its own; as on a file system without locks."""
-        held = notes.HeldNote(self.path)
-        watched = notes.WatchedNote(self.path)
-        held.close()
-        self.assertFalse(watched.is_dead())
-        watched.close()
-        missing = notes.WatchedNote(self.path.with_name("missing"))
-        self.assertEqual((missing.text(), missing.is_dead()), ("", False))
-        missing.close()
 
 
 if __name__ == "__main__":

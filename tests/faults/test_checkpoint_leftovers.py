@@ -13,8 +13,8 @@ from unittest import mock
 
 from fsdp_optim.formats.standing import JUDGE
 from fsdp_optim.storage.posix import leftovers
+from fsdp_optim.storage.posix.claim import LOCK, is_held
 from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.leftovers import LOCK
 
 
 class LeftoversTest(unittest.TestCase):
@@ -34,7 +34,7 @@ class LeftoversTest(unittest.TestCase):
 
     def check_is_held(self, staging: FolderStaging) -> None:
         self.assertTrue((staging.folder / LOCK).exists(), "it has lost its lock")
-        self.assertTrue(leftovers._is_held(staging.folder), "nobody holds it")
+        self.assertTrue(is_held(staging.folder), "nobody holds it")
         self.begin(self.neighbour)
         self.assertTrue(staging.folder.exists(), "a later save took it for a leftover")
 

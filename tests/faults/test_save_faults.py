@@ -20,7 +20,6 @@ from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.standing import JUDGE
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.notes import HeldNote, WatchedNote
 from fsdp_optim.testing import run_on_ranks
 
 ALL = (*WRITING, *MAKING, *MOVING, *FLUSHING, *READING)
@@ -45,7 +44,7 @@ ON_RANKS = [
 
 def without_farewell(root: Path, cases: list[Case]) -> list[tuple[int, list[str], Counter[str]]]:
     """On each rank: as `on_ranks`, but nobody waits for a rank that cannot say that it has seen what failed."""
-    with mock.patch("fsdp_optim.storage.posix.completion._GRACE", 0.2):
+    with mock.patch("fsdp_optim.transport.completion._GRACE", 0.2):
         return on_ranks(root, cases)
 
 
@@ -67,22 +66,6 @@ class FaultsTest(unittest.TestCase):
 
 
 class PiecesTest(unittest.TestCase):
-    def test_a_note_that_cannot_be_written_is_closed(self) -> None:
-        with temporary() as root:
-            before = _descriptors()
-            with mock.patch("os.pwritev", side_effect=FAILS), self.assertRaises(CheckpointError):
-                HeldNote(root / "note")
-            self.assertEqual(_descriptors(), before)
-
-    def test_a_note_whose_close_fails_is_closed(self) -> None:
-        with temporary() as root:
-            before = _descriptors()
-            notes = [HeldNote(root / "note"), WatchedNote(root / "note")]
-            with _failing_close():
-                for note in notes:
-                    note.close()
-            self.assertEqual(_descriptors(), before)
-
     def test_a_folder_that_is_abandoned_lets_go_of_its_lock(self) -> None:
         """rmtree raises what a close says, also where it is to ignore errors."""
         with temporary() as root:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.job_store import JobStore
 from fsdp_optim.transport.meeting import Meeting
 
 WORLD = 2
@@ -101,12 +102,12 @@ def late(calls: Calls) -> None:
         calls.trained.gather(0, timeout=20.0)
 
 
-def _enters_and_says(path: Path) -> Callable[[RankGroup], Meeting]:
+def _enters_and_says(path: Path) -> Callable[[RankGroup, JobStore], Meeting]:
     """Enter a meeting, and make a file for the rank that has to come later; a rank that came earlier would be told so."""
     enter, said = Meeting.enter, []
 
-    def entered(callers: RankGroup) -> Meeting:
-        meeting = enter(callers)
+    def entered(callers: RankGroup, store: JobStore) -> Meeting:
+        meeting = enter(callers, store)
         if not said:
             said.append(True)
             path.touch()

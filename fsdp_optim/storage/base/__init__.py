@@ -25,9 +25,6 @@ Writing. One process leads. It sends `staging.address`, a string, to the other p
 CheckpointError that names the place.
 """
 
-from fsdp_optim.storage.base.completion import (
-    Completion,
-)
 from fsdp_optim.storage.base.names import (
     MOST_DEPTH,
     MOST_FILES,
@@ -67,6 +64,7 @@ from fsdp_optim.storage.base.staging import (
     StoreWriter,
 )
 from fsdp_optim.storage.base.store import (
+    VISIBLE_WITHIN,
     Store,
 )
 
@@ -75,10 +73,10 @@ __all__ = [
     "MOST_FILES",
     "NOT_THERE",
     "UNTIL_COMMIT",
+    "VISIBLE_WITHIN",
     "BriefLike",
     "BriefT",
     "Capabilities",
-    "Completion",
     "Judge",
     "Listed",
     "Opened",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base.completion import Completion
 from fsdp_optim.storage.base.opened import Opened
 from fsdp_optim.storage.base.shelf import Shelf
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
+
+VISIBLE_WITHIN = 30.0
+"""Seconds in which a network file system shows what another machine has written, flushed, closed and told of."""
 
 
 class Store(Protocol):
@@ -44,11 +47,22 @@ class Store(Protocol):
         one part is held in any case.
         """
 
-    def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> Completion:
-        """The means by which processes learn how a background save ends. `ranks`: the processes by number, the leader first."""
-
     def machine_id(self) -> str:
-        """A string that is equal on processes that can share a file where `writes_ranges` is "on one machine"."""
+        """A string that is equal on processes that can share a file where `writes_ranges` is "on one machine".
+
+        Processes with equal strings see at once what one of them has done in this place.
+        """
+
+    def sees(self, address: str) -> bool:
+        """Whether this process sees a save, or a `beacon`, that another process has begun at `address`."""
+        return True
+
+    def beacon(self) -> AbstractContextManager[str]:
+        """A context in which the place, or what is to contain it, has something that all processes see; yields its address.
+
+        Raises CheckpointError where nothing can be made there.
+        """
+        return nullcontext(self.where)
 
     def shelf(self) -> Shelf[Any]:
         """The folder, or the prefix, that this place and its siblings are in."""

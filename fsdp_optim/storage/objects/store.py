@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Capabilities, Judge, Opened, Store
 from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
-from fsdp_optim.storage.objects.completion import ObjectCompletion
 from fsdp_optim.storage.objects.kept import ResumedStaging, noted_parts, resumed
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
@@ -98,10 +97,6 @@ class ObjectStore(Store):
 
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> ObjectWriter:
         return ObjectWriter(self.bucket, self.place, Address.decoded(address), who, budget_nbytes)
-
-    def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> ObjectCompletion:
-        token = Address.decoded(address).token
-        return ObjectCompletion(self.bucket, self.place, self._judge, token, rank, ranks, timeout)
 
     def machine_id(self) -> str:
         return self.where

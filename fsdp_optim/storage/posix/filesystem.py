@@ -3,37 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
+import secrets
 import socket
 from pathlib import Path
 
 _PROBE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 512  # of st_blocks
 
-# On these file systems several machines can write to one file at once, each its own bytes, and nothing is lost. Other file
-# systems, above all those in user space over an object store, may keep a copy of the whole file on each machine, and the last
-# machine that closes the file wins.
-_SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs", "gfs2", "ocfs2", "orangefs", "pvfs2"})
+# On these file systems several machines can write to one file at once, each its own bytes, and nothing is lost: one machine has
+# a page of it at a time. An NFS client may write back a page as it knows it, also the bytes that another machine has written into
+# it; file systems in user space over an object store may keep a copy of the file on each machine, and the last one that closes it
+# wins.
+_SHARED = frozenset({"lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2"})
 _OF_ONE_MACHINE = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay", "ramfs"}
 )
 WRITTEN_IN_PLACE = _SHARED | _OF_ONE_MACHINE
 
 
+@functools.cache
+def _nobody_else() -> str:
+    """A string that only this process has."""
+    return secrets.token_hex(8)
+
+
 def this_host(folder: Path) -> str:
     """A string for this machine since its last boot and for the mount below the folder, which need not exist yet.
 
-    Containers with the same string see each other's locks and bytes.
+    Containers with the same string see each other's locks and bytes. Where a machine has no boot id, its name is not enough:
+    containers on two machines may have the same one.
     """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        machine = socket.gethostname()
+        machine = f"{socket.gethostname()} {_nobody_else()}"
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return f"{machine} {place.stat().st_dev}"
     return machine
+
+
+def is_of_one_machine(folder: Path) -> bool:
+    """Whether no other machine can have the file system of a folder mounted, so that locks and names are seen at once."""
+    return filesystem_type(folder) in _OF_ONE_MACHINE
 
 
 def has_sparse_files(folder: Path) -> bool:

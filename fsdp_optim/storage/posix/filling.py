@@ -15,9 +15,9 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.posix.claim import LOCK, claim_text, hold
 from fsdp_optim.storage.posix.files import absolute, close_quietly, remove_tree, sync_file, sync_folder
-from fsdp_optim.storage.posix.filesystem import this_host
-from fsdp_optim.storage.posix.leftovers import LOCK, NEW, hold
+from fsdp_optim.storage.posix.leftovers import NEW, give_up
 from fsdp_optim.storage.posix.looks import is_there
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
@@ -45,7 +45,7 @@ class Filling:
         made = cls(where, where.with_name(f"{where.name}{NEW}{secrets.token_hex(8)}"), is_outdated)
         try:
             made.folder.mkdir(parents=True)
-            (made.folder / LOCK).write_text(this_host(made.folder))
+            (made.folder / LOCK).write_text(claim_text(made.folder))
             made.lock = os.open(made.folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
             hold(made.lock)
         except OSError as error:
@@ -83,7 +83,8 @@ class Filling:
 
     def remove(self) -> None:
         """Remove the folder with the files. Raises nothing."""
-        remove_tree(self.folder)
+        gone = give_up(self.folder)
         lock, self.lock = self.lock, -1
         if lock >= 0:
             close_quietly(lock)
+        remove_tree(gone or self.folder)

@@ -16,16 +16,16 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import UNTIL_COMMIT, Capabilities, Judge, ResumableStaging
+from fsdp_optim.storage.posix.claim import LOCK, claim_text, hold
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
-from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files, this_host
+from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files
 from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.leftovers import (
-    LOCK,
     NEW,
     NOTE,
     OLD,
     SAVING,
-    hold,
+    give_up,
     remove_leftovers,
     restore_old,
     take_over,
@@ -71,6 +71,8 @@ class FolderStaging(ResumableStaging):
     lock: int = field(repr=False)
     before: _Seen | None = None  # the folder at the path when this save began
     filling: Filling | None = None  # files of a trainer that the checkpoint gets too
+    made: set[str] = field(default_factory=set)  # the files that this process has created
+    is_resumed: bool = False  # a dead process has created files
 
     @classmethod
     def begin(
@@ -116,7 +118,7 @@ class FolderStaging(ResumableStaging):
             if found is None:
                 return None
             folder, lock = found
-            staging = cls(path, folder, judge, overwrite, lock, _Seen.at(path, judge))
+            staging = cls(path, folder, judge, overwrite, lock, _Seen.at(path, judge), is_resumed=True)
             try:
                 remove_leftovers(path, judge)
                 _check_free(path, judge, overwrite=overwrite)
@@ -142,7 +144,7 @@ class FolderStaging(ResumableStaging):
         new.mkdir()
         lock = -1
         try:
-            (new / LOCK).write_text(this_host(new))  # closed once, so that other machines see the content
+            (new / LOCK).write_text(claim_text(new))  # closed once, so that other machines see the content
             with _way_out(path):
                 lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
                 hold(lock)
@@ -180,11 +182,13 @@ class FolderStaging(ResumableStaging):
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
         make_file(self.folder, name, nbytes, head)
+        self.made.add(name)
 
     def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
-        if durable:  # also files into which no process wrote
+        if durable:  # also files into which no process wrote; those of other processes were flushed by them
             for name in names:
-                sync_file(self.folder / name)
+                if name in self.made or self.is_resumed:
+                    sync_file(self.folder / name)
 
     def put(self, name: str, data: bytes, *, durable: bool) -> None:
         write_file(self.folder / name, data, durable=durable)
@@ -244,11 +248,12 @@ class FolderStaging(ResumableStaging):
                 ):  # if that fails, readers and the next save find the checkpoint under its other name
                     old.rename(self.path)
             raise _failed(self.path, "cannot be put in place", error) from None
-        else:
-            with contextlib.suppress(OSError):  # the checkpoint is there, even if the lock file stays
-                (self.path / LOCK).unlink()  # not before: without it the folder looks like a leftover
         finally:
             self._unlock()
+        with contextlib.suppress(OSError):  # the checkpoint is there, even if the file stays
+            (
+                self.path / LOCK
+            ).unlink()  # not before: without it the folder looks like a leftover; closed, or NFS keeps a copy
         return old
 
     def _carry_over(self) -> None:
@@ -279,10 +284,11 @@ class FolderStaging(ResumableStaging):
 
     def abandon(self, *, late: bool = False) -> None:
         """Remove the folder, after a failure. Raises nothing. In a folder that is gone nobody creates a file (`late`)."""
-        remove_tree(self.folder)
+        gone = give_up(self.folder)
+        self._unlock()  # before the removal: NFS keeps a copy of an open file, and so the folder
+        remove_tree(gone or self.folder)
         if self.filling is not None:
             self.filling.remove()
-        self._unlock()
 
     def _unlock(self) -> None:
         lock, self.lock = self.lock, -1

@@ -1,13 +1,11 @@
 """Folders that saves leave next to a path: of saves that died, earlier checkpoints, and folders that wait for their removal.
 
-`<path>.saving-<token>` is being written as long as a process holds the lock on `owner.lock` in the folder; without a lock the
-folder is a leftover. `<path>.old-<token>` is the earlier checkpoint, until the new one is in place. `<path>.gone-<token>` waits
-for its removal.
+`<path>.saving-<token>` is being written as long as its claim (`claim.py`) is held; then it is a leftover. `<path>.old-<token>`
+is the earlier checkpoint, until the new one is in place. `<path>.gone-<token>` waits for its removal.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -21,19 +19,16 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import UNTIL_COMMIT, BriefT, Judge, Standing
+from fsdp_optim.storage.posix.claim import LOCK, LOCKED, claim_text, is_held
 from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
-from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, standing_of
 
-LOCK = "owner.lock"
 NOTE = f"{UNTIL_COMMIT}note"
 """The file with the note of a save that can be resumed."""
 
 NEW, SAVING, OLD, GONE = ".new-", ".saving-", ".old-", ".gone-"
 UNFINISHED = (NEW, SAVING, GONE)
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
-_DEAD_AFTER = 3600.0  # seconds without a write, where the lock shows nothing
-_MOST_HOST_NBYTES = 256
 _MOST_NOTE_NBYTES = 1 << 12
 _TOKEN = re.compile("[0-9a-f]{16}")
 
@@ -81,6 +76,17 @@ def retire(folder: Path) -> Path:
     return gone
 
 
+def give_up(folder: Path) -> Path | None:
+    """Let a folder that a save of this process has written be nobody's, so that its claim can go; returns its new path, if any.
+
+    What another rank may still write into it, late, is in no checkpoint's way. Raises nothing.
+    """
+    try:
+        return retire(folder)
+    except OSError:  # it is gone, or the next save removes it
+        return None
+
+
 def remove_gone(folders: Sequence[Path]) -> None:
     """Remove folders with names of `new_gone`, after these names are on the disk.
 
@@ -101,26 +107,12 @@ def remove_gone(folders: Sequence[Path]) -> None:
         remove_tree(folder)
 
 
-def hold(lock: int) -> None:
-    """Take the lock of a new folder. A save that looks for leftovers may hold that lock for a moment."""
-    for _ in range(_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_AGAIN)
-        except OSError:
-            return  # on a file system without locks no leftover is removed either
-        else:
-            return
-    raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
-
-
 def remove_leftovers(path: Path, judge: Judge[BriefT]) -> None:
-    """Remove the folders that dead saves have left next to `path`: unlocked ones, and earlier checkpoints that were replaced."""
+    """Remove the folders that dead saves have left next to `path`: those that nobody claims, and replaced checkpoints."""
     remove_gone([folder for folder, _ in aside(path.parent, GONE)])
     for mark in UNFINISHED:
         for folder, base in aside(path.parent, mark):
-            if mark != GONE and not _is_held(folder):
+            if mark != GONE and not is_held(folder):
                 _remove_leftover(folder, base)
     for folder, base in aside(path.parent, OLD):
         if _is_replaced(folder, base, judge):
@@ -154,35 +146,10 @@ def _is_replaced(folder: Path, base: Path, judge: Judge[BriefT]) -> bool:
     return True
 
 
-def _is_held(folder: Path) -> bool:
-    """Whether the process that writes a folder may be alive.
-
-    On some cluster file systems other hosts do not see a lock. So a free lock in a folder of another host proves nothing; there
-    the process counts as dead when nothing in the folder was written for an hour. A lock that is not a regular file is not a
-    save's, and its folder is left alone.
-    """
-    try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        if not stat.S_ISREG(os.fstat(lock).st_mode):
-            return True
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        host = os.read(lock, _MOST_HOST_NBYTES).decode(errors="replace")
-    except OSError:
-        return True
-    finally:
-        close_quietly(lock)
-    return host not in ("", this_host(folder)) and time.time() - _last_written(folder) < _DEAD_AFTER
-
-
 def take_over(path: Path, note: str) -> tuple[Path, int] | None:
     """The folder of a dead save to `path` that has this note, and a file descriptor that holds its lock; None: there is none."""
     for folder in _siblings(path, SAVING):
-        if _note_in(folder) != note.encode() or _is_held(folder):
+        if _note_in(folder) != note.encode() or is_held(folder):
             continue
         try:
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -192,7 +159,7 @@ def take_over(path: Path, note: str) -> tuple[Path, int] | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):  # else another save has removed it meanwhile
                 os.truncate(lock, 0)
-                os.pwrite(lock, this_host(folder).encode(), 0)
+                os.pwrite(lock, f"{claim_text(folder)}{LOCKED}".encode(), 0)
                 log.info("going on in %s, which a process that died has left", folder)
                 return folder, lock
         except OSError:
@@ -216,15 +183,6 @@ def _note_in(folder: Path) -> bytes | None:
         return None
     finally:
         close_quietly(note)
-
-
-def _last_written(folder: Path) -> float:
-    """The time of the latest change in a folder, in seconds since the epoch."""
-    times = [0.0]
-    for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(OSError):  # the file was removed meanwhile
-            times.append(path.stat().st_mtime)
-    return max(times)
 
 
 def restore_old(path: Path, judge: Judge[BriefT], *, overwrite: bool) -> None:

@@ -81,7 +81,10 @@ class OpenFolder(Opened):
 
     def was_replaced(self) -> bool:
         """Whether the path of the checkpoint leads to another folder by now, or the folder has lost its name."""
-        held = os.fstat(self._fd)
+        try:
+            held = os.fstat(self._fd)
+        except OSError:  # a network file system has forgotten a folder that another machine has removed
+            return True
         for path in (self._asked, self.path):
             try:
                 now = os.stat(path)

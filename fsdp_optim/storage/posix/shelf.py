@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_optim.storage.base import BriefT, Judge, Listed, Shelf, Shelved, Standing
-from fsdp_optim.storage.posix.leftovers import LOCK, OLD, UNFINISHED, aside, remove_gone, retire
+from fsdp_optim.storage.posix.beacon import refresh
+from fsdp_optim.storage.posix.claim import LOCK
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine
+from fsdp_optim.storage.posix.leftovers import OLD, UNFINISHED, aside, remove_gone, retire
 from fsdp_optim.storage.posix.looks import is_link, is_nothing, names_in, standing_of
 from fsdp_optim.storage.posix.strangers import strangers_in
 
@@ -27,6 +30,10 @@ class FolderShelf(Shelf[BriefT]):
     @property
     def where(self) -> str:
         return str(self._root)
+
+    def refresh(self) -> None:
+        if not is_of_one_machine(self._root):
+            refresh(self._root)
 
     def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
         found: list[Shelved[BriefT]] = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, causes_of
 from fsdp_optim.storage.base import Judge, ResumableStore
-from fsdp_optim.storage.posix.completion import FolderCompletion
+from fsdp_optim.storage.posix.beacon import beacon_above, sees
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.filling import Filling
@@ -81,11 +82,14 @@ class Folder(ResumableStore):
     def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> FolderWriter:
         return FolderWriter(Path(address), durable=durable, who=who)
 
-    def completion(self, address: str, rank: int, ranks: Sequence[int], timeout: float) -> FolderCompletion:
-        return FolderCompletion(self.path, Path(address), self._judge, rank, ranks, timeout)
-
     def machine_id(self) -> str:
         return this_host(self.path)
+
+    def sees(self, address: str) -> bool:
+        return sees(Path(address))
+
+    def beacon(self) -> AbstractContextManager[str]:
+        return beacon_above(self.path)
 
     def shelf(self) -> FolderShelf[Any]:
         return FolderShelf(self.path.parent, self._judge)

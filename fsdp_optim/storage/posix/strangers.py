@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.posix.beacon import BEACON
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.opened import OpenFolder
 
+_PASSING = re.compile(rf"\.nfs[0-9a-f]{{8,}}|\.fuse_hidden[0-9a-f]+|{re.escape(BEACON)}[0-9a-f]{{16}}")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EACCES)
 
 
@@ -29,13 +32,20 @@ def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
     """
     is_own = _is_own(folder, judge)
     strangers = []
-    for name in sorted(os.listdir(folder)):
+    for name in sorted(filter(is_somebodys, os.listdir(folder))):
         if name == "extra" and stat.S_ISDIR(os.lstat(folder / name).st_mode):
-            inside = (f"extra/{file}" for file in sorted(os.listdir(folder / name)))
+            inside = (f"extra/{file}" for file in sorted(filter(is_somebodys, os.listdir(folder / name))))
             strangers += [path for path in inside if not is_own(path)]
         elif name != lock and not is_own(name):
             strangers.append(name)
     return strangers
+
+
+def is_somebodys(name: str) -> bool:
+    """Whether somebody has made a file of this name: not a client of a network file system, for a removed file that is open, nor
+    this library, for a moment.
+    """
+    return _PASSING.fullmatch(name) is None
 
 
 def _is_own(folder: Path, judge: Judge[Any]) -> Callable[[str], bool]:
@@ -64,7 +74,7 @@ def _carry(old: Path, new: Path) -> None:
     mode = os.lstat(old).st_mode
     if stat.S_ISDIR(mode):
         new.mkdir()
-        for name in sorted(os.listdir(old)):
+        for name in sorted(filter(is_somebodys, os.listdir(old))):
             _carry(old / name, new / name)
         shutil.copystat(old, new)
         sync_folder(new)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import StoreWriter
-from fsdp_optim.storage.posix.files import close_quietly, make_file, start_writeback, write_all, write_file
+from fsdp_optim.storage.base import VISIBLE_WITHIN, StoreWriter
+from fsdp_optim.storage.posix.beacon import sees
+from fsdp_optim.storage.posix.claim import is_of_this_machine
+from fsdp_optim.storage.posix.files import (
+    close_quietly,
+    make_file,
+    start_writeback,
+    sync_file,
+    write_all,
+    write_file,
+)
 
 _MOST_OPEN = 64  # files
+_LOOK_EVERY = 0.1  # seconds
 
 
 class FolderWriter(StoreWriter):
@@ -20,10 +31,12 @@ class FolderWriter(StoreWriter):
     def __init__(self, folder: Path, *, durable: bool, who: str) -> None:
         self._folder, self._durable, self._who = folder, durable, who
         self._open: dict[str, int] = {}
+        self._made: list[str] = []
         self._paths: dict[str, Path] = {}  # making a Path takes longer than writing a short range
 
     def create(self, name: str, nbytes: int, head: bytes) -> None:
         make_file(self._folder, name, nbytes, head)
+        self._made.append(name)
 
     def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
         fd = self._open.get(name)
@@ -41,18 +54,33 @@ class FolderWriter(StoreWriter):
         path = self._paths.setdefault(name, self._folder / name)
         while len(self._open) >= _MOST_OPEN:
             self._close(next(iter(self._open)))
-        try:
-            fd = self._open[name] = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            is_missing = error.errno == errno.ENOENT
-            hint = "; the folder has to be on a file system that all ranks share" if is_missing else ""
-            raise CheckpointError(f"{self._who} cannot open {path}: {error.strerror or error}{hint}") from None
+        fd = self._open[name] = self._opened(path)
         return fd
+
+    def _opened(self, path: Path) -> int:
+        """Open a file that the leader has made. If that is on another machine, this one may see the file some seconds later."""
+        begun = time.monotonic()
+        while True:
+            try:
+                return os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+            except OSError as error:
+                is_missing = error.errno in (errno.ENOENT, errno.ESTALE)
+                waited = time.monotonic() - begun
+                if not is_missing or waited > VISIBLE_WITHIN or is_of_this_machine(self._folder):
+                    after = f" after {waited:.0f} s" if waited > 1 else ""
+                    hint = "; the folder must be on a file system that all ranks share" if is_missing else ""
+                    reason = error.strerror or error
+                    raise CheckpointError(f"{self._who} cannot open {path}{after}: {reason}{hint}") from None
+            sees(path)
+            time.sleep(_LOOK_EVERY)
 
     def finish(self) -> bytes:
         """Close the files. Some file systems report a full disk only here."""
         for name in list(self._open):
             self._close(name)
+        if self._durable:
+            for name in self._made:  # also files into which nothing was written after their heads
+                sync_file(self._folder / name)
         return b""
 
     def _close(self, name: str) -> None:

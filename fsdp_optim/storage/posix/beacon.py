@@ -1,0 +1,53 @@
+"""Whether two processes have the same folder before them: one makes a file that no process has ever looked for, the others look.
+
+Network file systems show what another host has done after some seconds, because clients keep names and attributes for a time,
+also that a name is *not* there. They have to ask the server for a name that is new to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_optim.errors import CheckpointError
+
+BEACON = ".fsdp_optim-"
+"""The beginning of the names of beacons. One that a killed process has left is empty, and in nobody's way."""
+
+
+@contextlib.contextmanager
+def beacon_above(path: Path) -> Iterator[str]:
+    """A context with an empty file in a folder, or in the nearest one above it that is there; yields the path of the file.
+
+    Raises CheckpointError where no file can be made there.
+    """
+    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    file = folder / f"{BEACON}{secrets.token_hex(8)}"
+    try:
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be created: {error.strerror or error}") from error
+    try:
+        yield str(file)
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def refresh(folder: Path) -> None:
+    """Let the client of a network file system list a folder anew: its own change makes what it has kept out of date."""
+    with contextlib.suppress(CheckpointError), beacon_above(folder):
+        pass
+
+
+def sees(path: Path) -> bool:
+    """Whether this process sees a path. Where it does not, the folder of the path is listed, so that the next look asks anew."""
+    with contextlib.suppress(OSError):
+        os.lstat(path)
+        return True
+    with contextlib.suppress(OSError):
+        os.listdir(path.parent)
+    return False

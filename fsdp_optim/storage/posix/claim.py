@@ -1,0 +1,147 @@
+"""The claim of a save on its folder: who writes it, and whether that process may still be alive. It outlives the job.
+
+A lock proves life, wherever it is seen. That it is free proves nothing but on a file system of one machine: network file systems
+may have no locks, or keep them on one host, or lose them. There a process of this machine is looked up, and a process of another
+one counts as dead when nothing in the folder was written for an hour, by the clock of the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_optim.machine import identity_of_process, is_gone, is_neighbour
+from fsdp_optim.storage.posix.beacon import BEACON
+from fsdp_optim.storage.posix.files import close_quietly
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine, this_host
+
+LOCK = "owner.lock"
+"""The file of the claim, in the folder that is being written."""
+
+DEAD_AFTER = 3600.0
+"""Seconds without a write after which a save of another machine is dead."""
+
+_ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
+_MOST_NBYTES = 1024
+LOCKED = "locked"
+
+
+def claim_text(folder: Path) -> str:
+    """The claim of this process: its machine and mount, itself, and (added by `hold`) whether it has the lock."""
+    return f"{this_host(folder)}\n{identity_of_process()}\n"
+
+
+def hold(lock: int) -> None:
+    """Take the lock of a new folder, and note that in the claim. A save that looks for leftovers may hold it for a moment."""
+    for _ in range(_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_AGAIN)
+        except OSError:
+            return  # there are no locks: the claim says by its text who writes
+        else:
+            with contextlib.suppress(OSError):
+                os.pwrite(lock, LOCKED.encode(), os.fstat(lock).st_size)
+            return
+    raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A claim as another process finds it. `was_free`: whether its lock could be taken; None: there are no locks here."""
+
+    host: str
+    identity: str
+    is_locked: bool
+    was_free: bool | None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether the process that writes a folder may be alive.
+
+    A claim that is not a regular file is not a save's, and its folder is left alone.
+    """
+    one_machine = is_of_one_machine(folder)
+    try:
+        found = _look(folder)
+    except FileNotFoundError:
+        # Elsewhere it may be there, and not be shown to this machine yet.
+        return not one_machine and _written_lately(folder)
+    except OSError:
+        return True
+    if found is None or found.was_free is False:
+        return True
+    if one_machine and found.was_free:
+        return False
+    if is_gone(found.identity):
+        return False
+    if is_neighbour(found.identity):  # alive: only a lock that it had, and has let go, shows that it writes no more
+        return not (found.is_locked and found.was_free and found.host == this_host(folder))
+    return _written_lately(folder)
+
+
+def is_of_this_machine(folder: Path) -> bool:
+    """Whether the process that has begun to write a folder is of this machine, on the same mount."""
+    try:
+        found = (folder / LOCK).read_text(errors="replace")
+    except OSError:
+        return False
+    return found.partition("\n")[0] == this_host(folder)
+
+
+def _look(folder: Path) -> _Found | None:
+    """The claim in a folder; None if it is no regular file. Raises OSError."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
+    try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            return None
+        was_free: bool | None = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            was_free = False
+        except OSError:
+            was_free = None
+        text = os.pread(lock, _MOST_NBYTES, 0).decode(errors="replace")
+    finally:
+        close_quietly(lock)
+    host, identity, locked, *_ = *text.split("\n"), "", "", ""
+    return _Found(host, identity, locked == LOCKED, was_free)
+
+
+def _written_lately(folder: Path) -> bool:
+    """Whether anything in a folder was written within the last hour, by the clock of its file system. True if nobody knows."""
+    now = _clock_of(folder.parent)
+    return now is None or now - _last_written(folder) < DEAD_AFTER
+
+
+def _clock_of(folder: Path) -> float | None:
+    """The time by which the file system of a folder dates files, in seconds since the epoch; None if nothing can be written."""
+    file = folder / f"{BEACON}{secrets.token_hex(8)}"
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(fd, b"\0")
+            return os.fstat(fd).st_mtime
+        finally:
+            close_quietly(fd)
+            file.unlink()
+    except OSError:
+        return None
+
+
+def _last_written(folder: Path) -> float:
+    """The time of the latest change in a folder, in seconds since the epoch."""
+    times = [0.0]
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # the file was removed meanwhile
+            times.append(path.stat().st_mtime)
+    return max(times)

@@ -1,0 +1,310 @@
+"""How ranks that save in the background learn how the save ends: through the rendezvous store, without a collective call."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fsdp_optim.errors import CheckpointError, RankTimeoutError, StoreLostError
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.pulse import Watch, lost_ranks
+
+_PART_NBYTES = 4 << 20  # bytes of a report in one value of the store
+_TOGETHER = 64  # values that are read at once
+_MOST_REASONS = 64  # failed ranks that an error names
+_LOOK_EVERY, _PER_RANK = 0.02, 0.0001  # seconds between looks; more with many ranks, which ask one store
+_LOOK_FOR_LIFE_EVERY = 0.5  # seconds
+_GRACE = 10.0  # seconds in which the other ranks can read the outcome
+_FAILED = 1 << 20  # one number counts the ranks that are done, and those that have failed
+_COMMITTING, _SAVED, _NOT_SAVED = "committing", "saved", "not saved: "
+_UNTOLD = "its save ended without a word: look at the log of that rank"
+
+
+@dataclass(eq=False)
+class Completion:
+    """The part of one rank in the end of a background save. The lowest rank leads.
+
+    completion = Completion.join(group, name, what)   # every rank, at the same point of a call, before its last meeting
+    completion.done(report)                           # or completion.failed(why)
+    reports = completion.wait_for_all()               # the leader; then it writes what is left
+    completion.commit()                               # the leader, before the checkpoint gets its name
+    completion.saved()                                # the leader; or completion.not_saved(why)
+    completion.wait_for_end()                         # the others
+    completion.close()
+
+    Any thread may make the calls, one at a time. While it is open, this rank beats (`Pulse`). What all ranks but the dead have
+    read leaves nothing in the store. Every method raises StoreLostError where the store of the job is gone.
+
+    Attributes:
+        name: a string that no other save of the job has, the same on all ranks.
+        what: the save, for errors.
+    """
+
+    group: RankGroup
+    name: str
+    what: str
+    _watch: Watch | None = field(default=None, repr=False)
+    _look_for_life_at: float = field(default=0.0, repr=False)
+    _is_open: bool = field(default=True, repr=False)
+    _has_reported: bool = field(default=False, repr=False)
+    _has_ended: bool = field(default=False, repr=False)
+    _own_keys: list[str] = field(default_factory=list, repr=False)
+    _reports: list[bytes] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def join(cls, group: RankGroup, name: str, what: str) -> Completion:
+        """Begin to take part."""
+        made = cls(group, name, what)
+        if not made._is_alone:
+            group.world.pulse.introduce()
+            group.world.pulse.hold()
+        return made
+
+    @property
+    def _is_alone(self) -> bool:
+        return len(self.group.ranks) == 1
+
+    @property
+    def _leads(self) -> bool:
+        return self.group.rank == self.group.ranks[0]
+
+    @property
+    def _leader(self) -> int:
+        return self.group.ranks[0]
+
+    def _key(self, name: str) -> str:
+        return f"saves/{self.name}/{name}"
+
+    def _report_key(self, rank: int, part: int) -> str:
+        return self._key(f"report/{rank}/{part}")
+
+    def done(self, report: bytes) -> None:
+        """Announce that this rank has written its part. The leader gets the report."""
+        if self._is_alone:
+            self._reports = [report]
+            self._has_reported = True
+            return
+        store, rank, num_parts = self.group.world.board, self.group.rank, -(-len(report) // _PART_NBYTES)
+        for part in range(num_parts):
+            self._own_keys.append(self._report_key(rank, part))
+            store.set(self._own_keys[-1], report[part * _PART_NBYTES : (part + 1) * _PART_NBYTES])
+        self._own_keys.append(self._key(f"parts/{rank}"))
+        store.set(self._own_keys[-1], str(num_parts))
+        store.add(self._key("ended"), 1)
+        self._has_reported = True
+
+    def failed(self, why: str) -> None:
+        """Announce that this rank cannot write its part. Raises nothing."""
+        self._has_reported = True
+        if self._is_alone:
+            return
+        with contextlib.suppress(StoreLostError):  # the others notice that too
+            store = self.group.world.board
+            index = store.add(self._key("failures"), 1)
+            if index <= _MOST_REASONS:
+                store.set(self._key(f"failure/{index}"), json.dumps([self.group.rank, why]))
+            store.add(self._key("ended"), _FAILED)
+
+    def wait_for_all(self) -> list[bytes]:
+        """Wait for all ranks, on the leader; return their reports in the order of the ranks.
+
+        Raises CheckpointError with the reasons of the ranks that failed, or with those that are lost; RankTimeoutError with a
+        rank that announced nothing in time.
+        """
+        if self._is_alone:
+            return self._reports
+        store, ranks = self.group.world.board, self.group.ranks
+
+        def look() -> list[bytes] | None:
+            ended = store.add(self._key("ended"), 0)
+            if ended >= _FAILED:
+                raise CheckpointError(self._failures())
+            if ended == len(ranks):
+                return self._read_reports()
+            lost = {rank: how for rank, how in self._lost(ranks[1:]).items() if not self._is_done(rank)}
+            if lost and store.add(self._key("ended"), 0) == ended:
+                raise CheckpointError(f"{self.what}: lost before their parts were written: {lost_ranks(lost)}")
+            return None
+
+        def late() -> str:
+            rank = next(rank for rank in ranks if not self._is_done(rank))
+            return f"{self.what}: rank {rank} did not finish its part within {self.group.timeout:g} s"
+
+        return self._poll(look, late, self.group.timeout)
+
+    def commit(self) -> None:
+        """Decide that the save ends well, on the leader, before it gives the checkpoint its name.
+
+        Raises CheckpointError where the other ranks have given this rank up: it was stopped, or cut off, for too long.
+        """
+        if self._is_alone:
+            return
+        found = self.group.world.board.compare_set(self._key("outcome"), "", _COMMITTING).decode()
+        if found != _COMMITTING:
+            raise CheckpointError(found.removeprefix(_NOT_SAVED))
+
+    def saved(self) -> None:
+        """Announce that the checkpoint is there; return when the others know it, or after some seconds. Raises nothing."""
+        with contextlib.suppress(StoreLostError):  # the checkpoint is there
+            self._announce(_SAVED)
+
+    def not_saved(self, why: str) -> bool:
+        """Announce that the save has failed; return when the others know it, or after some seconds. Raises nothing.
+
+        Returns whether all of them know it or have ended, so that none of them writes any more.
+        """
+        with contextlib.suppress(StoreLostError):
+            return self._announce(f"{_NOT_SAVED}{why}")
+        return False
+
+    def _announce(self, outcome: str) -> bool:
+        self._has_ended = True
+        if self._is_alone:
+            return True
+        store, others = self.group.world.board, len(self.group.ranks) - 1
+        store.set(self._key("outcome"), outcome)
+        deadline, num_read = time.monotonic() + _GRACE, 0
+        lost: dict[int, str] = {}
+        while num_read + len(lost) < others and time.monotonic() < deadline:
+            num_read = store.add(self._key("read"), 0)
+            lost = {rank: how for rank, how in self._lost(self.group.ranks[1:]).items() if how.endswith("ended")}
+            if num_read + len(lost) < others:
+                time.sleep(self._pause)
+        if num_read + len(lost) < others:  # a rank that is cut off may still come back and read the outcome
+            store.set(self._key("late"), "")
+            num_read = store.add(self._key("read"), 0)
+        self._forget(with_outcome=num_read + len(lost) >= others)
+        return num_read + len(lost) >= others
+
+    def wait_for_end(self) -> None:
+        """Return when the checkpoint is there, on a rank that does not lead.
+
+        Raises CheckpointError when the save has failed, or the leader is lost; RankTimeoutError if it does not end in time.
+        """
+        store = self.group.world.board
+
+        def look() -> bool | None:
+            if store.check([self._key("outcome")]):
+                text = store.get(self._key("outcome")).decode()
+                if text != _COMMITTING:
+                    return self._read_outcome(text)
+            lost = self._lost((self._leader,))
+            if lost:
+                why = f"{self.what}: {lost_ranks(lost)}; that rank finishes the checkpoint: look at its log"
+                found = store.compare_set(self._key("outcome"), "", f"{_NOT_SAVED}{why}").decode()
+                if found == _COMMITTING:
+                    raise CheckpointError(f"{why}. It may have finished it: fsdp_optim.latest shows that")
+                return self._read_outcome(found)
+            return None
+
+        def late() -> str:
+            return f"{self.what}: rank {self._leader} did not finish the checkpoint within {self.group.timeout:g} s"
+
+        self._poll(look, late, 2 * self.group.timeout + _GRACE)  # the leader gives up first
+
+    def _read_outcome(self, text: str) -> bool:
+        self._has_ended = True
+        store = self.group.world.board
+        for key in self._own_keys:
+            store.delete_key(key)
+        num_read = store.add(self._key("read"), 1)
+        if num_read == len(self.group.ranks) - 1 and store.check(
+            [self._key("late")]
+        ):  # the leader does not wait any more
+            self._forget(with_outcome=True)
+        if text.startswith(_NOT_SAVED):
+            raise CheckpointError(text.removeprefix(_NOT_SAVED))
+        return True
+
+    def _note_read(self) -> None:
+        self._has_ended = True
+        store = self.group.world.board
+        for key in self._own_keys:
+            store.delete_key(key)
+        num_read = store.add(self._key("read"), 1)
+        if num_read == len(self.group.ranks) - 1 and store.check(
+            [self._key("late")]
+        ):  # the leader does not wait any more
+            self._forget(with_outcome=True)
+
+    def close(self) -> None:
+        """Stop beating. A rank that has announced nothing yet fails the save. Raises nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._is_alone:
+            return
+        if not self._has_reported:
+            self.failed(f"{self.what}: {_UNTOLD}")
+        if not self._has_ended:
+            with contextlib.suppress(StoreLostError):
+                self._leave()
+        self.group.world.pulse.let_go()
+
+    def _leave(self) -> None:
+        if self._leads:
+            why = f"{_NOT_SAVED}{self.what}: rank {self._leader}: {_UNTOLD}"
+            self.group.world.board.set(self._key("outcome"), why)
+        else:
+            self._note_read()
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _pause(self) -> float:
+        return max(_LOOK_EVERY, _PER_RANK * len(self.group.ranks))
+
+    def _poll(
+        self, look: Callable[[], list[bytes] | bool | None], late: Callable[[], str], seconds: float
+    ) -> list[bytes]:
+        """The first result of `look` that is not None. Raises RankTimeoutError with `late` after some seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = look()
+            if found is not None:
+                return found if isinstance(found, list) else []
+            if time.monotonic() > deadline:
+                raise RankTimeoutError(late())
+            time.sleep(self._pause)
+
+    def _lost(self, ranks: tuple[int, ...]) -> dict[int, str]:
+        """The lost ones of these ranks, twice a second; nothing in between."""
+        if time.monotonic() < self._look_for_life_at or not ranks:
+            return {}
+        if self._watch is None:
+            self._watch = Watch(self.group.world.board, ranks, beats=True)
+        self._look_for_life_at = time.monotonic() + _LOOK_FOR_LIFE_EVERY
+        return self._watch.look()
+
+    def _is_done(self, rank: int) -> bool:
+        return self.group.world.board.check([self._key(f"parts/{rank}")])
+
+    def _failures(self) -> str:
+        store = self.group.world.board
+        number = min(store.add(self._key("failures"), 0), _MOST_REASONS)
+        reasons = sorted(json.loads(store.get(self._key(f"failure/{index + 1}"))) for index in range(number))
+        return "\n".join(f"rank {rank}: {why}" for rank, why in reasons)
+
+    def _read_reports(self) -> list[bytes]:
+        ranks = self.group.ranks
+        nums = [int(num) for num in self._many([self._key(f"parts/{rank}") for rank in ranks])]
+        keys = [self._report_key(rank, part) for rank, num in zip(ranks, nums, strict=True) for part in range(num)]
+        parts = iter(self._many(keys))
+        return [b"".join(next(parts) for _ in range(num)) for num in nums]
+
+    def _many(self, keys: list[str]) -> list[bytes]:
+        store = self.group.world.board
+        batches = (keys[first : first + _TOGETHER] for first in range(0, len(keys), _TOGETHER))
+        return [value for batch in batches for value in store.multi_get(batch)]
+
+    def _forget(self, *, with_outcome: bool) -> None:
+        """Delete the keys of this save. The outcome stays where a rank may still come to read it."""
+        store = self.group.world.board
+        num_failures = min(store.add(self._key("failures"), 0), _MOST_REASONS)
+        names = ["ended", "failures", *(f"failure/{index + 1}" for index in range(num_failures))]
+        names += ["read", "late", "outcome"] if with_outcome else []
+        for key in (*map(self._key, names), *(self._own_keys if self._leads else ())):
+            store.delete_key(key)
