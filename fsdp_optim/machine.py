@@ -40,7 +40,10 @@ def is_neighbour(identity: str) -> bool:
 
 def is_gone(identity: str) -> bool:
     """Whether the process with this identity has surely ended; False where this process cannot tell."""
-    return is_neighbour(identity) and identity_of_process(int(identity.split()[2])) != identity
+    words = identity.split()
+    if not is_neighbour(identity) or not words[2].isdecimal() or not os.access("/proc/1/stat", os.R_OK):
+        return False  # of another machine, or a process of another user would look as if it were gone (hidepid)
+    return identity_of_process(int(words[2])) != identity
 
 
 def connections_to(port: int) -> Iterator[int]:

@@ -134,7 +134,7 @@ class _Agreed:
         if self.strategy == IN_PLACE and self.ranges == "on one machine":
             log.warning(
                 '%s: strategy="in_place" lets ranks on several machines write into one file. If this file system keeps a copy of '
-                'the file, or of its pages, on each machine, bytes are lost: strategy="auto" has each rank write files of its own',
+                'the file, or of its pages, on each machine, bytes are lost: with strategy="auto" each rank writes its own files',
                 self.place,
             )
 

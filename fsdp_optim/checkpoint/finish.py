@@ -27,9 +27,13 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
     stores = (
         [job.store] if job.upload is None else [job.store, job.upload.store]
     )  # the checkpoint is the newest in both
+    known = job.managed.known.sequence + 1 if job.managed is not None else 0
+    sequence = max(known, *(next_sequence(store, {job.format, *SAVED}) for store in stores))
+    if job.managed is not None:
+        job.managed.known.sequence = sequence
     stamp = Stamp(
         token=staging.token,
-        sequence=max(next_sequence(store, {job.format, *SAVED}) for store in stores),
+        sequence=sequence,
         step=None if step is None else int(step),  # JSON has no numpy integers
         keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,

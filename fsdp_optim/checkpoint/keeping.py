@@ -121,10 +121,14 @@ class KnownSaves:
     """The checkpoints of a folder that a run knows, on the leading rank: those that were there when it resumed, and its own."""
 
     tokens: set[str] = field(default_factory=set)
+    sequence: int = 0  # the highest of them: a later listing may still be one of before them
 
     def see(self, listed: Iterable[ListedCheckpoint]) -> None:
         """The run resumes, and knows the checkpoints in the folder."""
-        self.tokens.update(one.brief.token for one in listed if one.brief is not None)
+        for one in listed:
+            if one.brief is not None:
+                self.tokens.add(one.brief.token)
+                self.sequence = max(self.sequence, one.brief.sequence)
 
     def has(self, one: ListedCheckpoint) -> bool:
         return one.brief is not None and one.brief.token in self.tokens

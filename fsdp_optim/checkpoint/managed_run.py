@@ -264,9 +264,7 @@ class ManagedRun:
 
     def _candidates(self, to: int | None) -> list[Candidate]:
         """The checkpoints of a manager in the folder that a load may take, the newest first."""
-        shelf = shelf_at(self._root, self._options.saving.storage_options)
-        shelf.refresh()
-        listed = shelf.listed()
+        listed = shelf_at(self._root, self._options.saving.storage_options).listed()
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:

@@ -51,7 +51,6 @@ def resume(
 
     def listed() -> list[Candidate]:
         shelves = [shelf_at(root, options.storage_options, format) for format in SAVED]
-        shelves[0].refresh()
         return [Candidate.of(one) for one in newest_first(all_listed(shelves))]
 
     with calling("resume", [model], options, options.call, all_of_plain=True) as (_, callers):

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp_optim import api
@@ -62,14 +62,7 @@ def _logging(*, quiet: bool) -> Iterator[None]:
 
 
 def _convert(options: argparse.Namespace, rank: int) -> None:
-    names = None
-    if options.names is not None:
-        with _named_file("names", options.names) as lines:
-            names = [line.strip() for line in lines if line.strip()]
-    units = None
-    if options.units is not None:
-        with _named_file("units", options.units) as file:
-            units = json.load(file)
+    names, units = _names_and_units(options)
     begin = time.monotonic()
     done = api.convert(
         options.src,
@@ -120,6 +113,40 @@ def _verify(options: argparse.Namespace, rank: int) -> None:
 def _inspect(options: argparse.Namespace, rank: int) -> None:
     for line in shown(api.inspect(options.path, storage_options=_storage_options(options)), folds=not options.all):
         print(line)
+
+
+def _names_and_units(options: argparse.Namespace) -> tuple[list[str] | None, Any]:
+    """The content of the two files, which each process reads; without names, and `_Unread`, where it cannot read one."""
+    names, units = None, None
+    try:
+        if options.names is not None:
+            with _named_file("names", options.names) as lines:
+                names = [line.strip() for line in lines if line.strip()]
+        if options.units is not None:
+            with _named_file("units", options.units) as file:
+                units = json.load(file)
+    except CheckpointError as error:
+        return None, _Unread(error)
+    return names, units
+
+
+class _Unread(Mapping[str, Sequence[str]]):
+    """Units that raise why a file could not be read, when `convert` looks at them: there all processes hear of it.
+
+    A process that ended before the call would let the others wait for it.
+    """
+
+    def __init__(self, why: CheckpointError) -> None:
+        self._why = why
+
+    def __getitem__(self, path: str) -> Sequence[str]:
+        raise self._why
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._why
+
+    def __len__(self) -> int:
+        raise self._why
 
 
 @contextlib.contextmanager

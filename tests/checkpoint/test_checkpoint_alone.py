@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport.store_control import place_key
+from fsdp_optim.transport.world import world_here
 
 LOG = "fsdp_optim"
 
@@ -42,7 +43,7 @@ class Lines(logging.Handler):
 
 
 def is_claimed(path: Path) -> bool:
-    return bool(dist.distributed_c10d._get_default_store().check([place_key(str(path))]))
+    return world_here().board.check([place_key(str(path))])
 
 
 def save_in_parts(root: Path, parts: list[list[int]], kind: str) -> dict[str, Any]:

@@ -405,10 +405,10 @@ class ReplacedTest(unittest.TestCase):
 
 def open_one_after_the_other(root: Path, late: int) -> list[float]:
     """One rank opens the path when another checkpoint is there already."""
-    from fsdp_optim.checkpoint import restore
+    from fsdp_optim.checkpoint import opening
 
     meeting, place = Meeting(), Place(root)
-    real_open, opens = restore.open_checkpoint, itertools.count()
+    real_open, opens = opening.open_checkpoint, itertools.count()
 
     def open_checkpoint(store: Any, **options: Any) -> Any:
         if next(opens):
@@ -421,7 +421,7 @@ def open_one_after_the_other(root: Path, late: int) -> list[float]:
         meeting.tell(0)
         return found
 
-    with cpu(), mock.patch.object(restore, "open_checkpoint", open_checkpoint):
+    with cpu(), mock.patch.object(opening, "open_checkpoint", open_checkpoint):
         if dist.get_rank() == 0:
             place.reset()
         meeting.tell(0)

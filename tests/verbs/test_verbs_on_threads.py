@@ -19,7 +19,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.adapters import use_adapters
-from fsdp_optim.checkpoint import background, restore
+from fsdp_optim.checkpoint import background, opening, restore
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.local_extents import snapshot_of
 from fsdp_optim.checkpoint.stores import store_at
@@ -245,7 +245,7 @@ class VerbsOnThreadsTest(unittest.TestCase):
             is_elsewhere = thread_rank() == 1 and looks[1] <= wrong_looks
             return open_checkpoint(store_at(f"{folder}/other") if is_elsewhere else store, **kwargs)
 
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(restore, "open_checkpoint", opened):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(opening, "open_checkpoint", opened):
             for name in ("step", "other"):
                 run_on_threads(save_in_background, 3, f"{folder}/{name}")
             for case in ((1, ""), (99, "the ranks see different checkpoints")):

@@ -85,10 +85,6 @@ class Shelf(Protocol[BriefT]):
     @property
     def where(self) -> str: ...
 
-    def refresh(self) -> None:
-        """Let the next listing show what other machines have done, where a client keeps listings for a time. Raises nothing."""
-        return
-
     def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
         """The complete checkpoints, the oldest first, and why others that have a manifest could not be read just now.
 

@@ -42,7 +42,8 @@ class Found:
 
     Attributes:
         version: a word that differs when the object is written again (an ETag); of an upload its id.
-        age: seconds since it was written, or begun, by the clock of the store.
+        age: seconds since it was written, or begun, by the clock of the store, never by that of this machine. 0 where the store
+            does not tell, or this process has put nothing yet that would show the store's clock.
     """
 
     key: str

@@ -50,7 +50,7 @@ class FsspecBucket(Bucket):
         self._has_folders, self._is_local = bool(protocols & _WITH_FOLDERS), is_local(fs)
         self._uploads: dict[str, Upload] = {}
         self._numbers = itertools.count(1)
-        self._clock = 0.0  # seconds by which the clock of the store is ahead, as far as a `put` has shown it
+        self._shown: tuple[float, float] | None = None  # the store's time of what was put last, and this process's then
 
     @classmethod
     def at(cls, url: str, options: Mapping[str, Any] | None = None) -> tuple[FsspecBucket, str]:
@@ -123,8 +123,14 @@ class FsspecBucket(Bucket):
         return Found(key, int(info["size"]), version_of(info), self._age(time_of(info)))
 
     def _age(self, written: float | None) -> float:
-        """0 where the store does not tell the time, so that objects which may be new are not removed."""
-        return max(time.time() + self._clock - written, 0.0) if written is not None else 0.0
+        """Seconds by the clock of the store, which shows when this process has put something; never by the machine's own clock.
+
+        0 before, and where the store does not tell the time, so that objects which may be new are not removed.
+        """
+        if written is None or self._shown is None:
+            return 0.0
+        store_time, own_time = self._shown
+        return max(store_time + (time.monotonic() - own_time) - written, 0.0)
 
     def list(self, prefix: str) -> Iterator[Found]:
         hidden = self._hidden()
@@ -225,7 +231,7 @@ class FsspecBucket(Bucket):
             line = f"{self.name}/{key}: was written, and is not there"
             raise CheckpointError(line) from Undecided(line)
         written = time_of(info)
-        self._clock = written - time.time() if written is not None else 0.0
+        self._shown = (written, time.monotonic()) if written is not None else None
         return info
 
     def _write(self, key: str, data: bytes, only_if: str | None, is_there: bool) -> None:
@@ -318,7 +324,7 @@ class FsspecBucket(Bucket):
         """The uploads of this process, and temporary files of objects. Other stores remove unfinished uploads by themselves."""
         for name, upload in list(self._uploads.items()):
             if upload.key.startswith(prefix):
-                yield Found(upload.key, 0, name, max(time.time() - upload.at, 0.0))
+                yield Found(upload.key, 0, name, time.monotonic() - upload.at)
         if self._is_local:
             for found in list(self._listed(prefix)):
                 if _is_being_put(found.key):

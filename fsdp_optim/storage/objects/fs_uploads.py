@@ -22,12 +22,13 @@ class Upload:
     Attributes:
         where: the object, for errors.
         open: opens the file, when its first part comes; None: the object is put whole at the end.
+        at: when it was begun, by `time.monotonic`.
     """
 
     where: str
     key: str
     open: Callable[[], Any | None]
-    at: float = field(default_factory=time.time)
+    at: float = field(default_factory=time.monotonic)
     _file: Any = None
     _whole: io.BytesIO | None = None
     _num_written: int = 0

@@ -8,7 +8,7 @@ import hashlib
 import time
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any
@@ -372,7 +372,6 @@ def _md5(data: memoryview) -> str:
 
 
 def _age(answer: Mapping[str, Any], written: datetime) -> float:
-    """Seconds since a time of the store, by its own clock; by ours where its answer has no date."""
+    """Seconds since a time of the store, by its own clock; 0 where its answer has no date: our clock may show anything."""
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
-    now = parsedate_to_datetime(date) if date else datetime.now(timezone.utc)
-    return max(0.0, (now - written).total_seconds())
+    return max(0.0, (parsedate_to_datetime(date) - written).total_seconds()) if date else 0.0

@@ -1,5 +1,8 @@
 """Saves under way in a bucket: each has a claim, which it writes again and again. A claim that grows old is that of a dead save.
 
+A claim is old by the clock of the store, or because this process has watched it for that long. The clocks of machines do not
+count: a save puts its own claim before it judges others, and the time that the store gives it tells what the store's clock shows.
+
 What a dead save has left is removed: its unfinished uploads, its objects, its claim and its notes. The checkpoint that the
 manifest names is never touched, and nor is an object or an upload whose name no save gives.
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +23,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.machine import identity_of_process, is_gone
 from fsdp_optim.storage.base import Judge
 from fsdp_optim.storage.objects.base import Bucket, Found
 from fsdp_optim.storage.objects.keys import Place, new_token
 from fsdp_optim.storage.objects.opened import OpenedObjects, current
-from fsdp_optim.storage.objects.owner import is_gone, this_process
+from fsdp_optim.storage.objects.watched import BEAT, watched
 
 _BEATS = 5  # in the time after which a claim is that of a dead save
 _SILENT_BEATS = 2  # after which a process on another machine counts as killed where its save can go on
 _LOOKED_AT_ONCE = 16
+_UNKNOWN = "unknown"  # the owner of a claim whose system does not tell one process from another
 
 log = logging.getLogger("fsdp_optim")
 
@@ -55,14 +61,21 @@ class Claim:
 
     @property
     def _content(self) -> bytes:
-        return json.dumps({"token": self.token, "owner": this_process()}).encode()
+        """What is new each time: another process may know the claim by its bytes alone."""
+        owner = identity_of_process() or _UNKNOWN  # empty would say that nobody goes on with the save
+        return json.dumps({"token": self.token, "owner": owner, BEAT: secrets.token_hex(8)}).encode()
 
     def _beat(self) -> None:
         while not self._stop.wait(self.dead_after / _BEATS):
-            with contextlib.suppress(OSError), self._beating:  # the next one may come through
-                found = self.bucket.look(self.place.claim(self.token))
-                if found is not None and not self._stop.is_set():  # a claim that was removed does not come back
-                    self.bucket.put(found.key, self._content, only_if=found.version)
+            with contextlib.suppress(OSError):  # the next one may come through
+                self.beat()
+
+    def beat(self) -> None:
+        """Give a sign of life. A claim that was removed does not come back."""
+        with self._beating:
+            found = self.bucket.look(self.place.claim(self.token))
+            if found is not None and not self._stop.is_set():
+                self.bucket.put(found.key, self._content, only_if=found.version)
 
     def is_held(self) -> bool:
         """Whether the claim is still there: nobody has taken this save for dead."""
@@ -106,11 +119,16 @@ class Claim:
 
 
 def is_ownerless(content: bytes, age: float, dead_after: float) -> bool:
-    """Whether nobody goes on with a save, by the content of its claim and its age: it was left, or its process is dead."""
-    owner = None
+    """Whether nobody goes on with a save, by the content of its claim and its age: it was left, or its process is dead.
+
+    An owner that is no identity of a process (of an older version of this library, or of a system that has none) may be alive.
+    """
     with contextlib.suppress(ValueError):
-        owner = json.loads(content).get("owner", "")
-    return owner == "" or (owner is not None and is_gone(owner)) or age > _SILENT_BEATS * dead_after / _BEATS
+        claim = json.loads(content)
+        owner = claim.get("owner", "") if isinstance(claim, dict) else None
+        if owner == "" or (isinstance(owner, str) and is_gone(owner)):
+            return True
+    return age > _SILENT_BEATS * dead_after / _BEATS
 
 
 @dataclass(frozen=True)
@@ -121,14 +139,18 @@ class _Saves:
     dead: frozenset[str]
 
     @classmethod
-    def listed(cls, bucket: Bucket, place: Place, dead_after: float) -> _Saves:
+    def listed(cls, bucket: Bucket, place: Place, dead_after: float, mine: Claim | None = None) -> _Saves:
+        """All but the one with the claim `mine`."""
         ages: dict[str, float] = {}
         for found in bucket.list(place.saving):
             token = place.token_of_note(found.key)
+            if mine is not None and token == mine.token:
+                continue
             age = float("inf") if found.key == place.tombstone(token) else found.age
             known = ages.get(token, age)
             ages[token] = max(known, age) if float("inf") in (known, age) else min(known, age)
         dead = frozenset(token for token, age in ages.items() if age > dead_after)
+        dead |= watched().silent(bucket, place, frozenset(ages) - dead, dead_after)
         return cls(frozenset(ages) - dead, dead)
 
 
@@ -152,15 +174,17 @@ def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge:
             bucket.drop_upload(upload.key, upload.version)
 
 
-def remove_dead(bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float) -> _Saves:
-    """Remove the leftovers of dead saves in a place. Returns the saves that were there."""
-    saves = _Saves.listed(bucket, place, dead_after)
+def remove_dead(
+    bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: Claim | None = None
+) -> _Saves:
+    """Remove the leftovers of dead saves in a place. Returns the saves that were there, without the one that begins: `mine`."""
+    saves = _Saves.listed(bucket, place, dead_after, mine)
     if saves.dead:
         log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)
         for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
             mark_dead(bucket, place, token)
         bucket.delete([place.claim(token) for token in sorted(saves.dead)])
-        remove_strays(bucket, place, judge, dead_after)
+        remove_strays(bucket, place, judge, dead_after, mine)
     return saves
 
 
@@ -185,12 +209,12 @@ def remove_strays(
     An object that has no token in its key is a save's only where a note says so: else somebody has put it there, a pretrained
     `model.safetensors` for example.
 
-    `mine`: the claim of a save that is over, and removes the claim and its notes itself. Returns whether no save is alive, so
-    that nothing is left.
+    `mine`: the claim of a save that is over, or has put nothing yet, and removes the claim and its notes itself. Returns whether
+    no other save is alive, so that nothing is left.
     """
     mine_token = mine.token if mine is not None else ""
     uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
-    live = _Saves.listed(bucket, place, dead_after).live - {mine_token}
+    live = _Saves.listed(bucket, place, dead_after, mine).live
     opened = current(bucket, place, judge)
     kept, is_own = opened.files.token if opened is not None else None, judge.is_own(None)
 

@@ -14,7 +14,15 @@ from fsdp_optim.storage.objects.base import ABSENT, Bucket, MissingObjectError, 
 from fsdp_optim.storage.objects.keys import Place, new_token, own_token
 from fsdp_optim.storage.objects.opened import OpenedObjects, current
 from fsdp_optim.storage.objects.part_notes import KEPT
-from fsdp_optim.storage.objects.saves import Claim, check_held, mark_dead, own_keys, remove_dead, taken_for_dead
+from fsdp_optim.storage.objects.saves import (
+    Claim,
+    check_held,
+    mark_dead,
+    own_keys,
+    remove_all_dead,
+    remove_dead,
+    taken_for_dead,
+)
 from fsdp_optim.storage.objects.writer import Address, SharedFile
 
 log = logging.getLogger("fsdp_optim")
@@ -57,12 +65,18 @@ class ObjectStaging(Staging):
         overwrite: bool,
         dead_after: float,
         token: str | None = None,
+        siblings: Sequence[Place] = (),
     ) -> ObjectStaging:
-        """Begin a save, and remove the leftovers of dead saves from the place."""
+        """Begin a save, and remove the leftovers of dead saves from the place, and from its siblings.
+
+        The claim comes first: its time tells some buckets what the clock of the store shows, by which others are dead.
+        """
         check_free(bucket, place, judge, overwrite=overwrite)
-        found = remove_dead(bucket, place, judge, dead_after)
-        staging = cls(bucket, place, judge, capabilities, Claim(bucket, place, token or new_token(), dead_after))
+        claim = Claim(bucket, place, token or new_token(), dead_after)
+        staging = cls(bucket, place, judge, capabilities, claim)
         try:
+            remove_all_dead(bucket, siblings, place.parent, judge, dead_after)
+            found = remove_dead(bucket, place, judge, dead_after, claim)
             staging._find_room(overwrite=overwrite, has_dead=bool(found.dead))
         except BaseException:
             staging.abandon()

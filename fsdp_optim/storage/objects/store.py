@@ -12,7 +12,6 @@ from fsdp_optim.storage.objects.kept import ResumedStaging, noted_parts, resumed
 from fsdp_optim.storage.objects.keys import Place
 from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
 from fsdp_optim.storage.objects.opened_any import OpenedAny
-from fsdp_optim.storage.objects.saves import remove_all_dead
 from fsdp_optim.storage.objects.shelf import ObjectShelf
 from fsdp_optim.storage.objects.staging import ObjectStaging, check_free
 from fsdp_optim.storage.objects.writer import Address, ObjectWriter
@@ -71,8 +70,6 @@ class ObjectStore(Store):
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
         """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
-        siblings = [sibling for sibling in self.shelf().places() if sibling != self.place]
-        remove_all_dead(self.bucket, siblings, self.place.parent, self._judge, self._dead_after)
         return ObjectStaging.begun(
             self.bucket,
             self.place,
@@ -81,6 +78,7 @@ class ObjectStore(Store):
             overwrite=overwrite,
             dead_after=self._dead_after,
             token=token,
+            siblings=[sibling for sibling in self.shelf().places() if sibling != self.place],
         )
 
     def resume(self, note: str, *, overwrite: bool) -> ResumedStaging | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,16 @@ from fsdp_optim.errors import CheckpointError
 
 BEACON = ".fsdp_optim-"
 """The beginning of the names of beacons. One that a killed process has left is empty, and in nobody's way."""
+
+
+_PASSING = re.compile(rf"\.nfs[0-9a-f]{{8,}}|\.fuse_hidden[0-9a-f]+|{re.escape(BEACON)}[0-9a-f]{{16}}")
+
+
+def is_somebodys(name: str) -> bool:
+    """Whether somebody has made a file of this name: not a client of a network file system, for a removed file that is open, nor
+    this library, for a moment.
+    """
+    return _PASSING.fullmatch(name) is None
 
 
 @contextlib.contextmanager
@@ -38,9 +49,13 @@ def beacon_above(path: Path) -> Iterator[str]:
 
 
 def refresh(folder: Path) -> None:
-    """Let the client of a network file system list a folder anew: its own change makes what it has kept out of date."""
-    with contextlib.suppress(CheckpointError), beacon_above(folder):
-        pass
+    """Let the client of a network file system list a folder anew: its own change makes what it has kept out of date.
+
+    Where the folder is missing, or nothing can be written in it, nothing is done.
+    """
+    if folder.is_dir():
+        with contextlib.suppress(CheckpointError), beacon_above(folder):
+            pass
 
 
 def sees(path: Path) -> bool:

@@ -7,18 +7,27 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from fsdp_optim.storage.posix.beacon import is_somebodys
+from fsdp_optim.storage.posix.files import checkpoint_errors
+from fsdp_optim.storage.posix.looks import is_there
+from fsdp_optim.storage.posix.small_files import put_whole
+
 
 def copy_beside(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, without: Collection[str]
 ) -> list[str]:
     """Copy the plain files of a folder into another one, and leave files alone that are there already.
 
-    `without`: the endings of names that are not copied. Returns the names that were copied; none if there is no such folder.
+    A copy is there whole or not at all. `without`: the endings of names that are not copied. Returns the names that were copied;
+    none if there is no such folder. Raises CheckpointError.
     """
     folder, copied = Path(source), []
-    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        goal = Path(target) / file.name
-        if file.is_file() and not file.name.endswith(tuple(without)) and not goal.exists():
-            shutil.copyfile(file, goal)
-            copied.append(file.name)
+    with checkpoint_errors(target):
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            goal = Path(target) / file.name
+            is_left_out = file.name.endswith(tuple(without)) or not is_somebodys(file.name)
+            if not is_left_out and file.is_file() and not is_there(goal):
+                with put_whole(goal) as aside:
+                    shutil.copyfile(file, aside)
+                copied.append(file.name)
     return copied

@@ -33,24 +33,34 @@ _MOST_NBYTES = 1024
 LOCKED = "locked"
 
 
-def claim_text(folder: Path) -> str:
-    """The claim of this process: its machine and mount, itself, and (added by `hold`) whether it has the lock."""
-    return f"{this_host(folder)}\n{identity_of_process()}\n"
+def claim(folder: Path) -> int:
+    """Claim a new folder for this process; return the descriptor of its lock. Raises OSError."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_claim(folder, is_locked=_hold(lock))
+    except BaseException:
+        close_quietly(lock)
+        raise
+    return lock
 
 
-def hold(lock: int) -> None:
-    """Take the lock of a new folder, and note that in the claim. A save that looks for leftovers may hold it for a moment."""
+def write_claim(folder: Path, *, is_locked: bool) -> None:
+    """Write into a claim its machine and mount, this process, and whether that has the lock. Raises OSError."""
+    text = f"{this_host(folder)}\n{identity_of_process()}\n{LOCKED if is_locked else ''}"
+    (folder / LOCK).write_text(text)  # opened anew and closed, so that other machines see it
+
+
+def _hold(lock: int) -> bool:
+    """Take the lock of a new folder; whether there are locks. A save that looks for leftovers may hold it for a moment."""
     for _ in range(_ATTEMPTS):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(_AGAIN)
         except OSError:
-            return  # there are no locks: the claim says by its text who writes
+            return False
         else:
-            with contextlib.suppress(OSError):
-                os.pwrite(lock, LOCKED.encode(), os.fstat(lock).st_size)
-            return
+            return True
     raise FileNotFoundError(errno.ENOENT, "another save took the new folder for a leftover")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import re
@@ -16,6 +17,7 @@ from fsdp_optim.errors import CheckpointError, FsdpOptimError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # one slash, because pathlib makes `s3:/` of `s3://`
 _SYNC_FILE_RANGE_WRITE = 2  # of <fcntl.h>
+_NOTHING_TO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _MOST_PIECES = 512  # of memory, in one call of the kernel (IOV_MAX is at least 1024 on Linux)
 
 
@@ -162,10 +164,13 @@ def remove_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the names in a folder to the disk. Some network file systems have nothing to flush there, and refuse."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NOTHING_TO_FLUSH:
+            raise
     finally:
         close_quietly(fd)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import secrets
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 _PROBE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 512  # of st_blocks
@@ -34,16 +34,14 @@ def this_host(folder: Path) -> str:
     """A string for this machine since its last boot and for the mount below the folder, which need not exist yet.
 
     Containers with the same string see each other's locks and bytes. Where a machine has no boot id, its name is not enough:
-    containers on two machines may have the same one.
+    containers on two machines may have the same one. The folder is not looked up: a network file system would keep for a time
+    that a folder which another machine is about to make is not there.
     """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         machine = f"{socket.gethostname()} {_nobody_else()}"
-    for place in (folder, *folder.parents):
-        with contextlib.suppress(OSError):
-            return f"{machine} {place.stat().st_dev}"
-    return machine
+    return f"{machine} {_mount_of(folder).device}"
 
 
 def is_of_one_machine(folder: Path) -> bool:
@@ -67,14 +65,30 @@ def has_sparse_files(folder: Path) -> bool:
 def filesystem_type(folder: Path) -> str:
     """The Linux name of the file system below a folder: `ext4`, `nfs4`, `fuse.gcsfuse`. Empty where Linux does not tell."""
     try:
-        where = folder.resolve()
-        listed = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+        return _mount_of(folder.resolve()).kind
     except OSError:
         return ""
-    mounts = [("", "")]
+
+
+class _Mount(NamedTuple):
+    """A mount as Linux lists it. `device`: its numbers, the same for all processes that share the mount."""
+
+    where: str = ""
+    kind: str = ""
+    device: str = ""
+
+
+def _mount_of(place: Path) -> _Mount:
+    """The mount that a path is on by its text; an empty one where Linux does not tell."""
+    try:
+        listed = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return _Mount()
+    mounts = [_Mount()]
     for line in listed:
         before, _, after = line.partition(" - ")
-        mounted = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split()[4]))
-        if where == mounted or mounted in where.parents:
-            mounts.append((str(mounted), after.split()[0]))
-    return max(reversed(mounts), key=lambda mount: len(mount[0]))[1]  # of two mounts on one path, the later one counts
+        words = before.split()
+        mounted = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), words[4]))
+        if place == mounted or mounted in place.parents:
+            mounts.append(_Mount(str(mounted), after.split()[0], words[2]))
+    return max(reversed(mounts), key=lambda mount: len(mount.where))  # of two mounts on one path, the later one counts

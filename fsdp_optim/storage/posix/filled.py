@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
-import shutil
+import re
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fsdp_optim.storage.base import Judge
+from fsdp_optim.storage.base import NOT_THERE, Judge
+from fsdp_optim.storage.posix.beacon import refresh
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.filling import Filling
 from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.storage.posix.looks import may_be_there
+from fsdp_optim.storage.posix.leftovers import remove_gone, retire
+from fsdp_optim.storage.posix.looks import names_in
 from fsdp_optim.storage.posix.store import Folder
+
+log = logging.getLogger("fsdp_optim")
 
 
 class FilledFolder(Folder):
@@ -27,11 +33,6 @@ class FilledFolder(Folder):
         return self.begun(overwrite=overwrite, durable=durable, token=token, filling=self._filling)
 
 
-def has_file(folder: str | os.PathLike[str], name: str) -> bool:
-    """Whether a folder has a file of this name."""
-    return Path(folder, name).is_file()
-
-
 def remove_files(folder: str | os.PathLike[str], is_one: Callable[[str], bool]) -> None:
     """Remove the files of a folder whose names `is_one` takes."""
     for name in sorted(os.listdir(folder)):
@@ -40,23 +41,36 @@ def remove_files(folder: str | os.PathLike[str], is_one: Callable[[str], bool]) 
             path.unlink()
 
 
-def folders_by_age(root: str | os.PathLike[str], is_one: Callable[[str], bool]) -> list[Path]:
-    """The folders in `root` whose names `is_one` takes, in the order in which they were changed last."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(root)):
-            path = Path(root, name)
-            with contextlib.suppress(OSError):
-                if is_one(name) and path.is_dir() and not path.is_symlink():
-                    found.append((path.stat().st_mtime_ns, path))
-    return [path for _, path in sorted(found)]
+def folders_by_number(root: str | os.PathLike[str], named: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The folders in `root` whose names `named` takes, by the number that is its first group, the lowest first.
+
+    A folder that cannot be looked at is among them. Raises CheckpointError where `root` cannot be listed.
+    """
+    where = Path(root)
+    if where.is_dir() and not is_of_one_machine(where):
+        refresh(where)
+    found = ((named.fullmatch(name), where / name) for name in names_in(where))
+    return sorted((int(match[1]), path) for match, path in found if match is not None and _may_be_folder(path))
 
 
-def remove_folders(folders: Iterable[Path]) -> list[Path]:
-    """Remove folders as far as possible; the result are those that are gone."""
+def remove_folders(folders: Iterable[Path], reason: str) -> None:
+    """Remove folders. Each loses its name before any of its files. Each removal is logged with the reason; a folder that cannot
+    be removed is warned about.
+    """
     gone = []
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-        if not may_be_there(folder):
-            gone.append(folder)
-    return gone
+        try:
+            gone.append(retire(folder))
+        except OSError as error:
+            log.warning("%s cannot be removed, though %s: %s", folder, reason, error.strerror or error)
+        else:
+            log.info("removed %s: %s", folder, reason)
+    remove_gone(gone)
+
+
+def _may_be_folder(path: Path) -> bool:
+    """Whether a path is a folder; True where the system cannot tell. A link to a folder is none."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError as error:
+        return error.errno not in NOT_THERE

@@ -2,24 +2,41 @@
 
 `<path>.new-<token>` has the files (configuration, schedulers, random states) until the save that takes them has ended. Its lock
 is as that of a save, so the next save removes what a process that died has left.
+
+Each machine writes into a folder of its own, because only a machine's own ranks are sure to see its files at once, with their
+sizes: those of the machine that finishes the checkpoint into the folder itself, the others into folders in it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+import stat
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Judge
-from fsdp_optim.storage.posix.claim import LOCK, claim_text, hold
-from fsdp_optim.storage.posix.files import absolute, close_quietly, remove_tree, sync_file, sync_folder
+from fsdp_optim.storage.base import VISIBLE_WITHIN, Judge
+from fsdp_optim.storage.posix.beacon import is_somebodys
+from fsdp_optim.storage.posix.claim import LOCK, claim
+from fsdp_optim.storage.posix.files import (
+    absolute,
+    checkpoint_errors,
+    close_quietly,
+    remove_tree,
+    sync_file,
+    sync_folder,
+)
 from fsdp_optim.storage.posix.leftovers import NEW, give_up
 from fsdp_optim.storage.posix.looks import is_there
+from fsdp_optim.storage.posix.small_files import has_size, sizes_in
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
+
+_PART = ".of-rank-"
+_LOOK_EVERY = 0.05  # seconds
 
 
 @dataclass
@@ -31,12 +48,15 @@ class Filling:
         folder: the folder that has the files.
         is_outdated: whether a file that was at the path before, by its name, has no place in the new checkpoint.
         lock: the lock on `folder`, in the process that made it.
+        parts: the sizes of the files that other machines have written, each into a folder of its own, by the machine's lowest
+            rank.
     """
 
     path: Path
     folder: Path
     is_outdated: Callable[[str], bool] = field(repr=False)
     lock: int = field(default=-1, repr=False)
+    parts: dict[int, dict[str, int]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def make(cls, path: str | os.PathLike[str], is_outdated: Callable[[str], bool]) -> Filling:
@@ -45,29 +65,70 @@ class Filling:
         made = cls(where, where.with_name(f"{where.name}{NEW}{secrets.token_hex(8)}"), is_outdated)
         try:
             made.folder.mkdir(parents=True)
-            (made.folder / LOCK).write_text(claim_text(made.folder))
-            made.lock = os.open(made.folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-            hold(made.lock)
+            made.lock = claim(made.folder)
         except OSError as error:
             made.remove()
             raise CheckpointError(f"{where}: cannot be saved: {error.strerror or error}") from error
         return made
 
+    def part_of(self, rank: int) -> Path:
+        """The folder for the files of another machine, whose lowest rank is `rank`. That rank makes it."""
+        return self.folder / f"{_PART}{rank}"
+
+    def note(self, rank: int, sizes: Mapping[str, int]) -> None:
+        """Note the files of another machine, as its lowest rank has seen them when they were complete (`sizes_in`)."""
+        self.parts[rank] = dict(sizes)
+
     def carry_into(self, new: Path, judge: Judge[Any], *, durable: bool) -> None:
         """Put the files into the folder of a save, and those at the path that are not outdated.
 
-        Raises CheckpointError for a file with the name of one of the checkpoint's own.
+        Where several machines have written a file of one name, that of the lowest rank counts. Files of other machines are
+        waited for. Raises CheckpointError for a file with the name of one of the checkpoint's own, and for one that is not
+        visible here in time.
         """
         if durable:
             self._sync()
-        carry_over(self.folder, new, sorted(name for name in os.listdir(self.folder) if name != LOCK))
+        carry_over(self.folder, new, self._own_names())
+        carried = set(sizes_in(self.folder, _is_own)) if self.parts else set()
+        deadline = time.monotonic() + VISIBLE_WITHIN
+        for rank, sizes in sorted(self.parts.items()):
+            others = {name: nbytes for name, nbytes in sizes.items() if name not in carried}
+            self._wait_for(rank, others, deadline)
+            self._carry_part(self.part_of(rank), new, sorted(others))
+            carried |= set(others)
+        if durable and self.parts:
+            for folder, _, _ in os.walk(new):
+                sync_folder(Path(folder))
         self.carry_from(self.path, new, judge)
+
+    def _own_names(self) -> list[str]:
+        """The names of the files and folders of this machine."""
+        return sorted(filter(_is_own, os.listdir(self.folder)))
+
+    def _wait_for(self, rank: int, sizes: Mapping[str, int], deadline: float) -> None:
+        """Wait until all files of another machine are there with their sizes."""
+        for name, nbytes in sorted(sizes.items()):
+            while not has_size(self.part_of(rank) / name, nbytes):
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"{self.path}: {name}, which has {nbytes} bytes on the machine of rank {rank}, is not visible with them "
+                        f"on the rank that finishes the checkpoint after {VISIBLE_WITHIN:g} s"
+                    )
+                time.sleep(_LOOK_EVERY)
+
+    def _carry_part(self, part: Path, new: Path, names: list[str]) -> None:
+        for name in names:
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+        carry_over(part, new, names)
 
     def carry_from(self, old: Path, new: Path, judge: Judge[Any]) -> None:
         """Put the files of an old folder into a new one, but for those that the new one has, and outdated ones."""
         if old.is_symlink() or not old.is_dir():
             return
-        names = set(os.listdir(old)) - {LOCK} if self.is_trainers(old, judge) else set(strangers_in(old, LOCK, judge))
+        theirs = (
+            filter(is_somebodys, os.listdir(old)) if self.is_trainers(old, judge) else strangers_in(old, LOCK, judge)
+        )
+        names = set(theirs) - {LOCK}
         carry_over(old, new, sorted(name for name in names - set(os.listdir(new)) if not self.is_outdated(name)))
 
     def is_trainers(self, folder: Path, judge: Judge[Any]) -> bool:
@@ -75,11 +136,8 @@ class Filling:
         return folder.is_dir() and not is_there(folder / judge.manifest)
 
     def _sync(self) -> None:
-        for folder, _, files in os.walk(self.folder):
-            for path in (Path(folder, name) for name in files):
-                if not path.is_symlink():
-                    sync_file(path)
-            sync_folder(Path(folder))
+        for name in self._own_names():  # each machine flushes its own files
+            sync_tree(self.folder / name)
 
     def remove(self) -> None:
         """Remove the folder with the files. Raises nothing."""
@@ -88,3 +146,32 @@ class Filling:
         if lock >= 0:
             close_quietly(lock)
         remove_tree(gone or self.folder)
+
+
+def _is_own(name: str) -> bool:
+    return name != LOCK and not name.startswith(_PART) and is_somebodys(name)
+
+
+def make_part(part: Path) -> None:
+    """Make the folder for the files of this machine. Raises CheckpointError."""
+    with checkpoint_errors(part):
+        part.mkdir()
+
+
+def complete_part(part: Path, *, durable: bool) -> dict[str, int]:
+    """The sizes of all files that this machine has written into a folder of its own; flushes them. Raises CheckpointError."""
+    if durable:
+        with checkpoint_errors(part):
+            sync_tree(part)
+    return sizes_in(part)
+
+
+def sync_tree(path: Path) -> None:
+    """Flush a file, or a folder with all that is in it, to the disk. Links have nothing to flush."""
+    mode = os.lstat(path).st_mode
+    if stat.S_ISREG(mode):
+        sync_file(path)
+    elif stat.S_ISDIR(mode):
+        for name in filter(is_somebodys, os.listdir(path)):
+            sync_tree(path / name)
+        sync_folder(path)

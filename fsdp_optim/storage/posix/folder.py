@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import UNTIL_COMMIT, Capabilities, Judge, ResumableStaging
-from fsdp_optim.storage.posix.claim import LOCK, claim_text, hold
+from fsdp_optim.storage.posix.claim import LOCK, claim
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
 from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files
 from fsdp_optim.storage.posix.filling import Filling
@@ -144,10 +144,8 @@ class FolderStaging(ResumableStaging):
         new.mkdir()
         lock = -1
         try:
-            (new / LOCK).write_text(claim_text(new))  # closed once, so that other machines see the content
             with _way_out(path):
-                lock = os.open(new / LOCK, os.O_RDWR | os.O_CLOEXEC)
-                hold(lock)
+                lock = claim(new)
                 new.rename(folder)  # fails where another save has just removed it
         except BaseException:
             if lock >= 0:

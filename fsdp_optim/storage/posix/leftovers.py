@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import UNTIL_COMMIT, BriefT, Judge, Standing
-from fsdp_optim.storage.posix.claim import LOCK, LOCKED, claim_text, is_held
+from fsdp_optim.storage.posix.claim import LOCK, is_held, write_claim
 from fsdp_optim.storage.posix.files import close_quietly, remove_tree, sync_folder
 from fsdp_optim.storage.posix.looks import is_nothing, may_be_there, standing_of
 
@@ -158,8 +158,7 @@ def take_over(path: Path, note: str) -> tuple[Path, int] | None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.stat(folder / LOCK)):  # else another save has removed it meanwhile
-                os.truncate(lock, 0)
-                os.pwrite(lock, f"{claim_text(folder)}{LOCKED}".encode(), 0)
+                write_claim(folder, is_locked=True)
                 log.info("going on in %s, which a process that died has left", folder)
                 return folder, lock
         except OSError:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import NOT_THERE, BriefT, Judge, Standing, is_sure_that_not
+from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.opened import OpenFolder
 
 _IS_CLOSED = (errno.EACCES, errno.EPERM)  # a folder that this user may not enter, such as lost+found
@@ -83,15 +84,15 @@ def is_nothing(path: Path) -> bool:
 def is_empty_folder(path: Path) -> bool:
     """Whether the path is an empty folder."""
     try:
-        return path.is_dir() and not any(path.iterdir())
+        return path.is_dir() and not any(is_somebodys(entry.name) for entry in path.iterdir())
     except FileNotFoundError:  # the folder was renamed just now
         return False
 
 
 def names_in(root: Path) -> set[str]:
-    """The names in a folder; none if the folder is missing."""
+    """The names in a folder that somebody has given; none if the folder is missing."""
     try:
-        return set(os.listdir(root))
+        return set(filter(is_somebodys, os.listdir(root)))
     except (FileNotFoundError, NotADirectoryError):
         return set()
     except OSError as error:

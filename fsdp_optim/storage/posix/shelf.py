@@ -31,10 +31,6 @@ class FolderShelf(Shelf[BriefT]):
     def where(self) -> str:
         return str(self._root)
 
-    def refresh(self) -> None:
-        if not is_of_one_machine(self._root):
-            refresh(self._root)
-
     def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
         found: list[Shelved[BriefT]] = []
         unread: list[str] = []
@@ -50,32 +46,36 @@ class FolderShelf(Shelf[BriefT]):
 
     def listed(self) -> list[Listed[BriefT]]:
         """As a Shelf does. A listing that is made while a folder is renamed may have neither name of the folder, so a listing
-        counts when the next one is the same.
+        counts when the next one is the same. A client of a network file system may have kept an old listing, so it is made to ask
+        again.
         """
+        if not is_of_one_machine(self._root):
+            refresh(self._root)
         found: list[Listed[BriefT]] = []
         for _ in range(_ATTEMPTS):
             before = names_in(self._root)
-            found, vanished = self._scan(before)
-            if not vanished and names_in(self._root) == before:
-                break
+            found, moved = self._scan(before)
+            if not moved and names_in(self._root) == before:
+                return found
             time.sleep(_AGAIN)
-        return found
+        there = names_in(self._root)  # what could never be read is listed as undecided, not left out
+        return [*found, *(one for one in moved if Path(one.where).name in there)]
 
-    def _scan(self, names: set[str]) -> tuple[list[Listed[BriefT]], bool]:
-        """As `listed`, at one look; and whether a folder went away meanwhile, so that one may be missing."""
+    def _scan(self, names: set[str]) -> tuple[list[Listed[BriefT]], list[Listed[BriefT]]]:
+        """As `listed`, at one look; and the folders that went away, or were replaced, meanwhile."""
         bases = dict(aside(self._root, OLD))
         unfinished = {folder for mark in UNFINISHED for folder, _ in aside(self._root, mark)}
-        found, vanished = [], False
+        found, moved = [], []
         for folder in (self._root / name for name in sorted(names)):
             base = bases.get(folder, folder)
             if folder in unfinished or (base != folder and not is_nothing(base)):
                 continue
             standing = standing_of(folder, self._judge, whole=False)
             if standing.has_moved:
-                vanished = True
+                moved.append(Listed(str(folder), str(base), standing, _can_go(folder)))
             elif standing.brief is not None or standing.has_manifest:
                 found.append(Listed(str(folder), str(base), standing, _can_go(folder)))
-        return found, vanished
+        return found, moved
 
     def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
         return standing_of(Path(one.where), self._judge)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -16,12 +15,11 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge
-from fsdp_optim.storage.posix.beacon import BEACON
+from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.opened import OpenFolder
 
-_PASSING = re.compile(rf"\.nfs[0-9a-f]{{8,}}|\.fuse_hidden[0-9a-f]+|{re.escape(BEACON)}[0-9a-f]{{16}}")
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EACCES)
+_NOT_FOR_LACK_OF_LINKS = (errno.ENOENT, errno.EEXIST, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
@@ -39,13 +37,6 @@ def strangers_in(folder: Path, lock: str, judge: Judge[Any]) -> list[str]:
         elif name != lock and not is_own(name):
             strangers.append(name)
     return strangers
-
-
-def is_somebodys(name: str) -> bool:
-    """Whether somebody has made a file of this name: not a client of a network file system, for a removed file that is open, nor
-    this library, for a moment.
-    """
-    return _PASSING.fullmatch(name) is None
 
 
 def _is_own(folder: Path, judge: Judge[Any]) -> Callable[[str], bool]:
@@ -82,7 +73,7 @@ def _carry(old: Path, new: Path) -> None:
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno in _NOT_FOR_LACK_OF_LINKS:
             raise
     else:
         return

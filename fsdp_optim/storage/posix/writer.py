@@ -20,6 +20,7 @@ from fsdp_optim.storage.posix.files import (
     write_all,
     write_file,
 )
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 
 _MOST_OPEN = 64  # files
 _LOOK_EVERY = 0.1  # seconds
@@ -66,13 +67,18 @@ class FolderWriter(StoreWriter):
             except OSError as error:
                 is_missing = error.errno in (errno.ENOENT, errno.ESTALE)
                 waited = time.monotonic() - begun
-                if not is_missing or waited > VISIBLE_WITHIN or is_of_this_machine(self._folder):
+                if not is_missing or waited > VISIBLE_WITHIN or self._is_made_here:
                     after = f" after {waited:.0f} s" if waited > 1 else ""
                     hint = "; the folder must be on a file system that all ranks share" if is_missing else ""
                     reason = error.strerror or error
                     raise CheckpointError(f"{self._who} cannot open {path}{after}: {reason}{hint}") from None
             sees(path)
             time.sleep(_LOOK_EVERY)
+
+    @property
+    def _is_made_here(self) -> bool:
+        """Whether this machine has begun the save, so that what is not seen is not there."""
+        return is_of_one_machine(self._folder) or is_of_this_machine(self._folder)
 
     def finish(self) -> bytes:
         """Close the files. Some file systems report a full disk only here."""

@@ -1,0 +1,155 @@
+"""Everything that saves and loads, on ranks of several hosts that share a folder; each value is compared with the oracle's.
+
+checkpoints.py FOLDER PART [PART ...]      parts: save, background, manager, offline, load, rounds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from kit.checkpoints import Whole, mine, scramble
+from kit.optimizers import two_groups
+from kit.wrapping import OfModel, Trained, check_same, cpu
+
+import fsdp_optim
+
+KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
+TIMEOUT = float(os.environ.get("TIMEOUT", "120"))
+QUIET: dict[str, Any] = {"progress": False, "timeout": TIMEOUT}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def trained(steps: int = 3) -> Trained:
+    return Trained("FSDP2", steps=steps, **KWARGS)
+
+
+def check_loads(path: Path | str, steps: int) -> None:
+    """Load at once into a model of other values, on all ranks; the values are those after so many steps."""
+    fresh = trained(0)
+    scramble(fresh)
+    fsdp_optim.load(path, fresh.model, fresh.optim, check="bitwise", **QUIET)
+    check_same(f"{path}", mine(fresh), mine(trained(steps)))
+
+
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    dist.barrier()
+    if dist.get_rank() == 0:
+        say(f"{what}: {time.monotonic() - begun:.2f} s")
+
+
+def save(root: Path) -> None:
+    """Each strategy, and again over what is there."""
+    for strategy in ("auto", "per_rank_files", "in_place"):
+        for steps in (1, 2):
+            with timed(f"save {strategy} {steps}"):
+                one = trained(steps)
+                fsdp_optim.save(
+                    root / strategy, one.model, one.optim, overwrite=True, strategy=strategy, step=steps, **QUIET
+                )
+            check_loads(root / strategy, steps)
+
+
+def background(root: Path) -> None:
+    """Several saves in the background, and one that is uploaded afterwards."""
+    one = trained(1)
+    for number in range(3):
+        with timed(f"async_save {number}"):
+            fsdp_optim.async_save(root / f"step-{number}", one.model, one.optim, step=number, **QUIET).wait()
+        check_loads(root / f"step-{number}", 1)
+    with timed("async_save over"):
+        two = trained(2)
+        fsdp_optim.async_save(root / "step-0", two.model, two.optim, overwrite=True, step=9, **QUIET).wait()
+    check_loads(root / "step-0", 2)
+    newest = fsdp_optim.latest(root)
+    check_same("latest", str(newest), str(root / "step-0"))
+    check_same("listed", len(fsdp_optim.checkpoints(root)), 3)
+    with timed("upload"):
+        up = f"file://{root}/uploaded"
+        fsdp_optim.async_save(root / "step-3", one.model, one.optim, step=10, upload_to=up, **QUIET).wait()
+    check_loads(up, 1)
+
+
+def manager(root: Path) -> None:
+    """A managed run: saves, keeps, goes back, is closed, and resumes."""
+    one = trained(0)
+    options: dict[str, Any] = {"every": 2, "keep_last": 2, "signals": (), **QUIET}
+    with fsdp_optim.CheckpointManager(root, one.model, one.optim, **options) as managed:
+        check_same("fresh", managed.resume(), 0)
+        for step in range(1, 8):
+            one.step(range(step - 1, step))
+            managed.step(step)
+        managed.wait()
+        listed = fsdp_optim.checkpoints(root)
+        check_same(f"kept of {listed}", sorted(info.step or 0 for info in listed), [4, 6])
+        check_same("back", managed.rollback(to=4), 4)
+        check_same("values", mine(one)["state"], mine(trained(4))["state"])
+        one.step(range(4, 5))
+        managed.save(5)
+    check_same("after", sorted(info.step or 0 for info in fsdp_optim.checkpoints(root)), [4, 5])
+    again = trained(0)
+    with fsdp_optim.CheckpointManager(root, again.model, again.optim, **options) as managed:
+        check_same("resumed", managed.resume(), 5)
+    check_same("values", mine(again), mine(trained(5)))
+
+
+def offline(root: Path) -> None:
+    """verify and convert, by all ranks together."""
+    one = trained(2)
+    fsdp_optim.save(root / "saved", one.model, one.optim, **QUIET)
+    with timed("convert"):
+        fsdp_optim.convert(root / "saved", root / "converted", format="dcp", progress=False, timeout=TIMEOUT)
+    fsdp_optim.verify(root / "converted")
+    check_loads(root / "converted", 2)
+
+
+def load(root: Path) -> None:
+    """What another number of hosts has saved."""
+    check_loads(root / "auto", 2)
+    again = trained(0)
+    found = fsdp_optim.resume(root / "rounds", again.model, again.optim, **QUIET)
+    check_same("resumed", found is not None, True)
+
+
+def rounds(root: Path) -> None:
+    """Save in the background again and again, until the test ends it."""
+    one = trained(1)
+    root.mkdir(exist_ok=True)
+    for number in range(10_000):
+        fsdp_optim.async_save(
+            root / f"step-{number % 3}", one.model, one.optim, overwrite=True, step=number, **QUIET
+        ).wait()
+        say(f"round {number}")
+
+
+PARTS = {part.__name__: part for part in (save, background, manager, offline, load, rounds)}
+
+
+def main(folder: str, *parts: str) -> None:
+    dist.init_process_group("gloo")
+    root = Path(folder)
+    with cpu():
+        for part in parts:
+            place = root if part in ("load", "save") else root / part
+            if part != "load" and dist.get_rank() == 0:
+                place.mkdir(parents=True, exist_ok=True)
+            with timed(part):
+                PARTS[part](place)
+            say(f"done {part}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,286 @@
+"""Saves into a bucket, and conversions, by processes on several machines: what one of them may think of another."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import tempfile
+import time
+import unittest
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kit.conversions import save_some
+from kit.scripts import run, start
+from kit.servers import free_port
+from parameterized import parameterized
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.machine import identity_of_process
+from fsdp_optim.storage.objects import filesystem, s3
+from fsdp_optim.storage.objects.base import Bucket
+from fsdp_optim.storage.objects.filesystem import FsspecBucket
+from fsdp_optim.storage.objects.memory import MemoryBucket
+from fsdp_optim.storage.objects.saves import is_ownerless
+from fsdp_optim.storage.objects.staging import ObjectStaging
+from fsdp_optim.storage.objects.store import ObjectStore
+from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
+
+DEAD_AFTER = 300.0  # seconds: no beat of a thread comes while a test runs
+HERE, BESIDE, LAST = "run/step-1", "run/step-2", "run/step-3"
+NAME = "model.safetensors"
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def clock_of_machine(ahead: float) -> Iterator[None]:
+    """Inside, this process is on a machine whose clock is some seconds ahead of that of the store."""
+    real = time.time
+    with mock.patch.object(time, "time", side_effect=lambda: real() + ahead):
+        yield
+
+
+@contextlib.contextmanager
+def later(seconds: float) -> Iterator[None]:
+    """Inside, some seconds have passed for this process; the store's clock, and the beats of saves, do not know of them."""
+    real = time.monotonic
+    watch = mock.Mock(monotonic=lambda: real() + seconds)
+    with mock.patch("fsdp_optim.storage.objects.watched.time", watch):
+        yield
+
+
+def begun(bucket: Bucket, prefix: str, *, overwrite: bool = False) -> ObjectStaging:
+    store = ObjectStore(bucket, prefix, AnyManifest(), dead_after=DEAD_AFTER)
+    return store.begin(overwrite=overwrite, durable=False)
+
+
+def filled(staging: ObjectStaging, bucket: Bucket, prefix: str) -> None:
+    store = ObjectStore(bucket, prefix, AnyManifest(), dead_after=DEAD_AFTER)
+    store.join(staging.address, durable=False, who="rank 0").put(NAME, staging.token.encode())
+
+
+def committed(staging: ObjectStaging) -> None:
+    staging.commit(MANIFEST, b"one\n" + staging.token.encode(), durable=False)
+
+
+def killed(staging: ObjectStaging) -> None:
+    """Its process gives no sign of life any more."""
+    staging._claim.stop()
+
+
+class SavesTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.number = next(_numbers)
+
+    def bucket(self, kind: str = "file") -> FsspecBucket:
+        """The bucket, as a process opens it that has not asked it for anything."""
+        place = {"file": f"file://{self.folder}/bucket", "memory": f"memory://hosts-{self.number}/bucket"}[kind]
+        return FsspecBucket.at(f"{place}/run")[0]
+
+    def content(self, bucket: Bucket, prefix: str) -> bytes:
+        with ObjectStore(bucket, prefix, AnyManifest()).open() as opened:
+            return opened.read_whole(NAME)
+
+    def age(self, staging: ObjectStaging, seconds: float) -> None:
+        """Let all objects of a save on disk be older, by the clock of the store."""
+        for path in self.folder.rglob("*"):
+            if path.is_file() and (staging.token in str(path) or path.name == NAME):
+                then = path.stat().st_mtime - seconds
+                os.utime(path, (then, then))
+
+    @parameterized.expand(itertools.product(("file", "memory"), (BESIDE, HERE), (400.0, 90_000.0)))
+    def test_a_machine_whose_clock_is_ahead_leaves_a_live_save_alone(self, kind: str, then: str, ahead: float) -> None:
+        bucket = self.bucket(kind)
+        first = begun(bucket, HERE)
+        filled(first, bucket, HERE)
+        with clock_of_machine(ahead):
+            other = self.bucket(kind)
+            second = begun(other, then)
+            filled(second, other, then)
+        committed(first)
+        self.assertEqual(self.content(bucket, HERE), first.token.encode())
+        if then == HERE:
+            with self.assertRaisesRegex(CheckpointError, "another save to this path was faster"):
+                committed(second)
+            second.abandon()
+        else:
+            committed(second)
+
+    @parameterized.expand(itertools.product((BESIDE, HERE), (-90_000.0, -400.0, 0.0, 400.0)))
+    def test_the_next_save_removes_what_is_old_by_the_clock_of_the_store(self, then: str, ahead: float) -> None:
+        dead = begun(self.bucket(), HERE)
+        filled(dead, self.bucket(), HERE)
+        killed(dead)
+        self.age(dead, DEAD_AFTER + 60)
+        with clock_of_machine(ahead):
+            bucket = self.bucket()
+            staging = begun(bucket, then)
+            filled(staging, bucket, then)
+            committed(staging)
+        left = [found.key for found in bucket.list("") if dead.token in found.key or not found.key.startswith(then)]
+        self.assertEqual(left, [])
+        self.assertEqual([found.key for found in bucket.list(f"{then}/.saving-")], [])
+        self.assertEqual(self.content(bucket, then), staging.token.encode())
+
+    def test_a_save_that_is_not_old_by_the_clock_of_the_store_stays(self) -> None:
+        slow = begun(self.bucket(), HERE)
+        filled(slow, self.bucket(), HERE)
+        self.age(slow, DEAD_AFTER - 60)
+        committed(begun(self.bucket(), BESIDE))
+        committed(slow)
+        self.assertEqual(self.content(self.bucket(), HERE), slow.token.encode())
+
+    def without_times(self) -> None:
+        """From now on the store does not say when an object was written."""
+        patch = mock.patch.object(filesystem, "time_of", return_value=None)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def saved(self, number: int) -> None:
+        staging = begun(self.bucket("memory"), f"run/other-{number}")
+        filled(staging, self.bucket("memory"), f"run/other-{number}")
+        committed(staging)
+
+    def keys(self, staging: ObjectStaging) -> list[str]:
+        return [found.key for found in self.bucket("memory").list("") if staging.token in found.key]
+
+    def test_a_claim_that_does_not_change_while_this_process_watches_is_dead(self) -> None:
+        """Where the store tells no times. A claim that changes is alive, whenever it is looked at."""
+        self.without_times()
+        dead, live = begun(self.bucket("memory"), HERE), begun(self.bucket("memory"), BESIDE)
+        filled(live, self.bucket("memory"), BESIDE)
+        killed(dead)
+        self.saved(1)
+        self.assertTrue(self.keys(dead))
+        with later(DEAD_AFTER - 60):
+            live._claim.beat()
+            self.saved(2)
+        self.assertTrue(self.keys(dead))
+        with later(DEAD_AFTER + 60):
+            self.saved(3)
+        self.assertEqual(self.keys(dead), [])
+        with later(2 * DEAD_AFTER - 30):
+            live._claim.beat()
+            self.saved(4)
+        committed(live)
+        self.assertEqual(self.content(self.bucket("memory"), BESIDE), live.token.encode())
+
+    def test_a_claim_of_an_older_version_may_stay_the_same(self) -> None:
+        """Its beats write the same bytes, so that only its age by the clock of the store counts."""
+        self.without_times()
+        live = begun(self.bucket("memory"), HERE)
+        filled(live, self.bucket("memory"), HERE)
+        content = json.dumps({"token": live.token, "owner": "unknown"}).encode()
+        self.bucket("memory").put(live._place.claim(live.token), content)
+        self.saved(1)
+        with later(10 * DEAD_AFTER):
+            self.saved(2)
+        committed(live)
+
+    def test_an_upload_of_this_process_is_not_old_when_its_clock_is_set(self) -> None:
+        bucket = self.bucket()
+        bucket.begin_upload(f"{HERE}/{NAME}")
+        with clock_of_machine(90_000.0):
+            (found,) = bucket.uploads(HERE)
+        self.assertLess(found.age, 600)
+
+
+class AgesTest(unittest.TestCase):
+    def test_an_answer_of_s3_without_a_date_tells_no_age(self) -> None:
+        """Else the clock of this machine would tell it."""
+        written = datetime(2020, 1, 1, tzinfo=timezone.utc)
+        dated = {"date": "Wed, 01 Jan 2020 00:06:00 GMT"}
+        for headers, wanted in ((dated, 360.0), ({}, 0.0)):
+            answer: dict[str, Any] = {"ResponseMetadata": {"HTTPHeaders": headers}}
+            self.assertEqual(s3._age(answer, written), wanted)
+
+
+class OwnersTest(unittest.TestCase):
+    """Whether a save of another process goes on, by what its claim says of its process."""
+
+    def judged(self, owner: Any, age: float = 0.0) -> bool:
+        return is_ownerless(json.dumps({"token": "0", "owner": owner}).encode(), age, DEAD_AFTER)
+
+    @contextlib.contextmanager
+    def without(self, name: str) -> Iterator[None]:
+        """Inside, the system does not show a file."""
+        real = Path.read_text
+
+        def read_text(path: Path, *args: Any, **options: Any) -> str:
+            if str(path).startswith(name):
+                raise PermissionError(13, "Permission denied")
+            return real(path, *args, **options)
+
+        with mock.patch.object(Path, "read_text", read_text):
+            yield
+
+    def test_a_process_of_a_machine_that_does_not_say_which_it_is_may_be_alive(self) -> None:
+        """Containers without a boot id: on another host a process with this number may well be alive."""
+        with self.without("/proc/sys/kernel/random/boot_id"):
+            for owner in ("unknown", "unknown 4194000 77", f"unknown {os.getpid()} 1", "unknown 1 4194000 77"):
+                self.assertFalse(self.judged(owner), owner)
+
+    @parameterized.expand([("/proc/sys",), ("/proc/",)])
+    def test_a_save_of_such_a_machine_is_not_taken_over_before_it_is_silent(self, hidden: str) -> None:
+        with self.without(hidden):
+            bucket = MemoryBucket()
+            staging = begun(bucket, HERE)
+            content, _ = bucket.read(staging._place.claim(staging.token))
+            self.assertFalse(is_ownerless(content, 0.0, DEAD_AFTER), content)
+        self.assertFalse(is_ownerless(content, 0.0, DEAD_AFTER), content)
+        self.assertTrue(is_ownerless(content, DEAD_AFTER, DEAD_AFTER), content)
+        staging.abandon()
+
+    def test_a_process_of_this_machine_that_has_ended(self) -> None:
+        done = run("from fsdp_optim.machine import identity_of_process\nprint(identity_of_process())")
+        self.assertTrue(self.judged(done.stdout.strip()), done)
+        self.assertFalse(self.judged(identity_of_process()))
+
+    def test_claims_of_older_versions_and_of_nobody(self) -> None:
+        """Only their age tells, but of one that was left."""
+        boot, namespace, _, start = identity_of_process().split()
+        for owner in (f"{boot}/pid:[{namespace}] 4194000 {start}", f"{boot} {namespace} x {start}", 7, None, ["a"]):
+            self.assertFalse(self.judged(owner), owner)
+            self.assertTrue(self.judged(owner, DEAD_AFTER), owner)
+        for content in (b"", b"[]", b"7", b"\xff"):
+            self.assertFalse(is_ownerless(content, 0.0, DEAD_AFTER), content)
+        self.assertTrue(is_ownerless(b'{"token": "0"}', 0.0, DEAD_AFTER))
+
+
+class CommandLineTest(unittest.TestCase):
+    @parameterized.expand([("names", "names.txt"), ("units", "units.json")])
+    def test_a_file_that_one_machine_lacks_is_an_error_on_all(self, option: str, name: str) -> None:
+        """Each process reads a path that leads to its own machine's folder."""
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            save_some(root / "source")
+            (root / "machine-0").mkdir()
+            (root / "machine-0" / name).write_text("{}")
+            port, ranks = free_port(), []
+            for rank in range(2):
+                words = ["convert", f"{root}/source", f"file://{root}/to", "--format", "fairscale_shards"]
+                words += ["--world-size", "2", f"--{option}", f"{root}/machine-{rank}/{name}"]
+                code = f"import sys; sys.argv[1:] = {words!r}\n"
+                code += "import runpy; runpy.run_module('fsdp_optim', run_name='__main__', alter_sys=True)"
+                given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                environment = {**os.environ, **{key: str(value) for key, value in given.items()}}
+                ranks.append(start(code, preload=("torch", "fsdp_optim"), environment=environment))
+            first, second = (one.wait() for one in ranks)
+            self.assertEqual((first.returncode, second.returncode), (1, 1), first.stderr + second.stderr)
+            for word in ("rank 1", f"machine-1/{name}: the file of {option} cannot be read"):
+                self.assertIn(word, first.stderr)
+            self.assertEqual((first.stdout, second.stdout, second.stderr), ("", "", ""))
+            self.assertEqual(list(root.glob("to*")), [])
+
+
+if __name__ == "__main__":
+    unittest.main()
