@@ -17,7 +17,7 @@ TESTS_OF_OLDEST := tests/unit $(NOT_ON_OLDEST:%=--ignore tests/unit/test_%.py) t
 # Processes that run tests, each a file at a time, on ranks of its own. Three keep two cores busy, because some tests wait.
 JOBS ?= 3
 
-.PHONY: help venv test test-gpu test-long test-oldest check format demo bench docs soak package clean
+.PHONY: help venv test test-gpu test-hosts test-long test-oldest check format demo bench docs soak package clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,13 +35,16 @@ $(INSTALLED): requirements-dev.txt requirements-dev-nodeps.txt pyproject.toml
 	@touch $@
 
 # Ranks import the tests, so that bytecode that is not written is compiled again and again.
-test test-long: export PYTHONDONTWRITEBYTECODE =
+test test-hosts test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: venv  ## run the test suite, but for what takes minutes, in JOBS= processes (3)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu: venv  ## run the tests that need a GPU, over NCCL
 	$(BIN)/python -m pytest -m nccl
+
+test-hosts: venv  ## run the tests on benches of several hosts (root; glusterfs-server, sshfs, openssh-server and faketime of Debian)
+	$(BIN)/python -m pytest -m hosts tests/hosts
 
 test-oldest: $(OLDEST_INSTALLED)  ## run what the oldest supported torch has to do, in a venv of its own (PYTHON= should be 3.10)
 	$(OLDEST_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS_OF_OLDEST)

@@ -19,9 +19,10 @@ from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
 from fsdp_optim.checkpoint.files import File, files_of_both
 from fsdp_optim.checkpoint.finish import finish
-from fsdp_optim.checkpoint.formats import FormatChoices, format_named, open_checkpoint
+from fsdp_optim.checkpoint.formats import FormatChoices, format_named
 from fsdp_optim.checkpoint.job import Job, encode_written
 from fsdp_optim.checkpoint.lanes import JOURNAL, Share, num_lanes_in, unit_nbytes_in
+from fsdp_optim.checkpoint.opening import open_on_all
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.sharing import check_seen_by_all
@@ -74,7 +75,7 @@ def convert(
             FormatChoices(options.world_size, options.key_by, units=options.units, flattens=options.flatten_parameters),
         )
         its = store_at(source, source_format or OURS, _options_of(source, options.storage_options))
-        with closing(open_checkpoint(its, verify=True, format=source_format)) as checkpoint:
+        with closing(open_on_all(callers, its, "", verify=True, format=source_format)) as checkpoint:
             naming, writer = Naming(options.names, model), format.writer()
             transcript = transcribe(checkpoint, writer, naming, allow_pickle=options.allow_pickle)
             work = _Work.of(callers, checkpoint, transcript, writer, format, options)
@@ -191,9 +192,7 @@ class _Work:
             share, failure = self._share(begun, progress), Failure()
             with failure:
                 first = self._join(begun)
-                make_files(first, job.plan.own_files(self.callers.rank))
-                for name, data in job.extras.items():
-                    first.put(name, data)
+                job.start(first)
                 share.run(first, self._num_lanes(begun))
             with failure:
                 if failure.error is None:

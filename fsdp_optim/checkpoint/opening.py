@@ -13,7 +13,6 @@ from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.sharing import check_shared
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format, FormatReader
-from fsdp_optim.options import LoadOptions
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Store
 from fsdp_optim.transport.agree import MeetingResult, agree, compare, tell
 from fsdp_optim.transport.base import RankGroup
@@ -23,8 +22,10 @@ _LOOKS = 5  # times, on one machine: for a path where another checkpoint replace
 _FIRST_PAUSE, _LONGEST = 0.05, 1.0  # seconds between looks on several machines
 
 
-def open_on_all(group: RankGroup, store: Store, options: LoadOptions, format: Format | None) -> FormatReader:
+def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, format: Format | None) -> FormatReader:
     """Open the same checkpoint on all ranks. Called by all ranks.
+
+    `call`: the arguments of the call, which ranks compare. `format` None: it is recognised.
 
     Raises CheckpointError, on all ranks, where all of them fail, or where some of them still see another checkpoint than the
     others after `VISIBLE_WITHIN`; before that, where they turn out to have different folders before them.
@@ -34,10 +35,10 @@ def open_on_all(group: RankGroup, store: Store, options: LoadOptions, format: Fo
     while True:
         failure, checkpoint = Failure(), None
         with failure:
-            checkpoint = open_checkpoint(store, verify=options.verify, format=format)
+            checkpoint = open_checkpoint(store, verify=verify, format=format)
         is_same = False
         try:
-            result = _compare(group, options, checkpoint, failure)
+            result = _compare(group, call, checkpoint, failure)
             num_failed = sum(bool(result.content_of(rank)) for rank in group.ranks)
             is_same = result.alike and checkpoint is not None and not num_failed
         finally:
@@ -63,14 +64,10 @@ def open_on_all(group: RankGroup, store: Store, options: LoadOptions, format: Fo
             pause = min(2 * pause, _LONGEST)
 
 
-def _compare(
-    group: RankGroup, options: LoadOptions, checkpoint: FormatReader | None, failure: Failure
-) -> MeetingResult:
+def _compare(group: RankGroup, call: str, checkpoint: FormatReader | None, failure: Failure) -> MeetingResult:
     """Compare what the ranks have opened. A rank that failed has a content."""
     opened = json.dumps(checkpoint.identity, sort_keys=True).encode() if checkpoint is not None else b""
-    return tell(
-        group, f"opened with {options.compared_text()}", b"failed" if failure.error is not None else b"", opened
-    )
+    return tell(group, f"opened with {call}", b"failed" if failure.error is not None else b"", opened)
 
 
 def _is_over(group: RankGroup, begun: float) -> bool:

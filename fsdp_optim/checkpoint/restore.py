@@ -93,7 +93,8 @@ def _restore(
         about = f"{name_of(path)!r}, {'an' if optim is not None else 'no'} optimizer"
         pending.settle()
         store = with_cache(common_store(callers, path, options.storage_options), options.local_cache)
-        checkpoint = stack.enter_context(closing(open_on_all(callers, store, options, format)))
+        opened = open_on_all(callers, store, options.compared_text(), verify=options.verify, format=format)
+        checkpoint = stack.enter_context(closing(opened))
         check_halves(checkpoint, optim, options.weights)
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from fsdp_optim.checkpoint import background, restore
+from fsdp_optim.checkpoint import background, restore, trainer_looks
 from fsdp_optim.checkpoint import save as saving
 from fsdp_optim.checkpoint.pending import pending
+from fsdp_optim.checkpoint.sharing import check_seen_by_all
+from fsdp_optim.checkpoint.stores import store_at
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.manifest import NAME
 from fsdp_optim.formats.ours import OURS
@@ -32,23 +34,34 @@ from fsdp_optim.options import (
     WhichWeights,
 )
 from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
-from fsdp_optim.storage.posix.filled import FilledFolder, has_file
-from fsdp_optim.storage.posix.filling import Filling
+from fsdp_optim.storage.posix.filled import FilledFolder
+from fsdp_optim.storage.posix.filling import Filling, complete_part, make_part
+from fsdp_optim.storage.posix.small_files import has_file, sizes_in
 from fsdp_optim.transport.agree import agree, all_hear, in_turn, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 
 _CALL = "checkpoint of a trainer"
+_OF_THE_RUN = re.compile(
+    r"(scheduler|sampler|dl_state_dict)(_\d+)?\.(bin|pt)|scaler\.pt"
+    r"|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|trainer_state\.json"
+)
+"""The files of trainers for the state of a run."""
+
 _OUTDATED = re.compile(
     r"(adapter_)?(pytorch_)?model(_fsdp)?(_\d+)?(_rank\d+)?(-\d{5}-of-\d{5})?(\.bin|\.safetensors)?(\.index\.json)?"
-    r"|optimizer(_\d+)?(_rank\d+)?(\.bin|\.pt)?|(scheduler|sampler|dl_state_dict)(_\d+)?\.(bin|pt)|scaler\.pt"
-    r"|rng_state(_\d+)?\.pth|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|trainer_state\.json"
+    rf"|optimizer(_\d+)?(_rank\d+)?(\.bin|\.pt)?|{_OF_THE_RUN.pattern}"
 )
 """The files of trainers for the weights, the optimizer and the state of a run. In a folder that is saved again they are old."""
 
 _SHARDED_MODEL, SHARDED_OPTIM = "pytorch_model_fsdp_{}", "optimizer_0"
 """Folders of torch.distributed.checkpoint that Accelerate writes with SHARDED_STATE_DICT."""
+
+Kind = Literal["ours", "sharded", "other"]
+"""A checkpoint of this library, one of `is_sharded_by_accelerate`, or anything else."""
+
+DoneT = TypeVar("DoneT")
 
 log = logging.getLogger("fsdp_optim")
 
@@ -150,6 +163,59 @@ def is_sharded_by_accelerate(path: str, *, with_optim: bool) -> bool:
     )
 
 
+def by_lowest(what: str, settings: Settings, do: Callable[[], DoneT]) -> DoneT:
+    """What `do` returns on rank 0, on all ranks; its error is raised on all of them. Called by all ranks.
+
+    So that all ranks take one branch: what `do` finds in a folder, ranks on other machines may find seconds later. It returns a
+    value that JSON has.
+    """
+    with meeting(what, settings) as group:
+        return trainer_looks.by_lowest(group, what, do)
+
+
+@dataclass(frozen=True)
+class FoundFolder:
+    """What rank 0 has found in a folder of a trainer, the same on all ranks.
+
+    Attributes:
+        files: the names of the files for the state of the run, which all ranks that read them see by now.
+    """
+
+    kind: Kind
+    files: frozenset[str]
+
+
+def look_at(path: str, settings: Settings, *, with_optim: bool) -> FoundFolder:
+    """Look at a folder that is to be loaded. Called by all ranks.
+
+    Raises CheckpointError, on all ranks, where rank 0 cannot tell what is there, and where a rank does not see in time what it is
+    to read. `with_optim`: as for `is_sharded_by_accelerate`.
+    """
+
+    def look() -> tuple[Kind, dict[str, int]]:
+        kind: Kind = "ours" if is_ours(path) else "other"
+        if kind == "other" and is_sharded_by_accelerate(path, with_optim=with_optim):
+            kind = "sharded"
+        return kind, sizes_in(path, is_of_the_run) if kind != "other" else {}
+
+    with meeting("look", settings) as group:
+        kind, sizes = trainer_looks.by_lowest(group, f"look at {Path(path).name}", look)
+        if kind != "other":
+            trainer_looks.see_files(group, path, sizes)
+    return FoundFolder(kind, frozenset(sizes))
+
+
+def see_file(path: str, name: str, settings: Settings) -> None:
+    """Wait until all ranks see a file that rank 0 has found in a folder. Called by all ranks; raises as `look_at` does."""
+    with meeting("look", settings) as group:
+        trainer_looks.see_file(group, path, name)
+
+
+def is_of_the_run(name: str) -> bool:
+    """Whether a trainer gives this name to a file for the state of a run."""
+    return _OF_THE_RUN.fullmatch(name) is not None
+
+
 @dataclass
 class FolderSave:
     """A checkpoint of a trainer under way, on all ranks.
@@ -159,13 +225,17 @@ class FolderSave:
 
     Attributes:
         path: the folder of the checkpoint, which is there when everything is complete.
-        files: the folder for the trainer's files until then.
+        files: the folder for the files that the ranks of this machine write until then.
+        machine: the lowest rank of this machine. Ranks that see each other's files at once are of one machine.
+        has_others: whether ranks of other machines take part.
     """
 
     path: Path
     files: Path
     settings: Settings
     filling: Filling
+    machine: int
+    has_others: bool
     failure: Failure = field(default_factory=Failure)
 
     @classmethod
@@ -173,28 +243,29 @@ class FolderSave:
         """Called by all ranks. Waits for the save in the background, and raises its error."""
         with meeting("save", settings) as group, checkpoint_errors(path):
             _settle(group)
-            leads = group.rank == group.ranks[0]
+            leader, store = group.ranks[0], store_at(path)
             filling: Filling | None = None
             try:
-                content = b""
-                if leads:
+                told = []
+                if group.rank == leader:
                     filling = Filling.make(path, lambda name: _OUTDATED.fullmatch(name) is not None)
-                    content = json.dumps([str(filling.path), str(filling.folder)]).encode()
+                    told = [str(filling.path), str(filling.folder)]
+                content = json.dumps([store.machine_id(), *told]).encode()
                 result = tell(group, f"save {Path(path).name}", content)
-                where, folder = json.loads(result.content_of(group.ranks[0]))
-                if filling is None:
-                    filling = Filling(Path(where), Path(folder), lambda _: False)
-                    if not has_file(folder, "owner.lock"):
-                        raise CheckpointError(
-                            f"{where}: rank {group.rank} does not see {folder}, which rank {group.ranks[0]} has made: the folder "
-                            "has to be on a file system that all ranks share"
-                        )
+                machines = [json.loads(result.content_of(rank))[0] for rank in group.ranks]
+                _, where, folder = json.loads(result.content_of(leader))
+                filling = filling or Filling(Path(where), Path(folder), lambda _: False)
+                check_seen_by_all(group, store, folder)
+                machine = group.ranks[machines.index(machines[group.ranks.index(group.rank)])]
+                files = filling.folder if machine == leader else filling.part_of(machine)
+                if machine == group.rank != leader:
+                    make_part(files)
                 agree(group, "folder")
             except BaseException:
-                if filling is not None and leads:
+                if filling is not None and group.rank == leader:
                     filling.remove()
                 raise
-        return cls(filling.path, filling.folder, settings, filling)
+        return cls(filling.path, files, settings, filling, machine, len(set(machines)) > 1)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -227,6 +298,8 @@ class FolderSave:
                     raise CheckpointError(f"{self.path}: {self._reason()}") from self.failure.error
                 result = tell(group, "the trainer's files are written", b"waits" if waits else b"")
                 is_there = is_there or any(result.content_of(rank) for rank in group.ranks)
+                if self.has_others:
+                    self._tell_files(group)
             store, options = FilledFolder(self.filling, OURS.judge), self.settings.saving(step, weights)
             with checkpoint_errors(self.path):
                 if is_there:
@@ -236,6 +309,17 @@ class FolderSave:
         except BaseException:
             self._remove_files()
             raise
+
+    def _tell_files(self, group: RankGroup) -> None:
+        """Tell the lowest rank which files the other machines have written, and of what size: only they are sure to see them."""
+        failure, content, leader = Failure(), b"", group.ranks[0]
+        if group.rank == self.machine != leader:
+            with failure:
+                content = json.dumps(complete_part(self.files, durable=self.settings.durable)).encode()
+        result = tell(group, "the files of each machine", content, error=failure.error)
+        for rank in group.ranks if group.rank == leader else ():
+            if result.content_of(rank):
+                self.filling.note(rank, json.loads(result.content_of(rank)))
 
     def _reason(self) -> str:
         error = self.failure.error

@@ -168,6 +168,10 @@ def _with_settings(new: Callable[..., Any], settings: Settings) -> Callable[...,
     return call
 
 
+def _last_checkpoint(settings: Settings) -> Callable[..., Any]:
+    return lambda original, folder: trainer_folder.get_last_checkpoint(original, settings, folder)
+
+
 def _made(settings: Settings, original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     """A new Accelerator. Every Trainer makes one, so a Trainer that was imported after `enable` is found here."""
     _enable_trainer(settings)
@@ -181,7 +185,7 @@ def _enable_trainer(settings: Settings) -> None:
     _check_trainer()
     for name, new in _TRAINER.items():
         replace_method(module.Trainer, name, _with_settings(new, settings))
-    replace_function(module, "get_last_checkpoint", trainer_folder.get_last_checkpoint)
+    replace_function(module, "get_last_checkpoint", _last_checkpoint(settings))
 
 
 def _check_trainer() -> None:

@@ -6,7 +6,7 @@ import copy
 import importlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ from fsdp_optim.api import wait
 from fsdp_optim.checkpoint.trainer_files import (
     FolderSave,
     Settings,
-    is_ours,
-    is_sharded_by_accelerate,
+    by_lowest,
     load_folder,
+    look_at,
     optimizers_inside,
     wait_on_all,
 )
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.patches import standing_in
 from fsdp_optim.storage.posix.files import absolute
-from fsdp_optim.storage.posix.filled import folders_by_age, remove_folders
+from fsdp_optim.storage.posix.filled import folders_by_number, remove_folders
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _NAMED = re.compile(r"checkpoint_(\d+)")
@@ -46,7 +46,10 @@ def save_state(
         return original(output_dir, *args, **kwargs)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
-    path = _next_folder(accelerator) if is_automatic else str(absolute(output_dir))
+    if is_automatic:
+        path = by_lowest("the name of a checkpoint", settings, lambda: _next_folder(accelerator))
+    else:
+        path = str(absolute(output_dir))
     model, optims = _prepared(accelerator)
     save = FolderSave.begin(path, settings)
     with save.writing(), standing_in(naming, automatic_checkpoint_naming=False), _without_models():
@@ -56,8 +59,7 @@ def save_state(
     save.commit(model, optims, None)
     if is_automatic and naming.total_limit is not None:
         wait_on_all(settings)
-        if accelerator.is_main_process:
-            _remove_oldest(Path(path), naming.total_limit)
+        by_lowest("total_limit", settings, lambda: _remove_oldest(Path(path), naming.total_limit))
     return Path(path)
 
 
@@ -67,8 +69,10 @@ def load_state(
     """Load a checkpoint of `save_state`, or a sharded folder of Accelerate. Accelerate's own function loads its other folders."""
     is_automatic = accelerator.project_configuration.automatic_checkpoint_naming
     wait_on_all(settings)
-    path = _newest_folder(accelerator) if input_dir is None and is_automatic else input_dir
-    if path is None or not _is_read_here(accelerator, str(absolute(path))):
+    path = input_dir
+    if input_dir is None and is_automatic:
+        path = by_lowest("the newest checkpoint", settings, lambda: _newest_folder(accelerator))
+    if path is None or not _is_read_here(accelerator, str(absolute(path)), settings):
         return original(path, *args, **kwargs)
     path = str(absolute(path))
     model, optims = _prepared(accelerator)
@@ -77,10 +81,10 @@ def load_state(
         return original(path, *args, **kwargs)
 
 
-def _is_read_here(accelerator: Any, path: str) -> bool:
+def _is_read_here(accelerator: Any, path: str, settings: Settings) -> bool:
     is_one = len(accelerator._models) == 1 and len(accelerator._optimizers) <= 1
-    with_optim = bool(accelerator._optimizers)
-    return is_ours(path) or (is_one and is_sharded_by_accelerate(path, with_optim=with_optim))
+    kind = look_at(path, settings, with_optim=bool(accelerator._optimizers)).kind
+    return kind == "ours" or (kind == "sharded" and is_one)
 
 
 def end_training(original: Callable[..., Any], accelerator: Any, settings: Settings) -> Any:
@@ -141,19 +145,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """A stand-in for a function of Accelerate whose work this library does."""
 
 
-def _folders(root: Path) -> list[tuple[int, Path]]:
-    """The checkpoints that Accelerate has named, by number."""
-    found = folders_by_age(root, lambda name: _NAMED.fullmatch(name) is not None)
-    return sorted((int(path.name.rpartition("_")[2]), path) for path in found)
-
-
 def _root_of(accelerator: Any) -> Path:
     return absolute(Path(accelerator.project_dir, "checkpoints"))
 
 
 def _next_folder(accelerator: Any) -> str:
     path = _root_of(accelerator) / f"checkpoint_{accelerator.save_iteration}"
-    if any(folder == path for _, folder in _folders(path.parent)):
+    if any(folder == path for _, folder in folders_by_number(path.parent, _NAMED)):
         raise CheckpointError(
             f"{path}: exists already: give accelerator.project_configuration.iteration the number of the next checkpoint"
         )
@@ -161,12 +159,11 @@ def _next_folder(accelerator: Any) -> str:
 
 
 def _newest_folder(accelerator: Any) -> str | None:
-    folders = _folders(_root_of(accelerator))
+    folders = folders_by_number(_root_of(accelerator), _NAMED)
     return str(folders[-1][1]) if folders else None
 
 
 def _remove_oldest(newest: Path, limit: int) -> None:
     """Remove checkpoints of lower numbers until `limit` are left. The newest is complete."""
-    others: Sequence[Path] = [path for _, path in _folders(newest.parent) if path != newest]
-    for path in remove_folders(others[: max(len(others) + 1 - max(limit, 1), 0)]):
-        log.info("removed %s, because of total_limit=%d", path, limit)
+    others = [path for _, path in folders_by_number(newest.parent, _NAMED) if path != newest]
+    remove_folders(others[: max(len(others) + 1 - max(limit, 1), 0)], f"total_limit={limit}")

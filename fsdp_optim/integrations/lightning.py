@@ -21,6 +21,7 @@ from torch.distributed import group
 
 import fsdp_optim
 from fsdp_optim.checkpoint.stores import is_url, store_at
+from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
 from fsdp_optim.integrations.needed import refusal
 
@@ -55,6 +56,9 @@ class Checkpoints:
     """A mixin for strategies of Lightning's Trainer: checkpoints are folders of this library.
 
         class MyStrategy(Checkpoints, FSDPStrategy): ...
+
+    On several machines give `ckpt_path` a path: for "last" and "hpc" each rank of Lightning looks into the folder by itself, and
+    a network file system may show them different checkpoints.
 
     Args:
         args, kwargs: those of Lightning's own strategy.
@@ -147,8 +151,7 @@ class Checkpoints:
         if storage_options is not None:
             options["storage_options"] = storage_options
         self._replaced.pop(path, None)
-        if self.is_global_zero:
-            _put_file_aside(path)
+        by_lowest("put a file aside", Settings(), lambda: _put_file_aside(path))
         handle = fsdp_optim.async_save(
             path,
             self._model_here,

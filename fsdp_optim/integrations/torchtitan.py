@@ -25,6 +25,7 @@ from torch import nn
 
 from fsdp_optim import api
 from fsdp_optim.checkpoint.manager import CheckpointManager
+from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.storage.posix.beside import copy_beside
@@ -59,6 +60,9 @@ _HF, _WEIGHTS = "hf", "weights"
 """Folders beside the checkpoints: weights as Hugging Face names them, and weights alone under torchtitan's names."""
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+_CALLS = Settings()
+"""The options of what rank 0 does for all."""
 
 log = logging.getLogger("fsdp_optim")
 
@@ -184,9 +188,8 @@ class FsdpOptimCheckpointManager(_Base):
         place = f"{self.folder}/{_HF}/step-{step}"
         self._save_tensors(place, step, self._adapter.to_hf(dict(tensors)), keep_last=keep_last)
         assets = getattr(self._adapter, "hf_assets_path", None)
-        is_first = self._group is None or dist.get_rank() == 0
-        if assets and is_first and scheme_of(place) is None:
-            copy_beside(assets, place, without=_WEIGHT_FILES)
+        if assets and scheme_of(place) is None:
+            by_lowest("assets", _CALLS, lambda: copy_beside(assets, place, without=_WEIGHT_FILES))
 
     def _save_tensors(self, place: str, step: int, tensors: Mapping[str, Any], *, keep_last: int | None = None) -> None:
         config = self._config
@@ -226,7 +229,7 @@ class FsdpOptimCheckpointManager(_Base):
         if step == -1 and self._manager.resume(on_damage=self._config.on_damage):
             return True
         seed = f"{self.folder}/{_WEIGHTS}/step-0"
-        if any(one.complete and one.step == 0 for one in api.checkpoints(f"{self.folder}/{_WEIGHTS}")):
+        if by_lowest("the seed", _CALLS, lambda: _has_seed(f"{self.folder}/{_WEIGHTS}")):
             self._load_weights(seed)
             return True
         if step == 0:
@@ -252,8 +255,8 @@ class FsdpOptimCheckpointManager(_Base):
         """Load weights that are under the names of parameters or, where a module joins parameters, of its state dict."""
         tensors = self._weights.state_dict()
         own = {name for part in self._weights.model for name, _ in part.named_parameters()}
-        saved = set(api.inspect(place).model) if not set(tensors) >= own else own
-        if saved >= own:
+        saved = set(by_lowest("names of weights", _CALLS, lambda: sorted(api.inspect(place).model)))
+        if set(tensors) >= own or saved >= own:
             api.load(place, self._model, cast=True, process_group=self._group)
             return
         self._load_tensors(place, tensors)
@@ -325,6 +328,10 @@ def module_of(tensors: Mapping[str, Any]) -> nn.Module:
             module = module.get_submodule(part)
         module.register_parameter(leaf, nn.Parameter(value.detach(), requires_grad=False))
     return root
+
+
+def _has_seed(folder: str) -> bool:
+    return any(one.complete and one.step == 0 for one in api.checkpoints(folder))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

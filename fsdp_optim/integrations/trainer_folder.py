@@ -20,17 +20,19 @@ from fsdp_optim.checkpoint.trainer_files import (
     SHARDED_OPTIM,
     FolderSave,
     Settings,
-    is_ours,
-    is_sharded_by_accelerate,
+    by_lowest,
     load_folder,
+    look_at,
     optimizer_inside,
+    see_file,
     wait_on_all,
 )
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.integrations.patches import standing_in
 from fsdp_optim.options import GatherOptions, Rename, WhichWeights
 from fsdp_optim.storage.posix.files import absolute
-from fsdp_optim.storage.posix.filled import folders_by_age, has_file, remove_files, remove_folders
+from fsdp_optim.storage.posix.filled import folders_by_number, remove_files, remove_folders
+from fsdp_optim.storage.posix.small_files import has_file
 
 SAVING, ROTATION = "_fsdp_optim_saving", "_fsdp_optim_rotation"
 """Attributes of a trainer: the checkpoint under way, and the removal of older ones that waits for its end."""
@@ -49,6 +51,14 @@ class Rotation:
     newest: Path
     limit: int
     best: str | None
+
+    def remove_older(self) -> None:
+        """Remove the checkpoints of the lowest steps. Raises CheckpointError."""
+        named = [path for _, path in folders_by_number(self.newest.parent, _NAMED)]
+        kept = {self.newest, *([absolute(self.best)] if self.best is not None else [])}
+        others = [path for path in named if path not in kept]
+        num_gone = len(others) - max(self.limit - len(kept & set(named)), 0)
+        remove_folders(others[: max(num_gone, 0)], f"save_total_limit={self.limit}")
 
 
 def is_handled(trainer: Any) -> bool:
@@ -74,7 +84,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
     run_dir = str(trainer._get_output_dir(trial=trial)).rstrip("/")
     path = f"{run_dir}/checkpoint-{step}"
     save = FolderSave.begin(path, settings)
-    _rotate(trainer)  # FolderSave.begin has waited for the checkpoint before
+    _rotate(trainer, settings)  # FolderSave.begin has waited for the checkpoint before
     pushed: list[Any] = []
     with save.writing(), ExitStack() as stack:
         _remember_best(trainer, path)
@@ -91,7 +101,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, settings: Settin
     if limit is not None and limit > 0:
         setattr(trainer, ROTATION, Rotation(save.path, limit, trainer.state.best_model_checkpoint))
     if not settings.background:
-        _rotate(trainer)
+        _rotate(trainer, settings)
     for _ in pushed:
         trainer._push_from_checkpoint(path)
 
@@ -205,22 +215,22 @@ def load_from_checkpoint(
     """Load the weights of a checkpoint."""
     which, target = _which_weights(trainer), model if model is not None else trainer.model
     rename: Rename | None = None
-    if not is_ours(path):
-        if not is_sharded_by_accelerate(path, with_optim=False):
+    kind = look_at(path, settings, with_optim=False).kind
+    if kind == "other":
+        original(path, model)
+        return
+    if kind == "sharded" and which == "trainable":
+        _check_adapters(path, settings)
+        rename = _names_in_model(target)
+        if rename is None:
             original(path, model)
             return
-        if which == "trainable":
-            _check_adapters(path)
-            rename = _names_in_model(target)
-            if rename is None:
-                original(path, model)
-                return
     load_folder(path, target, None, settings, weights=which, rename=rename)
 
 
-def _check_adapters(path: str) -> None:
+def _check_adapters(path: str, settings: Settings) -> None:
     """Refuse a folder without weights of adapters, from which Accelerate's own function loads nothing and raises no error."""
-    if not inspect(path).model:
+    if not by_lowest("weights of adapters", settings, lambda: bool(inspect(path).model)):
         raise CheckpointError(
             f"{path}: has no weights: Accelerate saves none of PEFT's adapters with FSDP1 and SHARDED_STATE_DICT, so that no run "
             "can go on from this checkpoint; take an earlier one, or begin anew"
@@ -243,16 +253,17 @@ def load_optimizer_and_scheduler(
     original: Callable[..., Any], trainer: Any, settings: Settings, path: str | None
 ) -> None:
     """Load the optimizer and the scheduler of a checkpoint. A checkpoint without an optimizer has neither."""
-    is_sharded = path is not None and not is_ours(path) and is_sharded_by_accelerate(path, with_optim=True)
-    if path is None or not (is_sharded or is_ours(path)):
+    found = look_at(path, settings, with_optim=True) if path is not None else None
+    if path is None or found is None or found.kind == "other":
         original(path)
         return
-    if not is_sharded and not inspect(path).has_optim:
+    is_sharded = found.kind == "sharded"
+    if not is_sharded and not by_lowest("the optimizer", settings, lambda: inspect(path).has_optim):
         log.warning("%s has no optimizer (save_only_model): the optimizer and the scheduler begin anew", path)
         return
     place = f"{path}/{SHARDED_OPTIM}" if is_sharded else path
     load_folder(place, model_of(trainer), optimizer_inside(trainer.optimizer), settings, weights="none")
-    if has_file(path, _SCHEDULER):
+    if _SCHEDULER in found.files:
         trainer.lr_scheduler.load_state_dict(torch.load(f"{path}/{_SCHEDULER}", weights_only=True))
 
 
@@ -260,7 +271,7 @@ def load_best_model(original: Callable[..., Any], trainer: Any, settings: Settin
     """Load the weights of the best checkpoint."""
     path = trainer.state.best_model_checkpoint
     wait_on_all(settings)
-    if path is None or not is_ours(path):
+    if path is None or look_at(path, settings, with_optim=False).kind != "ours":
         original()
         return
     log.info("loading the best model from %s (%s)", path, trainer.state.best_metric)
@@ -271,20 +282,26 @@ def finalize_training(original: Callable[..., Any], trainer: Any, settings: Sett
     """Wait for the last checkpoint, and raise its error, before the trainer removes older ones."""
     if is_handled(trainer):
         wait_on_all(settings)
-        _rotate(trainer)
+        _rotate(trainer, settings)
     return original(*args, **kwargs)
 
 
-def get_last_checkpoint(original: Callable[..., Any], folder: Any) -> Any:
-    """The checkpoint with the highest step, without folders in which a save has not come to its end."""
+def get_last_checkpoint(original: Callable[..., Any], settings: Settings, folder: Any) -> Any:
+    """The checkpoint with the highest step, without folders in which a save has not come to its end. Called by all ranks."""
+    found = by_lowest("the last checkpoint", settings, lambda: _last_checkpoint(original, folder))
+    if found is not None:
+        see_file(found, _STATE, settings)
+    return found
+
+
+def _last_checkpoint(original: Callable[..., Any], folder: Any) -> str | None:
+    named = folders_by_number(folder, _NAMED)
     found = original(folder)
     if found is None or has_file(found, _STATE):
-        return found
-    named = folders_by_age(folder, lambda name: _NAMED.fullmatch(name) is not None)
-    complete = [path for path in named if has_file(path, _STATE)]
-    if not complete:
-        return found
-    newest = max(complete, key=lambda path: int(path.name.rpartition("-")[2]))
+        return found  # type: ignore[no-any-return]
+    newest = next((path for _, path in reversed(named) if has_file(path, _STATE)), None)
+    if newest is None:
+        return found  # type: ignore[no-any-return]
     log.warning("%s has no %s, so it is not complete: %s is taken", found, _STATE, newest)
     return str(newest)
 
@@ -301,14 +318,11 @@ def _is_read_on_save(trainer: Any) -> bool:
     return any(type(callback).on_save is not base.on_save for callback in trainer.callback_handler.callbacks)
 
 
-def _rotate(trainer: Any) -> None:
-    """Remove older checkpoints, as `save_total_limit` says. The newest is complete, and stays; so does the best."""
+def _rotate(trainer: Any, settings: Settings) -> None:
+    """Remove older checkpoints, as `save_total_limit` says. The newest is complete, and stays; so does the best.
+
+    Called by all ranks.
+    """
     rotation: Rotation | None = vars(trainer).pop(ROTATION, None)
-    if rotation is None or not trainer.args.should_save:
-        return
-    named = folders_by_age(rotation.newest.parent, lambda name: _NAMED.fullmatch(name) is not None)
-    kept = {rotation.newest, *([absolute(rotation.best)] if rotation.best is not None else [])}
-    others = [path for path in named if path not in kept]
-    num_gone = len(others) - max(rotation.limit - len(kept & set(named)), 0)
-    for path in remove_folders(others[: max(num_gone, 0)]):
-        log.info("removed %s, because of save_total_limit=%d", path, rotation.limit)
+    if rotation is not None:
+        by_lowest("save_total_limit", settings, rotation.remove_older)

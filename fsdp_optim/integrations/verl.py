@@ -8,13 +8,14 @@ verl's FSDP and VeOmni engines make. `disable()` puts verl's own back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import sys
 import threading
-import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import nn
 
@@ -24,10 +25,16 @@ from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.save import save
 from fsdp_optim.checkpoint.saving_objects import with_objects
+from fsdp_optim.checkpoint.sharing import waited_for
+from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
 from fsdp_optim.checkpoint.trainer_state import LoadedState, TrainerState
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.options import LoadOptions, Options, SaveOptions, WhichWeights
+from fsdp_optim.storage.base import VISIBLE_WITHIN
+from fsdp_optim.storage.posix.beacon import refresh, sees
+from fsdp_optim.storage.posix.filesystem import is_of_one_machine
+from fsdp_optim.storage.posix.leftovers import SAVING
 from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text
 from fsdp_optim.storage.schemes import scheme_of
 
@@ -59,7 +66,7 @@ _MANIFEST = "fsdp_optim.json"
 _LOADER = "data.pt"
 """The state of the data loader, which verl's PPO trainers write when all roles have begun to save."""
 
-_PATIENCE = 60.0  # seconds for that file
+_PATIENCE = 90.0  # seconds for that file; clients of network file systems may keep for 60 that it is not there
 
 log = logging.getLogger("fsdp_optim")
 
@@ -189,14 +196,14 @@ class FsdpOptimCheckpointManager(_Own):
             return
         self.wait()
         place = f"{path}/{_FOLDER}"
-        is_folder = scheme_of(path) is None
-        if is_folder and not has_file(place, _MANIFEST) and has_file(path, "fsdp_config.json"):
+        if by_lowest("whose checkpoint it is", Settings(), lambda: _is_verls_own(path)):
             super().load_checkpoint(path, hdfs_path, del_local_after_load)
             return
         weights: WhichWeights = "none"
         if self.should_load_model or self.should_load_hf_model:
-            is_partial = hasattr(self._unwrapped, "peft_config") and api.inspect(place).weights == "trainable"
-            weights = "trainable" if is_partial else "all"
+            weights = "all"
+            if hasattr(self._unwrapped, "peft_config"):
+                weights = by_lowest("the weights", Settings(), lambda: _weights_in(place))
         optim = self.optimizer if self.should_load_optimizer else None
         objects = LoadedState(self._objects(), self.rank, strict=False) if self.should_load_extra else None
         model = self.model if weights != "none" or optim is not None else None
@@ -207,29 +214,53 @@ class FsdpOptimCheckpointManager(_Own):
             objects.install_random(restored)
 
 
-def write_tracker(local_path: str, step: int) -> None:
-    """Name this step in verl's tracker file, when every role and the data loader are saved.
+def _is_verls_own(path: str) -> bool:
+    """Whether verl's own manager has written a checkpoint."""
+    is_folder = scheme_of(path) is None
+    return is_folder and not has_file(f"{path}/{_FOLDER}", _MANIFEST) and has_file(path, "fsdp_config.json")
 
-    verl's trainers leave it to the managers if `async_save` is set. The last role that is ready writes the file.
+
+def _weights_in(place: str) -> WhichWeights:
+    return "trainable" if api.inspect(place).weights == "trainable" else "all"
+
+
+def write_tracker(local_path: str, step: int) -> None:
+    """Name this step in verl's tracker file, when every role and the data loader are saved. Raises CheckpointError.
+
+    verl's trainers leave it to the managers if `async_save` is set. Each role that finds all others ready writes the file, which
+    has the same text then. A role that ends while others are saved leaves the file to them; the last one finds them ready,
+    because it looks until a network file system must have shown their manifests.
     """
     step_folder, _, _ = local_path.rstrip("/").rpartition("/")
     if _step_of(step_folder) is None or scheme_of(local_path) is not None:
         return
-    end = time.monotonic() + _PATIENCE
-    while not has_file(step_folder, _LOADER):
-        if time.monotonic() > end:
-            log.warning(
-                "%s has no %s after %.0f s: a run that resumes from it has no loader state",
-                step_folder,
-                _LOADER,
-                _PATIENCE,
-            )
-            break
-        time.sleep(0.05)
-    roles = folders_in(step_folder)
-    if any(".saving-" in name for role in roles for name in folders_in(f"{step_folder}/{role}")):
-        return  # that role writes it
-    replace_text(_FOUND["get_checkpoint_tracker_filename"](step_folder.rpartition("/")[0]), str(step))
+    if not waited_for(lambda: sees(Path(step_folder, _LOADER)), _PATIENCE):
+        log.warning(
+            "%s has no %s after %.0f s: a run that resumes from it has no loader state", step_folder, _LOADER, _PATIENCE
+        )
+    seconds = 0.0 if is_of_one_machine(Path(step_folder)) else VISIBLE_WITHIN
+    if waited_for(lambda: set(_roles(step_folder, step)) <= {"ready"}, seconds) or (
+        "saving" not in _roles(step_folder, step)  # others are saved by verl's own manager, which has ended
+    ):
+        replace_text(_FOUND["get_checkpoint_tracker_filename"](step_folder.rpartition("/")[0]), str(step))
+
+
+def _roles(step_folder: str, step: int) -> list[Literal["ready", "saving", "unknown"]]:
+    """How far the roles are that save into the folder of a step, as far as this machine can see."""
+    if not is_of_one_machine(Path(step_folder)):
+        refresh(Path(step_folder))
+    return [_state_of(f"{step_folder}/{role}", step) for role in folders_in(step_folder)]
+
+
+def _state_of(role: str, step: int) -> Literal["ready", "saving", "unknown"]:
+    with contextlib.suppress(CheckpointError):  # it cannot be read just now
+        if any(name.startswith(f"{_FOLDER}{SAVING}") for name in folders_in(role)):
+            return "saving"
+        if not has_file(f"{role}/{_FOLDER}", _MANIFEST):
+            return "unknown"
+        if api.inspect(f"{role}/{_FOLDER}").step == step:
+            return "ready"
+    return "saving"
 
 
 def _step_of(path: str) -> int | None:

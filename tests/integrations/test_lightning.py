@@ -211,6 +211,21 @@ def dies(root: str) -> list[str]:
     raise AssertionError("the error of the training was not raised")
 
 
+def cannot_put_a_file_aside(root: str) -> str:
+    """Rank 0 cannot rename the file whose name the checkpoint is to get. Returns the error of this rank."""
+    from fsdp_optim.integrations import lightning as plugin
+
+    broken = OSError(13, "Permission denied") if dist.get_rank() == 0 else None
+    with quiet(), mock.patch.object(plugin, "_put_file_aside", side_effect=broken, return_value=None):
+        one = trainer(strategy("DDP"))
+        one.fit(module(), loader())
+        try:
+            one.save_checkpoint(f"{root}/first")
+        except fsdp_optim.CheckpointError as error:
+            return str(error)
+    raise AssertionError("the error was not raised")
+
+
 def puts_weights(root: str) -> str:
     with quiet():
         one, its = trainer(strategy("DDP")), module()
@@ -254,6 +269,12 @@ class TestSaves(unittest.TestCase):
     def test_an_error_of_the_training_is_not_hidden_by_one_of_a_save(self) -> None:
         lines = run_on_ranks(dies, 2, self.root)[0]
         self.assertTrue(any("the disk is full" in line for line in lines), lines)
+
+    def test_an_error_of_rank_0_before_the_save_is_raised_on_all_ranks(self) -> None:
+        for error in run_on_ranks(cannot_put_a_file_aside, 2, self.root):
+            self.assertIn("rank 0", error)
+            self.assertIn("Permission denied", error)
+        self.assertEqual(os.listdir(self.root), [])
 
     def test_weights_of_a_hook_are_refused(self) -> None:
         for error in run_on_ranks(puts_weights, 2, self.root):

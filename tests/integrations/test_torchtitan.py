@@ -12,10 +12,13 @@ import tempfile
 import unittest
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from kit.cases import expand
 from kit.checkpoint_damage import flip
 from kit.compare import check_refused, check_same, error_text
@@ -272,6 +275,40 @@ def refused_options() -> list[tuple[str, str]]:
     quantized = {"initial_load_in_hf": True, "initial_load_path": "/somewhere", "initial_load_in_hf_quantized": True}
     options: list[dict[str, Any]] = [quantized, {"exclude_from_loading": ["optimizer"]}, {"async_mode": "fast"}]
     return [error_text(functools.partial(manager.Config, enable=True, **one)) for one in options]
+
+
+def on_several_machines(folder: Path) -> list[str]:
+    """Rank 0 alone finds the seed, and fails when it copies the assets. The calls and errors of this rank."""
+    import_torchtitan()
+    plug_in = importlib.import_module("fsdp_optim.integrations.torchtitan")
+    manager, is_first, done = plug_in.FsdpOptimCheckpointManager, dist.get_rank() == 0, []
+    one = SimpleNamespace(
+        folder=str(folder),
+        _group=dist.group.WORLD,
+        _adapter=SimpleNamespace(hf_assets_path=str(folder), to_hf=dict),
+        _manager=SimpleNamespace(resume=lambda **_: False),
+        _config=SimpleNamespace(on_damage="error"),
+        _save_tensors=lambda *_, **__: None,
+        _load_weights=lambda place: done.append("the seed"),
+        _load_initial=lambda: done.append("an initial checkpoint"),
+    )
+    seeds = [SimpleNamespace(complete=True, step=0)] if is_first else []
+    with mock.patch.object(plug_in.api, "checkpoints", return_value=seeds):
+        manager._load(one)
+    broken = OSError(5, "Input/output error")
+    with mock.patch.object(plug_in, "copy_beside", side_effect=broken if is_first else None, return_value=[]):
+        done.append(": ".join(error_text(lambda: manager._save_hf(one, 1, {}))))
+    return done
+
+
+@unittest.skipUnless(NEEDS, WHY)
+class TestSeveralMachines(unittest.TestCase):
+    def test_all_ranks_do_what_rank_0_finds_and_raise_its_errors(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for seed, error in run_on_ranks(on_several_machines, 2, Path(folder)):
+                self.assertEqual(seed, "the seed")
+                self.assertIn("CheckpointError: rank 0", error)
+                self.assertIn("Input/output error", error)
 
 
 @unittest.skipUnless(NEEDS, WHY)

@@ -19,10 +19,10 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint import trainer_files
+from fsdp_optim.checkpoint import sharing
 from fsdp_optim.checkpoint.trainer_files import FolderSave, Settings, is_sharded_by_accelerate, optimizer_inside
 from fsdp_optim.integrations import trainer_folder
-from fsdp_optim.storage.posix import folder
+from fsdp_optim.storage.posix import folder, store
 from fsdp_optim.storage.posix.writer import FolderWriter
 from fsdp_optim.testing import run_on_ranks
 
@@ -159,14 +159,9 @@ class FolderSaveTest(InFolder):
 
 def begin_apart(root: Path) -> None:
     """Rank 1 does not see the folder that rank 0 makes."""
-    unseen = mock.patch.object(trainer_files, "has_file", return_value=False)
-    with unseen if dist.get_rank() == 1 else contextlib.nullcontext():
-        words = (
-            "rank 1 does not see",
-            "checkpoint-2.new-",
-            "which rank 0 has made",
-            "a file system that all ranks share",
-        )
+    unseen = mock.patch.object(store, "sees", return_value=False)
+    with unseen if dist.get_rank() == 1 else contextlib.nullcontext(), mock.patch.object(sharing, "SEEN_WITHIN", 0.1):
+        words = ("rank 1", "checkpoint-2.new-", "which rank 0 has made", "on a file system that their machines share")
         refused(lambda: FolderSave.begin(f"{root}/checkpoint-2", Settings(progress=False)), CheckpointError, *words)
 
 
@@ -217,7 +212,9 @@ class FoldersTest(InFolder):
 
         def last(found: str | None) -> str:
             path = f"{self.root}/{found}" if found is not None else None
-            return str(trainer_folder.get_last_checkpoint(lambda folder: path, self.root)).rpartition("/")[2]
+            return str(trainer_folder.get_last_checkpoint(lambda folder: path, Settings(), self.root)).rpartition("/")[
+                2
+            ]
 
         self.assertEqual(last("checkpoint-11"), "checkpoint-11")
         (self.root / "checkpoint-11" / "trainer_state.json").unlink()

@@ -19,6 +19,7 @@ from kit.optimizers import two_groups
 from kit.wrapping import OfModel, Trained, check_same, cpu
 
 import fsdp_optim
+from fsdp_optim.storage.base import VISIBLE_WITHIN
 
 KWARGS: dict[str, Any] = {"model": Whole, "make": OfModel(two_groups)}
 TIMEOUT = float(os.environ.get("TIMEOUT", "120"))
@@ -39,6 +40,15 @@ def check_loads(path: Path | str, steps: int) -> None:
     scramble(fresh)
     fsdp_optim.load(path, fresh.model, fresh.optim, check="bitwise", **QUIET)
     check_same(f"{path}", mine(fresh), mine(trained(steps)))
+
+
+def check_listed(root: Path, steps: list[int]) -> None:
+    """This host lists the checkpoints of these steps, at the latest some seconds after another host has made them."""
+    end = time.monotonic() + VISIBLE_WITHIN
+    while sorted(info.step or 0 for info in fsdp_optim.checkpoints(root)) != steps and time.monotonic() < end:
+        time.sleep(0.2)
+    listed = fsdp_optim.checkpoints(root)
+    check_same(f"listed {listed}", sorted(info.step or 0 for info in listed), steps)
 
 
 @contextlib.contextmanager
@@ -73,9 +83,8 @@ def background(root: Path) -> None:
         two = trained(2)
         fsdp_optim.async_save(root / "step-0", two.model, two.optim, overwrite=True, step=9, **QUIET).wait()
     check_loads(root / "step-0", 2)
-    newest = fsdp_optim.latest(root)
-    check_same("latest", str(newest), str(root / "step-0"))
-    check_same("listed", len(fsdp_optim.checkpoints(root)), 3)
+    check_listed(root, [1, 2, 9])
+    check_same("latest", str(fsdp_optim.latest(root)), str(root / "step-0"))
     with timed("upload"):
         up = f"file://{root}/uploaded"
         fsdp_optim.async_save(root / "step-3", one.model, one.optim, step=10, upload_to=up, **QUIET).wait()
@@ -92,13 +101,12 @@ def manager(root: Path) -> None:
             one.step(range(step - 1, step))
             managed.step(step)
         managed.wait()
-        listed = fsdp_optim.checkpoints(root)
-        check_same(f"kept of {listed}", sorted(info.step or 0 for info in listed), [4, 6])
+        check_listed(root, [4, 6])
         check_same("back", managed.rollback(to=4), 4)
         check_same("values", mine(one)["state"], mine(trained(4))["state"])
         one.step(range(4, 5))
         managed.save(5)
-    check_same("after", sorted(info.step or 0 for info in fsdp_optim.checkpoints(root)), [4, 5])
+    check_listed(root, [4, 5])
     again = trained(0)
     with fsdp_optim.CheckpointManager(root, again.model, again.optim, **options) as managed:
         check_same("resumed", managed.resume(), 5)
@@ -111,15 +119,15 @@ def offline(root: Path) -> None:
     fsdp_optim.save(root / "saved", one.model, one.optim, **QUIET)
     with timed("convert"):
         fsdp_optim.convert(root / "saved", root / "converted", format="dcp", progress=False, timeout=TIMEOUT)
-    fsdp_optim.verify(root / "converted")
     check_loads(root / "converted", 2)
+    fsdp_optim.verify(root / "converted")
 
 
 def load(root: Path) -> None:
     """What another number of hosts has saved."""
     check_loads(root / "auto", 2)
     again = trained(0)
-    found = fsdp_optim.resume(root / "rounds", again.model, again.optim, **QUIET)
+    found = fsdp_optim.resume(root / "background", again.model, again.optim, **QUIET)
     check_same("resumed", found is not None, True)
 
 
