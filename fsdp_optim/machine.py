@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 _ENDED = ("Z", "X")  # states of a process that has ended, of proc(5)
 _STATE, _START = 0, 19  # places in /proc/<pid>/stat, counted from the word behind the name
-
+_PEER, _INODE = 2, 9  # places in a line of /proc/net/tcp
 
 _PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """Of a connection on which nothing is sent: seconds before the first probe, seconds between probes, probes."""
@@ -47,26 +47,38 @@ def is_gone(identity: str) -> bool:
 
 
 def connections_to(port: int) -> Iterator[int]:
-    """The file descriptors of this process that are TCP connections to a port, of any host. None on systems without /proc."""
+    """The file descriptors of this process that are TCP connections to a port, of any host. None on systems without /proc.
+
+    They are only looked up: a socket object for a connection of somebody else would change whether its calls wait, where the
+    program has a `socket.setdefaulttimeout`.
+    """
+    links = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _sockets_to(port, table)}
     try:
-        names = os.listdir("/proc/self/fd")
+        names = os.listdir("/proc/self/fd") if links else []
     except OSError:
         return
-    for fd in map(int, names):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with _as_socket(fd) as connection:
-                    is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                    peer_port = connection.getpeername()[1] if is_internet else None
-                if peer_port == port:
-                    yield fd
+    for fd in names:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if os.readlink(f"/proc/self/fd/{fd}") in links:
+                yield int(fd)
+
+
+def _sockets_to(port: int, table: str) -> Iterator[str]:
+    """The inodes of the sockets of this network namespace whose other end has a port. `table`: of /proc/net, see proc(5)."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if int(words[_PEER].rpartition(":")[2], 16) == port:
+                yield words[_INODE]
 
 
 @contextlib.contextmanager
 def _as_socket(fd: int) -> Iterator[socket.socket]:
-    """A socket object for a file descriptor, which stays open."""
+    """A socket object for a file descriptor, which stays open, and as it is."""
+    is_blocking = os.get_blocking(fd)
     made = socket.socket(fileno=os.dup(fd))
     try:
+        os.set_blocking(fd, is_blocking)
         yield made
     finally:
         made.close()
@@ -75,9 +87,13 @@ def _as_socket(fd: int) -> Iterator[socket.socket]:
 def limit_silence(fd: int, seconds: float) -> bool:
     """Let a TCP connection fail when its other end has not answered for some seconds, instead of a quarter of an hour.
 
-    Returns whether the other end is on this host.
+    A host that is cut off does not answer, nor does one where the process at the other end is stopped, though its system says
+    that it has got what was sent. Returns whether the other end is on this host.
     """
     with contextlib.suppress(OSError), _as_socket(fd) as connection:
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (*_PROBES, ("TCP_USER_TIMEOUT", int(seconds * 1000))):
             if hasattr(socket, name):  # Linux

@@ -87,7 +87,7 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
         total, num = job.saved(0).nbytes, len(job.callers.ranks)
         with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
             try:
-                job.start(writer)
+                job.start(writer.store_writer)
                 while snapshot:
                     writer.write(snapshot.pop(0))
                     progress.up_to(writer.nbytes * num)

@@ -85,15 +85,20 @@ def next_sequence(store: Store, formats: Collection[Format]) -> int:
     return highest + 1
 
 
-def outdated(store: Store, series: Series, keep_last: int) -> list[Shelved[Brief]]:
+def outdated(store: Store, series: Series, keep_last: int, *, is_saved: bool = False) -> list[Shelved[Brief]]:
     """The checkpoints of the series of `store`, its newest, that are older than the newest `keep_last` of them.
 
-    Those that are kept instead are read whole: a damaged checkpoint does not count.
+    Those that are kept instead are read whole: a damaged checkpoint does not count. `is_saved`: that of `store` is there, and
+    what is newer does not count: another job has gone on, while this one was stopped or cut off.
     """
     shelf: Shelf[Brief] = store.shelf()
     kept, older = 1, []
-    for one in reversed(shelf.complete()[0]):
+    listed = shelf.complete()[0]
+    own = next((one.brief.order for one in listed if is_saved and one.base == store.where), None)
+    for one in reversed(listed):
         if one.base == store.where or not one.can_go or one.brief.manager is not None:
+            continue
+        if own is not None and one.brief.order > own:
             continue
         if not Series.of_shelved(one).is_alike(series):
             continue
@@ -110,7 +115,7 @@ def keep_newest(store: Store, series: Series, keep_last: int) -> None:
     Warns of those that cannot be removed, because the new checkpoint is there.
     """
     try:
-        older = outdated(store, series, keep_last)
+        older = outdated(store, series, keep_last, is_saved=True)
     except OSError as error:
         log.warning("nothing was removed for keep_last=%d: %s", keep_last, error)
         return

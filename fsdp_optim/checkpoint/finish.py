@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fsdp_optim.checkpoint.catalog import Series, keep_newest, next_sequence
-from fsdp_optim.checkpoint.formats import SAVED
+from fsdp_optim.checkpoint.catalog import Series, keep_newest
 from fsdp_optim.checkpoint.job import Job, decode_written
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Stamp, WrittenFiles
@@ -24,16 +23,9 @@ def finish(job: Job, written: Sequence[bytes], commits: Callable[[], None] = lam
     staging.seal([file.name for file in job.files], [receipt for receipt, _, _ in decoded], durable=durable)
     extras = {name: info for _, infos, _ in decoded for name, info in infos.items()}
     rows = {file.name: [table[file.name] for _, _, table in decoded] for file in job.files}
-    stores = (
-        [job.store] if job.upload is None else [job.store, job.upload.store]
-    )  # the checkpoint is the newest in both
-    known = job.managed.known.sequence + 1 if job.managed is not None else 0
-    sequence = max(known, *(next_sequence(store, {job.format, *SAVED}) for store in stores))
-    if job.managed is not None:
-        job.managed.known.sequence = sequence
     stamp = Stamp(
         token=staging.token,
-        sequence=sequence,
+        sequence=job.sequence,
         step=None if step is None else int(step),  # JSON has no numpy integers
         keep_last=None if keep_last is None else int(keep_last),
         checksums=job.options.checksums,

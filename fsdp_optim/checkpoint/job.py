@@ -12,9 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from fsdp_optim.checkpoint.catalog import next_sequence
 from fsdp_optim.checkpoint.contents import SavedValue
 from fsdp_optim.checkpoint.file_plan import FilePlan, FilesEnd, make_files
 from fsdp_optim.checkpoint.files import File
+from fsdp_optim.checkpoint.formats import SAVED
 from fsdp_optim.checkpoint.keeping import ManagedSave
 from fsdp_optim.checkpoint.results import Saved
 from fsdp_optim.checkpoint.stores import path_of
@@ -27,7 +29,7 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.move import Key, Slice
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.speed import speed_of
-from fsdp_optim.storage.base import Staging, Store
+from fsdp_optim.storage.base import Staging, Store, StoreWriter
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.completion import Completion
@@ -94,6 +96,20 @@ class Job:
     def path(self) -> Path | str:
         return path_of(self.store)
 
+    @cached_property
+    def sequence(self) -> int:
+        """The place of this save in the order of the checkpoints beside it, on the leader. First asked for before it writes.
+
+        A leader may be stopped, or cut off, and finish the save when another job has long gone on from an older checkpoint. What
+        that one has saved meanwhile is newer.
+        """
+        stores = [self.store] if self.upload is None else [self.store, self.upload.store]  # the newest in both
+        known = self.managed.known.sequence + 1 if self.managed is not None else 0
+        sequence = max(known, *(next_sequence(store, {self.format, *SAVED}) for store in stores))
+        if self.managed is not None:
+            self.managed.known.sequence = sequence
+        return sequence
+
     def completion(self) -> Completion:
         return Completion.join(self.callers, self.token[-16:], str(self.path))
 
@@ -133,11 +149,16 @@ class Job:
         """The files as the target of a move. `take` gets this rank's elements."""
         return FilesEnd(self.plan, take, self.cast)
 
-    def start(self, writer: RankWriter) -> None:
-        """Write the bytes of this rank besides tensors and the frames between them: new files, and small files."""
-        make_files(writer.store_writer, self.plan.own_files(self.callers.rank))
+    def start(self, writer: StoreWriter) -> None:
+        """Write the bytes of this rank besides tensors and the frames between them: new files, and small files.
+
+        On the leader, fix the `sequence` of the save.
+        """
+        if self.leads:
+            _ = self.sequence
+        make_files(writer, self.plan.own_files(self.callers.rank))
         for name, data in self.extras.items():
-            writer.store_writer.put(name, data)
+            writer.put(name, data)
 
     def saved(self, nbytes_written: int) -> Saved:
         nbytes = sum(file.plan.nbytes_of_data for file in self.files)

@@ -66,7 +66,7 @@ def _write(job: Job, live: End, writer: RankWriter, progress: Progress) -> Meeti
 
     try:
         with failure:
-            job.start(writer)
+            job.start(writer.store_writer)
         with failure:
             move(job.moved, live, job.target(write), job.callers, job.budget, failure)
         with failure:

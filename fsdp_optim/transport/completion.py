@@ -168,10 +168,14 @@ class Completion:
         store.set(self._key("outcome"), outcome)
         deadline, num_read = time.monotonic() + _GRACE, 0
         lost: dict[int, str] = {}
-        while num_read + len(lost) < others and time.monotonic() < deadline:
+        silent: dict[
+            int, str
+        ] = {}  # the lost ones, and those for which there is no use in waiting, which may come back
+        while num_read + len(silent) < others and time.monotonic() < deadline:
             num_read = store.add(self._key("read"), 0)
-            lost = {rank: how for rank, how in self._lost(self.group.ranks[1:]).items() if how.endswith("ended")}
-            if num_read + len(lost) < others:
+            silent = self._lost(self.group.ranks[1:])
+            lost = {rank: how for rank, how in silent.items() if how.endswith("ended")}
+            if num_read + len(silent) < others:
                 time.sleep(self._pause)
         if num_read + len(lost) < others:  # a rank that is cut off may still come back and read the outcome
             store.set(self._key("late"), "")
@@ -187,10 +191,9 @@ class Completion:
         store = self.group.world.board
 
         def look() -> bool | None:
-            if store.check([self._key("outcome")]):
-                text = store.get(self._key("outcome")).decode()
-                if text != _COMMITTING:
-                    return self._read_outcome(text)
+            text = (store.read(self._key("outcome")) or b"").decode()
+            if text not in ("", _COMMITTING):
+                return self._read_outcome(text)
             lost = self._lost((self._leader,))
             if lost:
                 why = f"{self.what}: {lost_ranks(lost)}; that rank finishes the checkpoint: look at its log"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,14 +20,18 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from fsdp_optim.errors import StoreLostError
 from fsdp_optim.machine import connections_to, limit_silence
+from fsdp_optim.transport.attempt import Attempt
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 GIVE_UP_AFTER = 20.0
-"""Seconds without an answer of the host of the store, after which that host is lost or cut off."""
+"""Seconds without an answer of the host of the store, after which that host is lost, cut off or stopped."""
+
+_AGAIN_WITHIN = 7.0  # seconds for a new connection to a host that did not answer; calls fail at once after these
 
 _OWN, _NEIGHBOURS = "fsdp_optim/own", "fsdp_optim/at the store"
+_NO_VALUE = "fsdp_optim: there is no value"  # which no key has
 
 
 class JobStore:
@@ -35,11 +40,15 @@ class JobStore:
     Several threads may use it. It connects when it is used first, and again after a failure. Every method raises StoreLostError
     where the store is gone or its host does not answer; `get` and `multi_get` are for keys that are there.
 
+    What counts where the store is far away: torch's client waits for no answer in `set` and `append`, for two in `get` and
+    `multi_get`, and for one in each other method.
+
     Args:
         find: gives the store of the job, which stays as it is. It is kept, so that a store which this process serves stays there.
 
     Attributes:
         neighbours: the ranks on the host of the store, as text for errors.
+        last_meetings: what this rank knows of its last meeting with the same ranks, by the prefix of its keys (`Meeting`).
     """
 
     def __init__(self, find: Callable[[], Store]) -> None:
@@ -47,8 +56,11 @@ class JobStore:
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._origin: Store | None = None
+        self._attempt: Attempt[Store] | None = None
+        self._prefix = ""
         self._where = self.neighbours = ""
         self._has_asked = False
+        self.last_meetings: dict[str, Any] = {}
 
     @property
     def where(self) -> str:
@@ -59,9 +71,18 @@ class JobStore:
         """Give a key a value."""
         self._call("set", key, value)
 
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add to the end of the value of a key, empty where it is missing."""
+        self._call("append", key, value)
+
     def get(self, key: str) -> bytes:
         """The value of a key that is there."""
         return bytes(self._call("get", key))
+
+    def read(self, key: str) -> bytes | None:
+        """The value of a key; None where it is missing."""
+        found = bytes(self._call("compare_set", key, _NO_VALUE, _NO_VALUE))  # which changes nothing
+        return None if found == _NO_VALUE.encode() else found
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are there."""
@@ -85,47 +106,62 @@ class JobStore:
 
     def wait(self, key: str, seconds: float) -> bool:
         """Wait for a key for at most `seconds`; return whether it is there. Other threads that use this object wait too."""
-        try:
-            self._connected().wait([key], timedelta(seconds=seconds))
-        except RuntimeError:
-            return self.check([key])  # raises an error if the store is gone
-        return True
+        with self._lock:
+            store = self._connected()
+            try:
+                store.wait([key], timedelta(seconds=seconds))
+            except dist.DistNetworkError as error:
+                raise self._gave_up() from error
+            except RuntimeError:
+                pass  # it is not there, or the store is gone, as the next call shows
+            else:
+                return True
+        return self.check([key])
 
     def note_neighbours(self) -> str:
         """The ranks on the host of the store as text, for errors; "" where nobody knows. They are read once.
 
         Called when all ranks have connected.
         """
-        if not self._has_asked and self.check([_NEIGHBOURS]):
-            ranks = sorted({int(rank) for rank in self.get(_NEIGHBOURS).decode().split(",") if rank})
-            self.neighbours = f", which runs rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))},"
+        if not self._has_asked:
+            ranks = sorted({int(rank) for rank in (self.read(_NEIGHBOURS) or b"").decode().split(",") if rank})
+            if ranks:
+                self.neighbours = f", which runs rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))},"
         self._has_asked = True
         return self.neighbours
 
     def _call(self, method: str, *args: Any) -> Any:
-        store = self._connected()
-        try:
-            return getattr(store, method)(*args)
-        except RuntimeError as error:  # torch's DistError is one
-            with self._lock:
-                if self._store is store:
-                    self._store = None
-            raise self._lost() from error
+        with self._lock:  # no call goes out on a connection on which the answer to another one is still to come
+            store = self._connected()
+            try:
+                return getattr(store, method)(*args)
+            except RuntimeError as error:  # torch's DistError is one
+                raise self._gave_up() from error
+
+    def _gave_up(self) -> StoreLostError:
+        """Drop the connection, because an old answer may still come on it; the next call makes a new one."""
+        self._store = None
+        return self._lost()
 
     def _lost(self) -> StoreLostError:
         return StoreLostError(
-            f"the rendezvous store of the job at {self.where} does not answer: its host{self.neighbours} is lost or cut off, or "
-            "the process that serves it (rank 0, or the launcher) has ended"
+            f"the rendezvous store of the job at {self.where} does not answer: its host{self.neighbours} is lost, cut off or "
+            "stopped, or the process that serves it (rank 0, or the launcher) has ended"
         )
 
     def _connected(self) -> Store:
-        with self._lock:
-            if self._store is None:
-                try:
-                    self._store = self._connect()
-                except RuntimeError as error:
-                    raise self._lost() from error
-            return self._store
+        if self._store is None:
+            if self._attempt is None:
+                patience = min(_AGAIN_WITHIN, GIVE_UP_AFTER) if self._where else GIVE_UP_AFTER
+                self._attempt = Attempt(self._connect, patience)
+            try:
+                self._store = self._attempt.result()
+            except (RuntimeError, OSError) as error:
+                raise self._lost() from error
+            finally:
+                if self._attempt.has_ended:
+                    self._attempt = None
+        return self._store
 
     def _connect(self) -> Store:
         origin = self._origin = self._origin or self._find()
@@ -136,13 +172,16 @@ class JobStore:
             return PrefixStore(
                 _OWN, origin
             )  # in a file, or in the memory of this process: no connection that could wait
+        if self._where:  # where nobody listens any more, torch would try again and again
+            socket.create_connection((root.host, root.port), timeout=GIVE_UP_AFTER).close()
         self._where = f"{root.host}:{root.port}"
-        prefix = bytes(origin.compare_set(f"{_OWN}/prefix", "", secrets.token_hex(8))).decode()
+        if not self._prefix:  # asked for once: torch's own connection may wait for a host that is lost
+            self._prefix = bytes(origin.compare_set(f"{_OWN}/prefix", "", secrets.token_hex(8))).decode()
         before = set(connections_to(root.port))
         made = TCPStore(
             root.host, root.port, is_master=False, timeout=timedelta(seconds=GIVE_UP_AFTER), wait_for_workers=False
         )
-        store = PrefixStore(f"{_OWN}/{prefix}", made)
+        store = PrefixStore(f"{_OWN}/{self._prefix}", made)
         for fd in set(connections_to(root.port)) - before:
             if limit_silence(fd, GIVE_UP_AFTER) and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):  # a store in which nothing can be appended

@@ -1,28 +1,33 @@
 """One meeting of ranks in the rendezvous store: the ranks that came, their statements, and one verdict for all of them.
 
-Any set of ranks can meet, and a missing rank leaves nothing pending in the process group. A meeting takes a handful of store
-operations per rank, whatever the number of ranks. The keys of a meeting are deleted in the next meeting of the same ranks.
+Any set of ranks can meet, and a missing rank leaves nothing pending in the process group. Whatever the number of ranks, a rank
+waits three times for an answer of the store: it is counted, it hears that there is a verdict, it reads the verdict; and the last
+rank to come twice: it is counted, it reads what the others have stated. All else is sent without waiting. In the next meeting of
+the same ranks the lowest one deletes the keys of a meeting; it mostly is on the host of the store.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fsdp_optim.errors import RankError, class_name
+from fsdp_optim.errors import class_name
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.job_store import JobStore
 from fsdp_optim.transport.pulse import Watch, lost_ranks
-from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, at_another_step, deadlock, loss, reason_of
+from fsdp_optim.transport.stored_verdict import CONTENT, STEP, Notes, StoredVerdict, note_line
+from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, deadlock, loss, reason_of
 
 log = logging.getLogger("fsdp_optim")
 
 _MAX_REASONS = 64  # failed ranks whose reasons the error names
 _PART_NBYTES = 4 << 20  # bytes of a content in one value of the store
+_SHORT_NBYTES = 64 << 10  # bytes of all contents of a meeting that come with the verdict
 _WATCHERS = 16  # waiting ranks that look for missing ranks; each of them asks the store about every rank
 
 _QUIET = 5.0  # seconds; a rank that waits longer looks for the missing ranks
@@ -30,42 +35,8 @@ _ASK_EVERY = 0.5  # seconds
 _LOOK_AGAIN = 1.5  # a rank looks again when it has waited this many times as long
 _WARN_AFTER = 30.0  # seconds
 
-# One number, and so one store operation, counts the ranks that came, those whose bytes differ, and those with content or error.
-_DIFFERS, _HAS_MORE = 1 << 20, 1 << 40
-
-
-@dataclass(frozen=True)
-class StoredVerdict:
-    """A verdict in the form that is put into the store.
-
-    Attributes:
-        alike, reasons, missing, text, is_early: as in `Verdict`.
-        whole: all ranks had come when the verdict was made.
-        contents: (rank, number of parts of the rank's content in the store).
-        num_errors: the number of errors in the store.
-    """
-
-    alike: bool = False
-    whole: bool = False
-    reasons: tuple[Reason, ...] = ()
-    missing: tuple[int, ...] = ()
-    text: str = ""
-    is_early: bool = False
-    contents: tuple[tuple[int, int], ...] = ()
-    num_errors: int = 0
-
-    def encoded(self) -> str:
-        """The verdict as JSON."""
-        fields = (self.reasons, self.missing, self.text, self.is_early, self.contents, self.num_errors)
-        return json.dumps([self.alike, self.whole, *fields])
-
-    @classmethod
-    def decoded(cls, encoded: bytes) -> StoredVerdict:
-        """The inverse of `encoded`."""
-        alike, whole, reasons, missing, text, is_early, contents, num_errors = json.loads(encoded)
-        named = tuple((rank, name, message) for rank, name, message in reasons)
-        sizes = tuple((rank, num_parts) for rank, num_parts in contents)
-        return cls(alike, whole, named, tuple(missing), text, is_early, sizes, num_errors)
+# One number, and so one store operation, counts the ranks that came, those with an error, and those that decide before all came.
+_FAILED, _DECIDED = 1 << 20, 1 << 40
 
 
 @dataclass(frozen=True)
@@ -79,6 +50,8 @@ class Meeting:
     store: JobStore
     prefix: str
     number: int
+    previous: StoredVerdict | None = None
+    """The verdict of the meeting before, where this rank knows it."""
 
     @classmethod
     def enter(cls, group: RankGroup, store: JobStore) -> Meeting:
@@ -86,107 +59,141 @@ class Meeting:
         group.world.pulse.introduce()
         who = hashlib.blake2b(repr(group.ranks).encode(), digest_size=8).hexdigest()
         prefix = f"fsdp_optim/{who}"
-        return cls(group, store, prefix, store.add(_came(prefix, group.rank), 1))
+        if prefix not in store.last_meetings:  # those of an earlier process group may have used this store
+            store.last_meetings[prefix] = int(store.read(_at(prefix, group.rank)) or 0), None
+        number, previous = store.last_meetings[prefix]
+        store.last_meetings[prefix] = number + 1, None
+        store.set(_at(prefix, group.rank), str(number + 1))
+        return cls(group, store, prefix, number + 1, previous)
 
     def key(self, name: str) -> str:
         """The full key of `name` in this meeting."""
         return f"{self.prefix}/{self.number}/{name}"
 
-    def content(self, rank: int, num_parts: int) -> bytes:
-        """The content of a rank, which is in the store before the verdict is."""
-        return b"".join(self.store.get(self.key(f"content/{rank}/{part}")) for part in range(num_parts))
+    def reader(self, verdict: StoredVerdict) -> Callable[[int], bytes]:
+        """A function that gives the content of a rank, which is in the store, or in the verdict, before the verdict is there."""
+        contents = {rank: (num_parts, short) for rank, num_parts, short in verdict.contents}
+
+        def content(rank: int) -> bytes:
+            num_parts, short = contents.get(rank, (0, ""))
+            parts = (self._read(f"content/{rank}/{part}") for part in range(num_parts))
+            return b"".join(parts) if num_parts else base64.b64decode(short)
+
+        return content
 
     def conclude(self, statement: Statement) -> StoredVerdict:
         """Publish this rank's statement, wait for the other ranks, and read the verdict."""
-        number = self.store.add(self.key("here"), 1 + self._publish(statement))
-        is_last = number % _DIFFERS == len(self.group.ranks)
-        if (is_last or statement.fatal) and self.decides():
-            has_more = number >= _HAS_MORE
-            verdict = StoredVerdict(
-                alike=is_last and number % _HAS_MORE < _DIFFERS,
-                whole=is_last,
-                reasons=self._reasons() if has_more else (),
-                contents=tuple(self._contents()) if has_more else (),
-                num_errors=self.store.add(self.key("errors"), 0) if has_more else 0,
-            )
+        self._publish(statement)
+        number = self.store.add(self.key("here"), 1 if statement.error is None else 1 + _FAILED)
+        is_last = number % _FAILED == len(self.group.ranks)
+        if number < _DECIDED if is_last else statement.fatal and self.decides():
+            verdict = self._made(is_last, has_errors=number % _DECIDED >= _FAILED)
             self.write(verdict)
-            if is_last:
-                self._forget_the_previous()
-            return verdict
-        if not self._sees_verdict(_QUIET):
-            _Wait(self, statement, watches=number % _DIFFERS <= _WATCHERS).until_verdict()
-        return StoredVerdict.decoded(self.store.get(self.key("verdict")))
+        else:
+            if not self._sees_verdict(_QUIET):
+                _Wait(self, statement, watches=number % _FAILED <= _WATCHERS).until_verdict()
+            verdict = StoredVerdict.decoded(self._read("verdict"))
+        if verdict.whole and self.group.position == 0:
+            self._forget_the_previous()
+        self.store.last_meetings[self.prefix] = self.number, verdict
+        return verdict
 
-    def _publish(self, statement: Statement) -> int:
-        """Put this rank's statement into the store. Returns the summand (`_DIFFERS`, `_HAS_MORE`) for the count of ranks."""
-        error, differs = statement.error, 0
+    def _publish(self, statement: Statement) -> None:
+        """Put this rank's statement into the store."""
+        error, step, digest = statement.error, "", ""
         if error is None:
-            digest = hashlib.blake2b(statement.compared, digest_size=16).hexdigest()
-            mine = json.dumps([self.group.rank, statement.step, digest])
-            rank, step, first_digest = json.loads(self.store.compare_set(self.key("first"), "", mine))
-            if step != statement.step:
-                error = RankError(at_another_step(statement.step, rank, step))
-            differs = _DIFFERS if first_digest != digest else 0
-        if error is not None:
+            step, digest = statement.step, hashlib.blake2b(statement.compared, digest_size=16).hexdigest()
+            if statement.content:
+                self._put(statement.content)
+        else:
             index = self.store.add(self.key("errors"), 1)
             if index <= _MAX_REASONS:
                 reason = (self.group.rank, class_name(error), str(error))
                 self.store.set(self.key(f"error/{index}"), json.dumps(reason))
-            return _HAS_MORE
-        if statement.content:
-            self._put(statement.content)
-            return differs + _HAS_MORE
-        return differs
+        self._note(STEP, step, digest)
+
+    def _note(self, kind: str, one: object, two: object) -> None:
+        self.store.append(self.key("notes"), note_line(kind, self.group.rank, one, two))
+
+    def _notes(self) -> Notes:
+        return Notes.decoded(self.store.read(self.key("notes")) or b"")
 
     def _put(self, content: bytes) -> None:
+        if len(content) <= _SHORT_NBYTES // len(self.group.ranks):
+            self._note(CONTENT, 0, base64.b64encode(content).decode())
+            return
         num_parts = -(-len(content) // _PART_NBYTES)
         for part in range(num_parts):
             piece = content[part * _PART_NBYTES : (part + 1) * _PART_NBYTES]
             self.store.set(self.key(f"content/{self.group.rank}/{part}"), piece)
-        index = self.store.add(self.key("contents"), 1)
-        self.store.set(self.key(f"contents/{index}"), json.dumps([self.group.rank, num_parts]))
+        self._note(CONTENT, num_parts, "")
+
+    def _made(self, is_last: bool, has_errors: bool) -> StoredVerdict:
+        """The verdict of the rank that decides when all have come, or when it has broken a connection."""
+        notes = self._notes()
+        num_errors = self.store.add(self.key("errors"), 0) if has_errors else 0
+        reasons = (self._errors(num_errors) + notes.at_other_steps())[:_MAX_REASONS]
+        return StoredVerdict(
+            alike=is_last and not reasons and notes.are_alike,
+            whole=is_last,
+            reasons=tuple(sorted(reasons)),
+            contents=tuple(notes.contents),
+            num_errors=num_errors,
+        )
+
+    def _errors(self, num_errors: int) -> list[Reason]:
+        found = [json.loads(self._read(f"error/{index + 1}")) for index in range(min(num_errors, _MAX_REASONS))]
+        return [(rank, name, message) for rank, name, message in found]
 
     def decides(self) -> bool:
-        """Whether this rank makes the verdict: the first rank that calls this does."""
-        return bool(self.store.add(self.key("decided"), 1) == 1)
+        """Whether this rank makes the verdict before all have come: the first rank that calls this does, unless all have come."""
+        number = self.store.add(self.key("here"), _DECIDED)
+        return number < 2 * _DECIDED and number % _FAILED < len(self.group.ranks)
 
     def write(self, verdict: StoredVerdict) -> None:
         """Put the verdict into the store, which ends the meeting for all waiting ranks."""
         self.store.set(self.key("verdict"), verdict.encoded())
 
+    def write_if_missing(self, verdict: StoredVerdict) -> None:
+        """Put a verdict into the store where there is none."""
+        self.store.compare_set(self.key("verdict"), "", verdict.encoded())
+
+    def _read(self, name: str) -> bytes:
+        """A value of this meeting that is there."""
+        found = self.store.read(self.key(name))
+        return self.store.get(self.key(name)) if found is None else found  # which raises the error
+
     def _sees_verdict(self, seconds: float) -> bool:
         """Wait for the verdict for at most `seconds`; returns whether the verdict is there."""
         return self.store.wait(self.key("verdict"), min(seconds, self.group.timeout))
 
-    def _reasons(self) -> tuple[Reason, ...]:
-        number = min(self.store.add(self.key("errors"), 0), _MAX_REASONS)
-        reasons = [json.loads(self.store.get(self.key(f"error/{index + 1}"))) for index in range(number)]
-        return tuple(sorted((rank, name, message) for rank, name, message in reasons))
-
-    def _contents(self) -> Iterator[tuple[int, int]]:
-        for index in range(self.store.add(self.key("contents"), 0)):
-            rank, num_parts = json.loads(self.store.get(self.key(f"contents/{index + 1}")))
-            yield rank, num_parts
-
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not come."""
-        came = {rank: self.store.add(_came(self.prefix, rank), 0) for rank in self.group.ranks}
-        return tuple(rank for rank, number in came.items() if number < self.number)
+        came = {rank for rank, _, _ in self._notes().steps}
+        return tuple(rank for rank in self.group.ranks if rank not in came)
+
+    def last_to_come(self) -> tuple[int, ...]:
+        """The other ranks that have come, the last one first."""
+        return tuple(rank for rank, _, _ in reversed(self._notes().steps) if rank != self.group.rank)
 
     def catch_up(self, verdict: StoredVerdict) -> bool:
-        """Whether the other ranks are in a later meeting than this one; if so, this rank's next meeting is that meeting.
+        """Whether this rank, which the verdict calls missing, has to go to a later meeting; if so, its next meeting is that one.
 
-        Otherwise a rank that skipped a call would be one meeting behind for the rest of the job.
+        It was passed by, or the other ranks are in a later meeting. Otherwise a rank that skipped a call would be one meeting
+        behind for the rest of the job.
         """
-        others = (rank for rank in self.group.ranks if rank not in verdict.missing)
-        newest = self.store.add(_came(self.prefix, next(others, self.group.rank)), 0)
-        if newest <= self.number:
-            return False
-        self.pass_by(self.group.rank, newest - 1)
+        last = self.store.add(_came(self.prefix, self.group.rank), 0)
+        if last < self.number:
+            others = (rank for rank in self.group.ranks if rank not in verdict.missing)
+            newest = int(self.store.read(_at(self.prefix, next(others, self.group.rank))) or 0)
+            if newest <= self.number:
+                return False
+            last = newest - 1
+        self.store.last_meetings[self.prefix] = last, None
         return True
 
     def pass_by(self, rank: int, number: int) -> None:
-        """Count a rank as come to its meetings up to `number`, so that it skips them."""
+        """Count a rank as come to its meetings up to `number`, so that it goes on to the next one."""
         key = _came(self.prefix, rank)
         while (came := self.store.add(key, 0)) < number:
             # compare_set, because the rank may come meanwhile, or another rank may do the same for it.
@@ -198,29 +205,38 @@ class Meeting:
 
         A meeting with missing ranks has not deleted the keys of the meeting before it, so these are deleted here too.
         """
-        previous = replace(self, number=self.number - 1)
-        while self.store.check([previous.key("verdict")]):
-            verdict = StoredVerdict.decoded(self.store.get(previous.key("verdict")))
-            previous._forget(verdict)
+        earlier, verdict = replace(self, number=self.number - 1), self.previous
+        while True:
+            if verdict is None:
+                found = self.store.read(earlier.key("verdict"))
+                if found is None:
+                    return
+                verdict = StoredVerdict.decoded(found)
+            earlier._forget(verdict)
             if verdict.whole:
                 return
-            previous = replace(previous, number=previous.number - 1)
+            earlier, verdict = replace(earlier, number=earlier.number - 1), None
 
     def _forget(self, verdict: StoredVerdict) -> None:
         """Delete all keys of this meeting."""
         contents, num_errors = verdict.contents, verdict.num_errors
         if not verdict.whole:  # ranks that came after the verdict may have added contents and errors
-            contents, num_errors = tuple(self._contents()), self.store.add(self.key("errors"), 0)
-        names = ["verdict", "here", "decided", "first"]
-        if contents or num_errors or not verdict.whole:
-            names += ["errors", "contents", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_REASONS)))]
-            names += [f"contents/{index + 1}" for index in range(len(contents))]
-            names += [f"content/{rank}/{part}" for rank, num_parts in contents for part in range(num_parts)]
+            contents, num_errors = tuple(self._notes().contents), self.store.add(self.key("errors"), 0)
+        names = ["verdict", "here", "notes"]
+        if num_errors or not verdict.whole:
+            names += ["errors", *(f"error/{index + 1}" for index in range(min(num_errors, _MAX_REASONS)))]
+        names += [f"content/{rank}/{part}" for rank, num_parts, _ in contents for part in range(num_parts)]
         for name in names:
             self.store.delete_key(self.key(name))
 
 
+def _at(prefix: str, rank: int) -> str:
+    """The key with the number of a rank's last meeting."""
+    return f"{prefix}/at/{rank}"
+
+
 def _came(prefix: str, rank: int) -> str:
+    """The key with the number of the last meeting by which others have passed a rank."""
     return f"{prefix}/came/{rank}"
 
 
@@ -278,24 +294,37 @@ class _Wait:
         return json.dumps([*place, self.statement.step, reason_of(self.statement.error), group.is_alone])
 
     def _look_for_life(self, missing: tuple[int, ...]) -> None:
-        """End this meeting if a missing rank is lost. `missing`: as of the last time that all were counted."""
+        """End this meeting if a missing rank is lost, or one that came last and should have written the verdict.
+
+        `missing`: as of the last time that all were counted.
+        """
         lost: dict[int, str] = {}
-        for rank in missing:
+        for rank in missing or self.meeting.last_to_come()[:_WATCHERS]:
             if rank not in self.watched:
                 self.watched[rank] = Watch(self.store, [rank], beats=self.meeting.group.turn.has_met)
             lost.update(self.watched[rank].look())
-        lost = {rank: how for rank, how in lost.items() if rank in self.meeting.missing()} if lost else {}
-        if lost and self.meeting.decides():
-            text = loss(self.statement.step, lost_ranks(lost))
+        if not lost:
+            return
+        absent = self.meeting.missing()
+        if not absent:
+            self._take_over(lost)
+        elif lost.keys() & set(absent) and self.meeting.decides():
+            text = loss(self.statement.step, lost_ranks({rank: lost[rank] for rank in lost if rank in absent}))
             self.meeting.write(StoredVerdict(missing=self.meeting.missing(), text=text, is_early=True))
+
+    def _take_over(self, lost: dict[int, str]) -> None:
+        """Write the verdict of a meeting to which all have come, where the last one is lost and has written none."""
+        text = loss(self.statement.step, lost_ranks(lost))
+        self.meeting.write_if_missing(StoredVerdict(missing=tuple(lost), text=text, is_early=True))
 
     def _look(self, missing: tuple[int, ...]) -> None:
         """Look for a rank that waits for this rank in another meeting: neither of them can go on, so both raise."""
         me = self.meeting.group.rank
         for rank in missing if self.meeting.group.is_alone else ():
-            if not self.store.check([self._place(rank)]):
+            place = self.store.read(self._place(rank))
+            if place is None:
                 continue
-            prefix, number, ranks, step, reason, is_alone = json.loads(self.store.get(self._place(rank)))
+            prefix, number, ranks, step, reason, is_alone = json.loads(place)
             if prefix == self.meeting.prefix or me not in ranks or not is_alone:
                 continue
             other = replace(

@@ -7,6 +7,7 @@ to be gone at once. A rank that is in no call does not beat, and is never taken 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -103,14 +104,18 @@ class Watch:
         """The ranks that are lost, each with how that shows. Called again and again. Raises StoreLostError."""
         now = time.monotonic()
         seen, self._looked_at = min(now - self._looked_at, _MOST_SEEN), now
-        lost = {}
-        for rank, value in self._values().items():
+        values = self._values()
+        for rank, value in values.items():
             is_same = self._last.get(rank) == value
             self._silent[rank] = self._silent.get(rank, 0.0) + seen if is_same else 0.0
             self._last[rank] = value
+        is_silent = self._beats and any(self._silent[rank] >= LOST_AFTER for rank in values)
+        limit = LOST_AFTER - _MOST_SEEN if is_silent else math.inf  # ranks of one host do not fall silent at once
+        lost = {}
+        for rank, value in values.items():
             if is_gone(value.decode().partition(" ")[2]):
                 lost[rank] = "its process has ended"
-            elif self._beats and self._silent[rank] >= LOST_AFTER:
+            elif self._silent[rank] >= limit:
                 lost[rank] = (
                     f"no sign of life for {LOST_AFTER:g} s: its host is lost or cut off, or the process is stopped"
                 )
@@ -119,6 +124,9 @@ class Watch:
     def _values(self) -> dict[int, bytes]:
         """The last beats of the ranks, without those that have never introduced themselves."""
         ranks = self._ranks
+        if len(ranks) == 1:
+            value = self._store.read(_key(ranks[0]))
+            return {} if value is None else {ranks[0]: value}
         if not self._store.check([_key(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([_key(rank)])]
         return dict(zip(ranks, self._store.multi_get([_key(rank) for rank in ranks]), strict=True)) if ranks else {}

@@ -26,14 +26,13 @@ class StoreControl:
             if group.rank not in record.missing or not meeting.catch_up(record):
                 break
         self._board.neighbours = self._calls.note_neighbours()
-        num_parts = dict(record.contents)
         return Verdict(
             record.alike,
             record.reasons,
             record.missing,
             record.text,
             record.is_early,
-            lambda rank: meeting.content(rank, num_parts.get(rank, 0)),
+            meeting.reader(record),
         )
 
     def claim(self, who: str, place: str) -> str:
@@ -42,9 +41,9 @@ class StoreControl:
         holder = store.compare_set(place_key(place), "", who).decode()
         if holder == who:
             mine = f"{_CLAIMS}/by/{who}"
-            previous = store.get(mine).decode() if store.check([mine]) else place
-            if previous != place:
-                store.delete_key(place_key(previous))
+            previous = store.read(mine)
+            if previous is not None and previous.decode() != place:
+                store.delete_key(place_key(previous.decode()))
             store.set(mine, place)
         return holder
 

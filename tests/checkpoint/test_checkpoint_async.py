@@ -49,7 +49,9 @@ KWARGS = {"make": OfModel(two_groups), "model": Whole}
 
 
 def in_background() -> bool:
-    return threading.current_thread() is not threading.main_thread()
+    """Whether this thread is not one that the main thread waits for; connections are made in such a one."""
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and thread.name != "fsdp_optim: connecting"
 
 
 class Gate:

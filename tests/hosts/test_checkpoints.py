@@ -32,6 +32,7 @@ KIT = (
     LIKE_NFS,
 )
 LONG = 200.0  # seconds
+AGENT = "[k]it.scripts"  # the process that runs torchrun; it is forked from a server of scripts
 
 
 def by_name(file_systems: tuple[FileSystem, ...]) -> list[tuple[str, FileSystem]]:
@@ -73,6 +74,16 @@ class CheckpointsTest(BenchTest):
     def test_torchrun_with_two_nodes(self) -> None:
         bench = self.bench(2, LIKE_NFS)
         bench.run("checkpoints", "/shared/run", "background", "manager", torchrun=[]).succeed(LONG)
+
+    def test_a_signal_to_the_agent_of_one_host(self) -> None:
+        """torchrun passes it to its ranks; those of the other host save and stop too."""
+        bench = self.bench(2, Kit())
+        run = bench.run("preempted", "/shared/run", torchrun=["--rdzv-backend=c10d", "--nnodes=2"])
+        run.wait_for("step 3", timeout=LONG)
+        bench.hosts[1].command("pkill", "-TERM", "-f", AGENT)
+        run.wait_for("stopped at", timeout=LONG)
+        steps = {run.output(rank).split("stopped at ")[1].split()[0] for rank in range(4)}
+        self.assertEqual(len(steps), 1, steps)
 
     def leftovers(self, bench: object) -> list[str]:
         """What saves have left on the file system, as the first host sees it."""

@@ -19,7 +19,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.adapters import use_adapters
-from fsdp_optim.checkpoint import background, opening, restore
+from fsdp_optim.checkpoint import background, opening
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.local_extents import snapshot_of
 from fsdp_optim.checkpoint.stores import store_at

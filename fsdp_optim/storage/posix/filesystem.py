@@ -14,10 +14,10 @@ _PROBE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 512  # of st_blocks
 
 # On these file systems several machines can write to one file at once, each its own bytes, and nothing is lost: one machine has
-# a page of it at a time. An NFS client may write back a page as it knows it, also the bytes that another machine has written into
-# it; file systems in user space over an object store may keep a copy of the file on each machine, and the last one that closes it
-# wins.
-_SHARED = frozenset({"lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2"})
+# a page of it at a time, or (GlusterFS) each write goes to the server as it is. An NFS client may write back a page as it knows
+# it, also the bytes that another machine has written into it; file systems in user space over an object store may keep a copy of
+# the file on each machine, and the last one that closes it wins.
+_SHARED = frozenset({"lustre", "gpfs", "ceph", "wekafs", "gfs2", "ocfs2", "fuse.glusterfs"})
 _OF_ONE_MACHINE = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "overlay", "ramfs"}
 )
