@@ -59,6 +59,7 @@ class Job:
     upload: Upload | None = None  # of the finished checkpoint to another store
     managed: ManagedSave | None = None
     begun: float = field(default_factory=time.monotonic, compare=False)
+    _sequence: list[int] = field(default_factory=list, compare=False)
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -96,19 +97,21 @@ class Job:
     def path(self) -> Path | str:
         return path_of(self.store)
 
-    @cached_property
+    @property
     def sequence(self) -> int:
-        """The place of this save in the order of the checkpoints beside it, on the leader. First asked for before it writes.
+        """The place of this save in the order of the checkpoints beside it, on the leader. It is chosen before the leader writes.
 
         A leader may be stopped, or cut off, and finish the save when another job has long gone on from an older checkpoint. What
         that one has saved meanwhile is newer.
         """
-        stores = [self.store] if self.upload is None else [self.store, self.upload.store]  # the newest in both
-        known = self.managed.known.sequence + 1 if self.managed is not None else 0
-        sequence = max(known, *(next_sequence(store, {self.format, *SAVED}) for store in stores))
-        if self.managed is not None:
-            self.managed.known.sequence = sequence
-        return sequence
+        if not self._sequence:  # no cached_property, which lets saves of other threads wait for this one's listing
+            stores = [self.store] if self.upload is None else [self.store, self.upload.store]  # the newest in both
+            known = self.managed.known.sequence + 1 if self.managed is not None else 0
+            sequence = max(known, *(next_sequence(store, {self.format, *SAVED}) for store in stores))
+            if self.managed is not None:
+                self.managed.known.sequence = sequence
+            self._sequence.append(sequence)
+        return self._sequence[0]
 
     def completion(self) -> Completion:
         return Completion.join(self.callers, self.token[-16:], str(self.path))
@@ -155,7 +158,7 @@ class Job:
         On the leader, fix the `sequence` of the save.
         """
         if self.leads:
-            _ = self.sequence
+            log.debug("%s: sequence %d", self.path, self.sequence)
         make_files(writer, self.plan.own_files(self.callers.rank))
         for name, data in self.extras.items():
             writer.put(name, data)

@@ -100,7 +100,7 @@ class ManagedRun:
             result = tell(callers, f"made with {options.compared_text()}", content)
             self._root = str(root).rstrip("/") if is_url else os.fsdecode(result.content_of(callers.ranks[0]))
             inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
-            check_shared(callers, inside)
+            check_shared(callers, inside, self._root)
         self._model, self._optim, self._options, self._ranks = model, optim, options, callers.ranks
         self._rhythm = Rhythm(len(callers.ranks), options.agree_every)
         self._saving: _Saving | None = None

@@ -15,7 +15,8 @@ from fsdp_optim.checkpoint.listing import listed as all_listed
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
-from fsdp_optim.checkpoint.stores import shelf_at
+from fsdp_optim.checkpoint.sharing import check_shared
+from fsdp_optim.checkpoint.stores import shelf_at, store_at
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.options import Model, OnDamage, ResumeOptions
 from fsdp_optim.transport.agree import tell
@@ -56,6 +57,9 @@ def resume(
     with calling("resume", [model], options, options.call, all_of_plain=True) as (_, callers):
         pending.settle()
         found = candidates_on_all(callers, f"{str(root)!r}, {options.compared_text()}", listed)
+        if not found:  # what is not in the folder of the lowest rank may be in that of another one
+            inside = store_at(f"{root}/_", options=options.storage_options)
+            check_shared(callers, inside, str(root))
     return load_newest(str(root), found, options.on_damage, lambda where: restore(where, model, optim, options))
 
 

@@ -23,23 +23,27 @@ SEEN_WITHIN = 10.0
 _LOOK_EVERY = 0.05  # seconds
 
 
-def check_seen_by_all(group: RankGroup, store: Store, address: str) -> None:
-    """Raise CheckpointError, on all ranks, where some do not see what the lowest rank has made. Called by all ranks."""
+def check_seen_by_all(group: RankGroup, store: Store, address: str, where: str = "") -> None:
+    """Raise CheckpointError, on all ranks, where some do not see what the lowest rank has made. Called by all ranks.
+
+    `where`: what the user has given, if it is not the place of the store.
+    """
     failure = Failure()
+    what = address if address.startswith("/") else "the save"
     with failure:
         if not waited_for(lambda: store.sees(address), SEEN_WITHIN):
             raise CheckpointError(
-                f"{store.where}: {address}, which rank {group.ranks[0]} has made, is not visible here after {SEEN_WITHIN:g} s: "
-                f"this path is another folder than on rank {group.ranks[0]}. All ranks must see the same folder: give a path "
-                "on a file system that their machines share, or the URL of a bucket"
+                f"{where or store.where}: {what}, which rank {group.ranks[0]} has made, is not visible here after "
+                f"{SEEN_WITHIN:g} s: this path is another folder than on rank {group.ranks[0]}. All ranks must see the same "
+                "folder: give a path on a file system that their machines share, or the URL of a bucket"
             )
     agree(group, "seen", failure.error)
 
 
-def check_shared(group: RankGroup, store: Store) -> None:
+def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
     """Raise CheckpointError, on all ranks, where some of them have another folder before them. Called by all ranks.
 
-    On one machine nothing is made. A place in which the lowest rank may not write is not checked.
+    On one machine nothing is made. A place in which the lowest rank may not write is not checked. `where`: as above.
     """
     if compare(group, "machines", store.machine_id().encode()):
         return
@@ -50,7 +54,7 @@ def check_shared(group: RankGroup, store: Store) -> None:
                 address = held.enter_context(store.beacon()).encode(errors="surrogateescape")
         found = tell(group, "a beacon", address).content_of(group.ranks[0]).decode(errors="surrogateescape")
         if found:
-            check_seen_by_all(group, store, found)
+            check_seen_by_all(group, store, found, where)
 
 
 def is_there(store: Store, format: Format, token: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fsdp_optim.checkpoint.catalog import Series, keep_newest
 from fsdp_optim.checkpoint.files import File
+from fsdp_optim.checkpoint.sharing import check_seen_by_all
 from fsdp_optim.checkpoint.stores import store_at
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
 from fsdp_optim.formats.base import Format
@@ -70,8 +71,10 @@ class Upload:
                     for file in files:
                         staging.create(file.name, file.plan.nbytes, b"")
                 content = json.dumps([staging.address, can.writes_ranges, can.part_nbytes, can.most_parts]).encode()
-            result = tell(group, "upload", content)
+            result = tell(group, "upload", content, compared=store.machine_id().encode())
             address, ranges, part_nbytes, most_parts = json.loads(result.content_of(group.ranks[0]))
+            if not result.alike:
+                check_seen_by_all(group, store, address)
             can = Capabilities(ranges, renames=False, part_nbytes=part_nbytes, most_parts=most_parts)
             completion = Completion.join(group, f"{token[-16:]} uploaded", store.where)
             return cls(group, options, format, store, address, tuple(files), can, completion, token, staging)

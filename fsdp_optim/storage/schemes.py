@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Judge, Store
 from fsdp_optim.storage.objects.store import ObjectStore
+from fsdp_optim.storage.posix.mounted import MountedObjects
 
 GROUP = "fsdp_optim.stores"
 """The entry points by which installed packages handle schemes."""
@@ -89,4 +90,6 @@ def _fsspec(url: str, judge: Judge[Any], options: Mapping[str, Any]) -> Store:
 
     own, rest = _split(options)
     bucket, prefix = FsspecBucket.at(url, rest)
+    if bucket.local_folder is not None:
+        return MountedObjects(bucket, prefix, judge, bucket.local_folder, **own)
     return ObjectStore(bucket, prefix, judge, **own)

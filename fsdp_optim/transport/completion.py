@@ -20,6 +20,7 @@ _LOOK_FOR_LIFE_EVERY = 0.5  # seconds
 _GRACE = 10.0  # seconds in which the other ranks can read the outcome
 _FAILED = 1 << 20  # one number counts the ranks that are done, and those that have failed
 _COMMITTING, _SAVED, _NOT_SAVED = "committing", "saved", "not saved: "
+_HAS_KEYS = "+"
 _UNTOLD = "its save ended without a word: look at the log of that rank"
 
 
@@ -120,6 +121,8 @@ class Completion:
 
         def look() -> list[bytes] | None:
             ended = store.add(self._key("ended"), 0)
+            if text := (store.read(self._key("outcome")) or b"").decode():
+                raise CheckpointError(text.removeprefix(_NOT_SAVED))  # the others have given this rank up
             if ended >= _FAILED:
                 raise CheckpointError(self._failures())
             if ended == len(ranks):
@@ -164,24 +167,20 @@ class Completion:
         self._has_ended = True
         if self._is_alone:
             return True
-        store, others = self.group.world.board, len(self.group.ranks) - 1
+        store, others = self.group.world.board, set(self.group.ranks[1:])
         store.set(self._key("outcome"), outcome)
-        deadline, num_read = time.monotonic() + _GRACE, 0
-        lost: dict[int, str] = {}
-        silent: dict[
-            int, str
-        ] = {}  # the lost ones, and those for which there is no use in waiting, which may come back
-        while num_read + len(silent) < others and time.monotonic() < deadline:
-            num_read = store.add(self._key("read"), 0)
-            silent = self._lost(self.group.ranks[1:])
-            lost = {rank: how for rank, how in silent.items() if how.endswith("ended")}
-            if num_read + len(silent) < others:
+        deadline, dead, silent = time.monotonic() + _GRACE, set[int](), set[int]()
+        while (waits_for := others - self._left().keys() - dead - silent) and time.monotonic() < deadline:
+            lost = self._lost(self.group.ranks[1:])
+            dead |= {rank for rank, how in lost.items() if how.endswith("ended")}
+            silent |= set(lost)  # for these there is no use in waiting, though they may come back
+            if waits_for - silent:
                 time.sleep(self._pause)
-        if num_read + len(lost) < others:  # a rank that is cut off may still come back and read the outcome
+        if others - self._left().keys() - dead:  # a rank that is cut off may still come back and read the outcome
             store.set(self._key("late"), "")
-            num_read = store.add(self._key("read"), 0)
-        self._forget(with_outcome=num_read + len(lost) >= others)
-        return num_read + len(lost) >= others
+        all_know = not others - self._left().keys() - dead
+        self._forget(dead, with_outcome=all_know)
+        return all_know
 
     def wait_for_end(self) -> None:
         """Return when the checkpoint is there, on a rank that does not lead.
@@ -210,28 +209,13 @@ class Completion:
 
     def _read_outcome(self, text: str) -> bool:
         self._has_ended = True
-        store = self.group.world.board
         for key in self._own_keys:
-            store.delete_key(key)
-        num_read = store.add(self._key("read"), 1)
-        if num_read == len(self.group.ranks) - 1 and store.check(
-            [self._key("late")]
-        ):  # the leader does not wait any more
-            self._forget(with_outcome=True)
+            self.group.world.board.delete_key(key)
+        self._own_keys = []
+        self._leave()
         if text.startswith(_NOT_SAVED):
             raise CheckpointError(text.removeprefix(_NOT_SAVED))
         return True
-
-    def _note_read(self) -> None:
-        self._has_ended = True
-        store = self.group.world.board
-        for key in self._own_keys:
-            store.delete_key(key)
-        num_read = store.add(self._key("read"), 1)
-        if num_read == len(self.group.ranks) - 1 and store.check(
-            [self._key("late")]
-        ):  # the leader does not wait any more
-            self._forget(with_outcome=True)
 
     def close(self) -> None:
         """Stop beating. A rank that has announced nothing yet fails the save. Raises nothing."""
@@ -240,19 +224,30 @@ class Completion:
         self._is_open = False
         if self._is_alone:
             return
-        if not self._has_reported:
-            self.failed(f"{self.what}: {_UNTOLD}")
-        if not self._has_ended:
-            with contextlib.suppress(StoreLostError):
+        with contextlib.suppress(StoreLostError):
+            if not self._has_reported and not self._has_ended:
+                self.failed(f"{self.what}: {_UNTOLD}")
+            if not self._has_ended:
+                self._has_ended = True
                 self._leave()
         self.group.world.pulse.let_go()
 
     def _leave(self) -> None:
+        """Note that this rank makes no more use of this save. The last one deletes what is left of it, if the leader has gone."""
+        store = self.group.world.board
         if self._leads:
             why = f"{_NOT_SAVED}{self.what}: rank {self._leader}: {_UNTOLD}"
-            self.group.world.board.set(self._key("outcome"), why)
+            store.compare_set(self._key("outcome"), "", why)
+            store.set(self._key("late"), "")
         else:
-            self._note_read()
+            store.append(self._key("left"), f"{self.group.rank}{_HAS_KEYS if self._own_keys else ''},")
+        if set(self.group.ranks[1:]) <= self._left().keys() and store.read(self._key("late")) is not None:
+            self._forget(set(), with_outcome=True)
+
+    def _left(self) -> dict[int, bool]:
+        """The ranks that make no more use of this save; True: their reports are still there."""
+        words = (self.group.world.board.read(self._key("left")) or b"").decode().split(",")
+        return {int(word.removesuffix(_HAS_KEYS)): word.endswith(_HAS_KEYS) for word in words if word}
 
     # -------------------------------------------------------------------------------------------- inside
 
@@ -303,11 +298,17 @@ class Completion:
         batches = (keys[first : first + _TOGETHER] for first in range(0, len(keys), _TOGETHER))
         return [value for batch in batches for value in store.multi_get(batch)]
 
-    def _forget(self, *, with_outcome: bool) -> None:
-        """Delete the keys of this save. The outcome stays where a rank may still come to read it."""
+    def _forget(self, dead: set[int], *, with_outcome: bool) -> None:
+        """Delete the keys of this save. `with_outcome`: nobody comes to read it any more. `dead`: ranks that have ended."""
         store = self.group.world.board
         num_failures = min(store.add(self._key("failures"), 0), _MOST_REASONS)
         names = ["ended", "failures", *(f"failure/{index + 1}" for index in range(num_failures))]
-        names += ["read", "late", "outcome"] if with_outcome else []
-        for key in (*map(self._key, names), *(self._own_keys if self._leads else ())):
-            store.delete_key(key)
+        left = self._left()
+        for rank in sorted(
+            {rank for rank, has_keys in left.items() if has_keys} | (dead - left.keys()) | {self._leader}
+        ):
+            num_parts = int(store.read(self._key(f"parts/{rank}")) or 0)
+            names += [f"parts/{rank}", *(f"report/{rank}/{part}" for part in range(num_parts))]
+        names += ["left", "late", "outcome"] if with_outcome else []
+        for name in names:
+            store.delete_key(self._key(name))

@@ -10,6 +10,7 @@ import contextlib
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 
 from fsdp_optim.errors import StoreLostError, shortened
@@ -19,6 +20,7 @@ from fsdp_optim.transport.job_store import JobStore
 LOST_AFTER = 20.0
 """Seconds without a beat, as a rank that looks has seen them, after which a rank counts as lost."""
 
+_LAST_MOMENT = 3.0  # seconds for a beat that is under way when the interpreter ends
 _BEAT_EVERY = 1.0  # seconds; a shorter call needs no beat
 _RANKS_PER_SECOND = 1000  # that beat; where there are more, each beats less often
 _MOST_SEEN = 2.0  # seconds between two looks that count: a rank that was stopped itself has not looked meanwhile
@@ -38,7 +40,8 @@ class Pulse:
         self._changed = threading.Condition()
         self._num_holders = self._number = 0
         self._thread: threading.Thread | None = None
-        self._is_introduced = False
+        self._is_introduced = self._is_over = False
+        self._at_exit: weakref.finalize[..., JobStore] | None = None
 
     def introduce(self) -> None:
         """Tell once which process this rank is. Called before the rank's first meeting. Raises StoreLostError."""
@@ -59,9 +62,19 @@ class Pulse:
         """Begin to beat, until `let_go` was called as often."""
         with self._changed:
             self._num_holders += 1
-            if self._thread is None:
+            if self._thread is None and not self._is_over:
+                if self._at_exit is None:
+                    self._at_exit = weakref.finalize(self.store, _stop, weakref.ref(self))
                 self._thread = threading.Thread(target=self._run, name="fsdp_optim: pulse", daemon=True)
                 self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more: the interpreter is about to end, and a thread that it ends inside of a call of torch would abort it."""
+        with self._changed:
+            self._is_over, thread = True, self._thread
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(_LAST_MOMENT)
 
     def let_go(self) -> None:
         """Undo one `hold`."""
@@ -72,10 +85,10 @@ class Pulse:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self._num_holders, self._every)
+                self._changed.wait_for(lambda: not self._num_holders or self._is_over, self._every)
                 if not self._num_holders:  # short calls that follow each other do not each start a thread
-                    self._changed.wait_for(lambda: self._num_holders, self._every / 4)
-                if not self._num_holders:
+                    self._changed.wait_for(lambda: self._num_holders or self._is_over, self._every / 4)
+                if not self._num_holders or self._is_over:
                     self._thread = None
                     return
             with contextlib.suppress(StoreLostError):  # those who look see that; the next beat may come through
@@ -84,6 +97,13 @@ class Pulse:
     def _beat(self) -> None:
         self._number += 1
         self.store.set(self._key, f"{self._number} {identity_of_process()}")
+
+
+def _stop(pulse: weakref.ref[Pulse]) -> None:
+    """Stop a pulse at the end of the interpreter, if it is still there."""
+    found = pulse()
+    if found is not None:
+        found.stop()
 
 
 class Watch:

@@ -345,6 +345,8 @@ NOT_BROKEN = (
             "rendezvous",
             "job_store",
             "pulse",
+            "attempt",
+            "stored_verdict",
         )
     ),
 )

@@ -24,6 +24,7 @@ from kit import scripts
 
 from hosts.clocks import missing_clocks, other_clock
 from hosts.file_systems import FileSystem
+from hosts.holder import OWN
 from hosts.host import LINK, PYTHON_PATH, Host, missing_namespaces
 from hosts.launched import HOST, RUN
 from hosts.network import Network
@@ -252,7 +253,9 @@ class _Job:
 
 def missing(file_system: FileSystem, with_clocks: bool = False) -> str:
     """Why a bench with a file system cannot be made here; empty where it can. `with_clocks`: with hosts whose clocks differ."""
-    return (missing_clocks() if with_clocks else "") or _missing_namespaces() or file_system.missing()
+    reason = (missing_clocks() if with_clocks else "") or _missing_namespaces() or file_system.missing()
+    hidden = next((own for own in OWN if Path(__file__).is_relative_to(own)), "")
+    return reason or (f"this repository is below {hidden}, which each host has for itself" if hidden else "")
 
 
 _missing_namespaces = functools.cache(missing_namespaces)

@@ -256,8 +256,8 @@ class BetweenCallsTest(LostCase):
 
 
 class MountLostTest(LostCase):
-    @pytest.mark.slow
     @parameterized.expand(CASES)
+    @pytest.mark.slow
     def test_lost_with_its_mount(self, _: str, call: str, host: int) -> None:
         jobs = self.jobs(call, host, Gluster())
         jobs.bench.lose(host)
@@ -269,8 +269,8 @@ class MountLostTest(LostCase):
 
 
 class RealNumbersTest(LostCase):
-    @pytest.mark.slow
     @parameterized.expand([(0,), (1,)])
+    @pytest.mark.slow
     def test_seconds(self, host: int) -> None:
         """With the library's own limits, all hear it within half a minute and some seconds."""
         jobs = self.jobs("async_save", host, phases=("begun", "writing"), lost_after=20.0)
@@ -296,25 +296,21 @@ TORCHRUN = (
 
 
 class TorchrunTest(BenchTest):
+    @pytest.mark.slow
     def test_the_launcher_goes_on_without_a_killed_host(self) -> None:
+        """The first start after it may fail: the launcher may still wait for the other host."""
         bench = self.bench(2, Kit("--locks", "local"))
         bench.hosts[0].path("/shared/run").mkdir()
-        run = bench.run(
-            "lost",
-            "train",
-            "/shared/run",
-            "150",
-            torchrun=TORCHRUN,
-            environment={"LOST_AFTER": str(SHORT), "TIMEOUT": "10"},
-        )
+        environment = {"LOST_AFTER": str(SHORT), "TIMEOUT": "10"}
+        run = bench.run("lost", "train", "/shared/run", "60", torchrun=TORCHRUN, environment=environment)
         run.wait_for("step 20\n", [0], 90)
         run.kill_host(1)
-        run.wait_for("done", [0, 1], 120)
+        run.wait_for("done", [0, 1], 180)
         self.until(lambda: run.codes[0] == 0, "the launcher has not ended")
         starts = told(run, 0)
-        self.assertEqual([start["ranks"] for start in starts], [4, 2])
-        self.assertEqual(starts[0]["first"], 1)
-        self.assertGreaterEqual(starts[1]["first"], 15)
+        self.assertEqual((starts[0]["ranks"], starts[0]["first"]), (4, 1))
+        self.assertEqual(starts[-1]["ranks"], 2)
+        self.assertGreaterEqual(starts[-1]["first"], 18)
         look = bench.run("lost", "look", "/shared/run", hosts=[0])
         look.succeed()
-        self.assertEqual(told(look, 0)[0]["numbers"], {f"step-{step}": step for step in (148, 149, 150)})
+        self.assertEqual(told(look, 0)[0]["numbers"], {f"step-{step}": step for step in (58, 59, 60)})

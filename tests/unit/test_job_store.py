@@ -248,7 +248,7 @@ def neighbours_of_each(folder: str) -> tuple[str, str, str]:
         while store.add("n", 0) < 3:
             time.sleep(0.01)
         first = store.note_neighbours()
-        with mock.patch.object(JobStore, "check", side_effect=AssertionError("it asks again")):
+        with mock.patch.object(JobStore, "_call", side_effect=AssertionError("it asks again")):
             second = store.note_neighbours()
     return first, second, str(store._lost())
 

@@ -81,9 +81,16 @@ class InStore(unittest.TestCase):
 
 
 class PulseTest(InStore):
+    def setUp(self) -> None:
+        super().setUp()
+        self.before = self.all_threads()  # of other tests, whose pulses wait a while for further calls
+
     @staticmethod
-    def threads() -> int:
-        return sum(thread.name == "fsdp_optim: pulse" for thread in threading.enumerate())
+    def all_threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "fsdp_optim: pulse"}
+
+    def threads(self) -> int:
+        return len(self.all_threads() - self.before)
 
     def beats(self, rank: int) -> bool:
         """Whether a rank gives two more signs of life; False where it has no thread that could."""

@@ -68,6 +68,11 @@ class FsspecBucket(Bucket):
         return self._name
 
     @property
+    def local_folder(self) -> str | None:
+        """The path of the folder, where its files are those of this machine or of what is mounted on it."""
+        return self._root if self._is_local else None
+
+    @property
     def can(self) -> BucketCan:
         return BucketCan(parts_by_many=False, least_part_nbytes=1, replaces_at_once=not self._has_folders)
 

@@ -1,14 +1,13 @@
-"""Each call that writes or reads, on a path behind which the hosts have different folders; and what each rank hears.
+"""A call that writes or reads, on a path behind which the hosts have different folders; and what each rank hears.
 
-unshared.py ROOT CALL [CALL ...]     save, per_rank_files, async_save, manager, resume, load, load_saved, convert, rollback
+unshared.py prepare NAME ROOT [ROOT ...]     saves ROOT/NAME, and resumes from it
+unshared.py CALL ROOT                        one of CALLS, for which ROOT/step-1 may be a checkpoint
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +17,104 @@ from hosts.programs.numbered import QUIET, Numbered
 import fsdp_optim
 
 
-def calls(root: Path) -> dict[str, Callable[[], Any]]:
-    """The calls by name. `root/step-1` is a checkpoint on those hosts where the test has saved one."""
+def save(root: Path, one: Numbered) -> None:
+    fsdp_optim.save(root / "new", **one.arguments(2))
+
+
+def per_rank_files(root: Path, one: Numbered) -> None:
+    fsdp_optim.save(root / "new", strategy="per_rank_files", **one.arguments(2))
+
+
+def save_in_place(root: Path, one: Numbered) -> None:
+    fsdp_optim.save(root / "new", strategy="in_place", **one.arguments(2))
+
+
+def overwrite(root: Path, one: Numbered) -> None:
+    fsdp_optim.save(root / "step-1", overwrite=True, **one.arguments(2))
+
+
+def save_dcp(root: Path, one: Numbered) -> None:
+    fsdp_optim.save(root / "new", format="dcp", **one.arguments(2))
+
+
+def save_to_url(root: Path, one: Numbered) -> None:
+    fsdp_optim.save(f"file://{root}/new", **one.arguments(2))
+
+
+def async_save(root: Path, one: Numbered) -> None:
+    fsdp_optim.async_save(root / "new", **one.arguments(2)).wait()
+
+
+def upload(root: Path, one: Numbered) -> None:
+    """The checkpoint itself is in a folder that is shared."""
+    up = f"file://{root}/new"
+    fsdp_optim.async_save(f"/bench/saved-{root.name}", upload_to=up, **one.arguments(2)).wait()
+
+
+def manager(root: Path, one: Numbered) -> None:
+    with fsdp_optim.CheckpointManager(root, one.model, one.optim, signals=(), **QUIET):
+        raise AssertionError("a manager was made")
+
+
+def manager_of_url(root: Path, one: Numbered) -> None:
+    with fsdp_optim.CheckpointManager(f"file://{root}", one.model, one.optim, signals=(), **QUIET):
+        raise AssertionError("a manager was made")
+
+
+def resume(root: Path, one: Numbered) -> None:
+    fsdp_optim.resume(root, one.model, one.optim, **QUIET)
+
+
+def resume_from_url(root: Path, one: Numbered) -> None:
+    fsdp_optim.resume(f"file://{root}", one.model, one.optim, **QUIET)
+
+
+def load(root: Path, one: Numbered) -> None:
+    fsdp_optim.load(root / "step-1", one.model, one.optim, **QUIET)
+
+
+def convert(root: Path, one: Numbered) -> None:
+    fsdp_optim.convert(root / "step-1", root / "converted", format="dcp", **QUIET)
+
+
+def convert_here(root: Path, one: Numbered) -> None:
+    """The source is in a folder that is shared."""
+    fsdp_optim.save(f"/bench/source-{root.name}", **one.arguments(2))
+    fsdp_optim.convert(f"/bench/source-{root.name}", root / "converted", format="dcp", **QUIET)
+
+
+WRITING = (save, per_rank_files, save_in_place, overwrite, save_dcp, save_to_url, async_save, upload, convert_here)
+FINDING = (manager, manager_of_url, resume, resume_from_url)
+OPENING = (load, convert)
+CALLS = {call.__name__: call for call in (*WRITING, *FINDING, *OPENING)}
+
+
+def prepare(name: str, *roots: str) -> None:
+    """Save in folders, and resume there."""
     one = Numbered()
-    live = {"model": one.model, "optim": one.optim, **QUIET}
-
-    def manager() -> None:
-        with fsdp_optim.CheckpointManager(root, one.model, one.optim, signals=(), **QUIET) as managed:
-            managed.resume()
-
-    return {
-        "save": lambda: fsdp_optim.save(root / "new", **one.arguments(2)),
-        "per_rank_files": lambda: fsdp_optim.save(root / "new", strategy="per_rank_files", **one.arguments(2)),
-        "overwrite": lambda: fsdp_optim.save(root / "step-1", overwrite=True, **one.arguments(2)),
-        "async_save": lambda: fsdp_optim.async_save(root / "new", **one.arguments(2)).wait(),
-        "manager": manager,
-        "resume": lambda: fsdp_optim.resume(root, **live),
-        "load": lambda: fsdp_optim.load(root / "step-1", **live),
-        "convert": lambda: fsdp_optim.convert(root / "step-1", root / "converted", format="dcp", **QUIET),
-        "verify": lambda: fsdp_optim.verify(root / "step-1"),
-    }
+    for root in map(Path, roots):
+        fsdp_optim.save(root / name, **one.arguments(1))
+        restored = fsdp_optim.resume(root, one.model, one.optim, **QUIET)
+        if restored is None or one.numbers() != [1]:
+            raise AssertionError(f"{root} has {one.numbers()}")
 
 
-def main(root: str, *names: str) -> None:
+def heard(name: str, root: str) -> dict[str, Any]:
+    """The error of a call."""
+    one = Numbered()
+    try:
+        CALLS[name](Path(root), one)
+    except fsdp_optim.CheckpointError as error:
+        return {"error": str(error), "numbers": one.numbers()}
+    return {"error": "", "numbers": one.numbers()}
+
+
+def main(what: str, *arguments: str) -> None:
     dist.init_process_group("gloo")
-    made = calls(Path(root))
-    for name in names:
-        error, begun = "", time.monotonic()
-        try:
-            made[name]()
-        except fsdp_optim.FsdpOptimError as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        print(json.dumps({"call": name, "error": error, "seconds": round(time.monotonic() - begun, 1)}), flush=True)
+    if what == "prepare":
+        prepare(*arguments)
+    else:
+        print(json.dumps(heard(what, *arguments)), flush=True)
     dist.destroy_process_group()
 
 
