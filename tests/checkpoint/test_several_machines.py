@@ -108,6 +108,11 @@ def loads(path: Path, older: Path | None, looks: int | None) -> tuple[str, str]:
     return error
 
 
+def loads_at_once(path: Path) -> tuple[str, str]:
+    with mock.patch.object(opening, "check_shared", side_effect=CheckpointError("the ranks look again")):
+        return loads(path, None, 0)
+
+
 def saves(path: Path, steps: int = STEPS, **options: Any) -> None:
     with cpu():
         save(path, Trained("FSDP2", **{**KWARGS, "steps": steps}), **options)
@@ -156,8 +161,8 @@ class LoadTest(InFolder):
         self.check_only("step-1")
 
     def test_where_no_rank_sees_one_nobody_waits(self) -> None:
-        found = run_on_ranks(loads, 2, self.path, None, 0)
-        check_refused("nowhere", found, "CheckpointError", "step-1")
+        found = run_on_ranks(loads_at_once, 2, self.path)
+        check_refused("nowhere", found, "CheckpointError", "step-1", "there is no such folder")
         self.check_only()
 
 
@@ -270,13 +275,13 @@ class SaveTest(InFolder):
 # ------------------------------------------------------------------------------------------ upload
 
 
-def uploads(path: Path, url: str, looks: int | None) -> tuple[list[tuple[str, str]], int]:
-    """Save and upload, where rank 1 sees the new checkpoint late; how often it has looked."""
+def uploads(path: Path, url: str, looks: int | None, older: Path | None = None) -> tuple[list[tuple[str, str]], int]:
+    """Save and upload, where rank 1 sees nothing, or an older checkpoint, at its first looks; how often it has looked."""
     asked, opened = [0], Folder.open
 
     def late(self: Folder) -> Any:
         asked[0] += 1
-        return missing(self)
+        return missing(self) if older is None else opened(Folder(older, JUDGE))
 
     with cpu(), machines(), impatient(upload) if looks is None else contextlib.nullcontext():
         trained = Trained("FSDP2", **KWARGS)
@@ -293,9 +298,12 @@ def uploads(path: Path, url: str, looks: int | None) -> tuple[list[tuple[str, st
 
 
 class UploadTest(InFolder):
-    def test_a_rank_that_sees_the_checkpoint_late(self) -> None:
-        url = f"file://{self.root}/bucket/step-1"
-        [(first, _), (second, looks)] = run_on_ranks(uploads, 2, self.path, url, LOOKS)
+    @parameterized.expand([("nothing",), ("the one before",)])
+    def test_a_rank_that_sees_the_checkpoint_late(self, sees: str) -> None:
+        url, older = f"file://{self.root}/bucket/step-1", self.root / "older"
+        run_on_ranks(saves, 2, older, 1)
+        before = older if sees == "the one before" else None
+        [(first, _), (second, looks)] = run_on_ranks(uploads, 2, self.path, url, LOOKS, before)
         self.assertEqual([first, second], [[("", "")] * 2] * 2)
         self.assertEqual(looks, LOOKS)
         fsdp_optim.verify(url)
