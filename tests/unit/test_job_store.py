@@ -90,7 +90,7 @@ class MethodsTest(Served):
             self.assertEqual(one.read("key"), value)  # an answer: now it is there for others too
             self.assertEqual([other.read("key"), other.get("key")], [value, value])
 
-    @parameterized.expand([(kind,) for kind in KINDS if kind != "FileStore"])  # that of torch cannot
+    @parameterized.expand([(kind,) for kind in KINDS])
     def test_append(self, kind: str) -> None:
         one, other = JobStore(lambda: self.origin(kind)), JobStore(lambda: self.origin(kind))
         one.append("key", "a")
