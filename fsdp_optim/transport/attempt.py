@@ -1,4 +1,4 @@
-"""Something that may wait for ever, such as a connection to a host that is stopped: done in a thread, and waited for in vain."""
+"""A call that may never return, such as a connection to a stopped host: made in a thread, and waited for with a limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attempt(Generic[T]):
         return self._ended.is_set()
 
     def result(self) -> T:
-        """What the call returned. Raises its error, or TimeoutError where it has not ended in time; it goes on."""
+        """What the call returned. Raises its error, or TimeoutError where it has not ended in time; the call continues."""
         if not self._ended.wait(max(self._until - time.monotonic(), 0.0)):
             raise TimeoutError("no answer yet")
         if self._error is not None:

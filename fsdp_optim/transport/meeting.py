@@ -193,7 +193,7 @@ class Meeting:
         return True
 
     def pass_by(self, rank: int, number: int) -> None:
-        """Count a rank as come to its meetings up to `number`, so that it goes on to the next one."""
+        """Count a rank as come to its meetings up to `number`, so that its next meeting is the one after that."""
         key = _came(self.prefix, rank)
         while (came := self.store.add(key, 0)) < number:
             # compare_set, because the rank may come meanwhile, or another rank may do the same for it.
