@@ -54,7 +54,7 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
             if not one_machine:
                 check_shared(group, store)
         if (one_machine and (num_failed or looks == _LOOKS)) or _is_over(group, begun):
-            agree(group, "opened", failure.error)
+            agree(group, "opened", failure.error if one_machine else _unseen(failure.error))
             raise CheckpointError(
                 f"{store.where}: the ranks see different checkpoints: the path must be on a file system that all ranks share, "
                 "and no process may save to it again and again during the load"
@@ -68,6 +68,11 @@ def _compare(group: RankGroup, call: str, checkpoint: FormatReader | None, failu
     """Compare what the ranks have opened. A rank that failed has a content."""
     opened = json.dumps(checkpoint.identity, sort_keys=True).encode() if checkpoint is not None else b""
     return tell(group, f"opened with {call}", b"failed" if failure.error is not None else b"", opened)
+
+
+def _unseen(error: Exception | None) -> CheckpointError | None:
+    """The error of a rank that has not seen in time what others see."""
+    return CheckpointError(f"not visible here after {VISIBLE_WITHIN:g} s: {error}") if error is not None else None
 
 
 def _is_over(group: RankGroup, begun: float) -> bool:

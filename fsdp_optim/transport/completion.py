@@ -126,7 +126,12 @@ class Completion:
             if ended >= _FAILED:
                 raise CheckpointError(self._failures())
             if ended == len(ranks):
-                return self._read_reports()
+                try:
+                    return self._read_reports()
+                except StoreLostError:  # they are gone, if the others have just given this rank up
+                    if not store.check([self._key("outcome")]):
+                        raise
+                    return None
             lost = {rank: how for rank, how in self._lost(ranks[1:]).items() if not self._is_done(rank)}
             if lost and store.add(self._key("ended"), 0) == ended:
                 raise CheckpointError(f"{self.what}: lost before their parts were written: {lost_ranks(lost)}")
@@ -283,8 +288,11 @@ class Completion:
     def _failures(self) -> str:
         store = self.group.world.board
         number = min(store.add(self._key("failures"), 0), _MOST_REASONS)
-        reasons = sorted(json.loads(store.get(self._key(f"failure/{index + 1}"))) for index in range(number))
-        return "\n".join(f"rank {rank}: {why}" for rank, why in reasons)
+        written = (store.read(self._key(f"failure/{index + 1}")) for index in range(number))
+        reasons = sorted(json.loads(text) for text in written if text is not None)
+        missing = number - len(reasons)  # of ranks that died before they had written theirs
+        lines = [f"rank {rank}: {why}" for rank, why in reasons]
+        return "\n".join([*lines, *(["a rank failed, and could not say why: look at the logs"] * bool(missing))])
 
     def _read_reports(self) -> list[bytes]:
         ranks = self.group.ranks

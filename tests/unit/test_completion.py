@@ -298,7 +298,7 @@ class EndTest(Saves):
 class LostTest(Saves):
     @parameterized.expand([(ENDED,), (SILENT,)])
     def test_a_rank_is_lost_before_its_part_is_written(self, how: str) -> None:
-        self.patch("_GRACE", 0.1)
+        self.patch("_GRACE", 10 * LIMIT)  # nobody waits for those that are lost
         saves = self.joined(3)
         saves[0].done(b"")
         saves[1].done(b"")
