@@ -47,7 +47,7 @@ MEETINGS = {
 """By call; the calls make no other round trips."""
 MORE_AT_FIRST = (6, 8)
 """In the first call of a job: two connections, the number of earlier meetings, the ranks on the host of the store."""
-OF_BACKGROUND_SAVE = (13, 4)
+OF_BACKGROUND_SAVE = (13, 3)
 
 
 class Calls:
