@@ -142,7 +142,9 @@ class LoadTest(InFolder):
     def test_one_that_a_rank_never_sees(self) -> None:
         run_on_ranks(saves, 2, self.path)
         found = run_on_ranks(loads, 3, self.path, None, None)
-        check_refused("never", found, "CheckpointError", "rank 1", "not visible here after", "step-1", "there is no such folder")
+        check_refused(
+            "never", found, "CheckpointError", "rank 1", "not visible here after", "step-1", "there is no such folder"
+        )
 
     def test_a_rank_that_sees_the_one_before_for_ever(self) -> None:
         run_on_ranks(saves, 2, self.path)
