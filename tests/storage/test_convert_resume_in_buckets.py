@@ -157,7 +157,7 @@ class InMemoryTest(SharedFolder):
     def test_again_and_again(self) -> None:
         """Each process makes a quarter of the requests that one needs, and its first ones find what is there."""
         memory, nbytes = Memory(), 0
-        for _ in range(3):
+        for _ in range(4):
             with self.assertRaises(OSError):  # Killed, or the CheckpointError that it caused
                 converted(self.source, InterruptedBucket(memory, len(self.calls) // 4, kills=True))
             time.sleep(DEAD_AFTER)
