@@ -99,7 +99,11 @@ class Job:
 
     @property
     def sequence(self) -> int:
-        """The place of this save in the order of the checkpoints beside it, on the leader. It is chosen before the leader writes.
+        """The place of this save in the order of the checkpoints beside it, on the leader."""
+        return self.choose_sequence()
+
+    def choose_sequence(self) -> int:
+        """Choose that place when this is called first, before the leader writes; return it.
 
         A leader may be stopped, or cut off, and finish the save when another job has long gone on from an older checkpoint. What
         that one has saved meanwhile is newer.
@@ -158,7 +162,7 @@ class Job:
         On the leader, fix the `sequence` of the save.
         """
         if self.leads:
-            log.debug("%s: sequence %d", self.path, self.sequence)
+            self.choose_sequence()
         make_files(writer, self.plan.own_files(self.callers.rank))
         for name, data in self.extras.items():
             writer.put(name, data)

@@ -20,7 +20,7 @@ for number in range(10_000):
     print(f"tick {number} of {os.environ['RANK']}", flush=True)
     time.sleep(0.02)
 """
-"""A program that goes on for minutes, and shows that it does."""
+"""A program that runs for minutes, and prints that it does."""
 
 
 class BenchTest(unittest.TestCase):

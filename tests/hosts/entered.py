@@ -1,4 +1,4 @@
-"""The way of a process that has torch imported into a host, where it goes on as one that the bench starts.
+"""The way of a process that has torch imported into a host, where it continues as one that the bench starts.
 
 The process that goes in has a parent outside, which notes how it ends, in the file `<name>.ended` of the run's folder.
 """

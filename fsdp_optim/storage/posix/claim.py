@@ -11,14 +11,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_optim.machine import identity_of_process, is_gone, is_neighbour
-from fsdp_optim.storage.posix.beacon import BEACON
+from fsdp_optim.storage.posix.beacon import beacon_above
 from fsdp_optim.storage.posix.files import close_quietly
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine, this_host
 
@@ -135,15 +134,9 @@ def _written_lately(folder: Path) -> bool:
 
 def _clock_of(folder: Path) -> float | None:
     """The time by which the file system of a folder dates files, in seconds since the epoch; None if nothing can be written."""
-    file = folder / f"{BEACON}{secrets.token_hex(8)}"
     try:
-        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            os.write(fd, b"\0")
-            return os.fstat(fd).st_mtime
-        finally:
-            close_quietly(fd)
-            file.unlink()
+        with beacon_above(folder) as file:
+            return os.stat(file).st_mtime
     except OSError:
         return None
 
