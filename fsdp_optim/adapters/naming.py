@@ -19,6 +19,7 @@ class Naming:
         self._roots: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
         self.given_names: dict[str, str] = {}
+        self._places: dict[nn.Module, dict[str, int]] = {}
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -55,7 +56,7 @@ class Naming:
             if original.place is not None:
                 self._keys[fqn] = (self._tree.index(module), 0, original.place)
             else:
-                self._keys[fqn] = (self._tree.index(module), 1, list(module._parameters).index(attribute))
+                self._keys[fqn] = (self._tree.index(module), 1, self._place_in(module)[attribute])
             self._add_aliases(handle, module, attribute, fqn)
             fqns.append(fqn)
         for position, module, attribute in handle.aliases:
@@ -64,6 +65,11 @@ class Naming:
                 self.aliases[other] = fqns[position]
             self._add_aliases(handle, module, attribute, fqns[position])
         return NamedHandle(handle, tuple(fqns))
+
+    def _place_in(self, module: nn.Module) -> dict[str, int]:
+        if module not in self._places:
+            self._places[module] = {attribute: place for place, attribute in enumerate(module._parameters)}
+        return self._places[module]
 
     def _add_aliases(self, handle: Handle, module: nn.Module, attribute: str, fqn: str) -> None:
         for other in self._tree.other_fqns(module, attribute):

@@ -55,11 +55,13 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
     hyperparameters: set[str] = set()
     values: set[str] = set()
     texts = []
+    place_of = {fqn: place for place, group in enumerate(live) for fqn in group.fqns}
     for index, (hyper, fqns) in enumerate(full.groups):
-        for place, group in enumerate(live):
-            shared = set(fqns) & set(group.fqns)
-            if not shared and (len(live) != len(full.groups) or place != index):
-                continue
+        shared_with = _by_live_group(fqns, place_of)
+        if len(live) == len(full.groups):
+            shared_with.setdefault(index, set())  # a group without parameters is compared with the one at its place
+        for place, shared in sorted(shared_with.items()):
+            group = live[place]
             saved = _Saved(
                 full.class_of(index), hyper, frozenset(str(n) for f in shared for n in full.state.get(f, {}))
             )
@@ -82,6 +84,15 @@ def fit_class(full: FullState, live: Sequence[LiveGroup], *, strict: bool) -> tu
         return full, Unmatched()
     unmatched = Unmatched(tuple(sorted(hyperparameters)), tuple(sorted(values)), kept, texts[0])
     return replace(full, state=state, groups=tuple(groups)), unmatched
+
+
+def _by_live_group(fqns: Iterable[str], place_of: Mapping[str, int]) -> dict[int, set[str]]:
+    """The FQNs that the optimizer has, by the place of their live group."""
+    shared: dict[int, set[str]] = {}
+    for fqn in fqns:
+        if fqn in place_of:
+            shared.setdefault(place_of[fqn], set()).add(fqn)
+    return shared
 
 
 _WAYS_OUT = (

@@ -14,7 +14,8 @@ from fsdp_optim.state.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.opaque import cuts_of
-from fsdp_optim.state.picture import Picture
+from fsdp_optim.state.picture import Param, Picture
+from fsdp_optim.state.reports import LiveParam
 from fsdp_optim.state.values import OpaqueType, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
@@ -119,7 +120,10 @@ def _contents(
     """The contents of the source, known to all ranks. Unsharded values are moved to the ranks that need them."""
     failure = Failure()
     everywhere = Gathering(callers, local, picture, callers.ranks)
-    unsharded = move_unsharded(everywhere, lambda fqn: _needs(fqn, picture, dst), failure)
+    sources, targets = _by_first_fqn(picture), _by_first_fqn(dst)
+    unsharded = move_unsharded(
+        everywhere, lambda fqn: _needs(dst.params.get(fqn), sources.get(fqn, []), targets.get(fqn, [])), failure
+    )
     agree(callers, "odd values", failure.error, fatal=failure.fatal)
     return FullContents(
         summaries={
@@ -134,10 +138,18 @@ def _contents(
     )
 
 
-def _needs(fqn: str, src: Picture, dst: Picture) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+def _by_first_fqn(picture: Picture) -> dict[str, list[LiveParam]]:
+    """The live parameters by the FQN of their first original."""
+    found: dict[str, list[LiveParam]] = {}
+    for live in picture.live:
+        found.setdefault(live.fqns[0], []).append(live)
+    return found
+
+
+def _needs(
+    param: Param | None, sources: Sequence[LiveParam], targets: Sequence[LiveParam]
+) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
     """The ranks that need a parameter's unsharded values and, if both models cut it alike, by shard the ranks of that shard."""
-    sources, targets = ([live for live in picture.live if live.fqns[:1] == (fqn,)] for picture in (src, dst))
-    param = dst.params.get(fqn)
     places = [param.placement, *(place for place, _ in param.variants)] if param is not None else []
     ranks = tuple(sorted({rank for place in places for rank in place.ranks}))
     if not sources or not targets or len({cuts_of(live.placements) for live in (*sources, *targets)}) != 1:
