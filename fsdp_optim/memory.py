@@ -285,6 +285,20 @@ def _strided_view(flat: torch.Tensor, sizes: tuple[int, ...], offset: int, strid
     return flat.as_strided(sizes, strides, flat.storage_offset() + offset)
 
 
+def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous 1-D tensor, in row-major order, as a tensor of the shape and memory order of `like`.
+
+    The result shares the memory of `flat`, whose elements are rearranged where `like` is not contiguous: fused optimizers pair
+    the elements of a parameter with those of its state by their order in memory (channels_last, transposed parameters).
+    """
+    strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
+    value = flat.view(like.shape)
+    if strides == value.stride():
+        return value
+    rearranged = flat.as_strided(like.shape, strides)
+    return rearranged.copy_(value.clone())
+
+
 def own(value: Any) -> Any:
     """A copy of a value that shares no memory with the value. Plain tensors are copied to the CPU, also inside containers."""
     if is_plain(value):

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
-from fsdp_optim.memory import flatten, is_plain, own
+from fsdp_optim.memory import flatten, is_plain, laid_out_like, own
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,12 @@ class Handle:
         return flatten(held) if held is not None else None
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        """The inverse of `local`: a state value in the live optimizer's form, from this rank's elements."""
+        """The inverse of `local`: a state value in the live optimizer's form, from this rank's elements.
+
+        The value is in the memory of `flat`, with the strides of the parameter, as optimizers make it.
+        """
+        if self.param.shape == self.local_shape:
+            return laid_out_like(flat, self.param)
         return flat.view(self.local_shape)
 
     @property
@@ -215,8 +220,8 @@ def check_materialized(handles: Iterable[NamedHandle], rank: int) -> None:
     if on_meta:
         raise WrapperError(
             f"{on_meta[0]}: on rank {rank} this tensor is on the meta device and has no memory "
-            f"({counted_noun(len(on_meta), 'such tensor')}): call model.to_empty(device=...) first, then "
-            "load a checkpoint into the model, or initialize it"
+            f"({counted_noun(len(on_meta), 'such tensor')}): call model.to_empty(device=...) first, compute the buffers with "
+            "persistent=False anew, which no checkpoint has, then load a checkpoint into the model, or initialize it"
         )
 
 

@@ -17,7 +17,7 @@ from fsdp_optim.adapters.tree import ModuleTree
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of, row_major_strides
 from fsdp_optim.layout import Placement as Where
-from fsdp_optim.memory import flatten, is_plain, within
+from fsdp_optim.memory import flatten, is_plain, laid_out_like, within
 from fsdp_optim.view import Handle, LocalPart, Original
 
 if TYPE_CHECKING:
@@ -199,6 +199,9 @@ class DTensorHandle(Handle):
         return (mesh is self.mesh or mesh == self.mesh) and is_plain(_local_of(value))
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
+        if is_dtensor(self.param) and _local_of(self.param).shape == self.local_shape:
+            local = laid_out_like(flat, _local_of(self.param))
+            return self._dtensor(local, self.spec, self.shape, self.param.stride())
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
@@ -275,9 +278,16 @@ class DTensorHandle(Handle):
         tensor, dims = sys.modules[_MODULE], {cut[0]: cut[1] for cut in cuts}
         return tuple(tensor.Shard(dims[d]) if d in dims else tensor.Replicate() for d in range(self.mesh.ndim))
 
-    def _dtensor(self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape) -> torch.Tensor:
+    def _dtensor(
+        self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
-            local, self.mesh, spec, run_check=False, shape=torch.Size(shape), stride=row_major_strides(shape)
+            local,
+            self.mesh,
+            spec,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=row_major_strides(shape) if strides is None else strides,
         )
         return made
 
