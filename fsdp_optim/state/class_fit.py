@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,6 +143,32 @@ def _values_of(live: LiveGroup) -> tuple[frozenset[str], frozenset[str]] | None:
         return needed, others
     return needed | others & switched_on, needed | others
 
+
+def lacking_values(of: OptimizerClass, hyperparameters: Mapping[str, Any], values: Collection[str]) -> str:
+    """Why an optimizer of torch.optim cannot step with these state values and hyperparameters; "" where it can, or for others.
+
+    A parameter without any state is no failure: its state begins at its next step.
+    """
+    live = LiveGroup(of, hyperparameters, ())
+    if not values or not of.is_of_torch or (known := _values_of(live)) is None:
+        return ""
+    lacking = sorted(known[0] - set(values))
+    if not lacking:
+        return ""
+    switches = [key for key, name in _SWITCHES.items() if name in lacking and hyperparameters.get(key)]
+    because = f" with {switches[0]}={hyperparameters[switches[0]]}" if switches else ""
+    way = (
+        f"build the optimizer with {switches[0]}={_OFF[switches[0]]}, or load the saved {switches[0]} too"
+        if switches
+        else ""
+    )
+    return (
+        f"{of.name} needs {', '.join(lacking)} in its next step{because}, and the saved state has only "
+        f"{', '.join(sorted(values))}: {way or 'load the state of an optimizer of this class'}"
+    )
+
+
+_OFF = {"amsgrad": False, "centered": False, "momentum": 0}
 
 # Hyperparameters that switch a state value on.
 _SWITCHES = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}

@@ -14,13 +14,17 @@ _INNER = ("optimizer", "_optimizer", "optim")
 
 def innermost(optim: Any) -> Any:
     """The optimizer inside all wrappers."""
-    seen = {id(optim)}
+    return layers(optim)[-1]
+
+
+def layers(optim: Any) -> list[Any]:
+    """The optimizer, the one that it wraps, and so on to the innermost."""
+    found = [optim]
     while True:
-        inner = next(_inside(optim), None)
-        if inner is None or id(inner) in seen:
-            return optim
-        seen.add(id(inner))
-        optim = inner
+        inner = next(_inside(found[-1]), None)
+        if inner is None or any(inner is known for known in found):
+            return found
+        found.append(inner)
 
 
 def _inside(optim: Any) -> Iterator[Any]:

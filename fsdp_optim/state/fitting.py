@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import GroupsFrom
-from fsdp_optim.state.class_fit import fit_class, live_groups
+from fsdp_optim.state.class_fit import fit_class, lacking_values, live_groups
 from fsdp_optim.state.fits import Fit, check_fits
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import LocalOptim
@@ -46,6 +46,7 @@ class LiveOptimizer:
         full, unmatched = fit_class(full, live_groups(self.optim, self.names.groups, self.values), strict=strict)
         if groups == "live":
             full = _in_live_groups(full, self.optim, self.names)
+            self._check_needed_values(full, unmatched.kept)
         else:
             _check_hyperparameters(full, self.optim)
         fit = check_fits(
@@ -65,6 +66,14 @@ class LiveOptimizer:
             unmatched_values=unmatched.values,
             kept=unmatched.kept,
         )
+
+    def _check_needed_values(self, full: FullState, kept: Mapping[str, frozenset[str]]) -> None:
+        """Refuse state without the values that the live hyperparameters need (amsgrad, centered, momentum)."""
+        for of, (hyper, fqns) in zip(self.optim.classes, full.groups, strict=False):
+            for fqn in fqns:
+                values = frozenset(map(str, full.state.get(fqn, {}))) | kept.get(fqn, frozenset())
+                if why := lacking_values(of, hyper, values):
+                    raise StateError(f"{fqn}: {why}")
 
 
 def _check_hyperparameters(full: FullState, optim: LocalOptim) -> None:

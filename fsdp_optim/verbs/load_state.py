@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
-from fsdp_optim.memory import is_plain, tensors_in, within
-from fsdp_optim.state.classes import innermost, is_of_torch
+from fsdp_optim.memory import tensors_in, within
+from fsdp_optim.state.class_fit import lacking_values
+from fsdp_optim.state.classes import OptimizerClass
 from fsdp_optim.state.full import RESERVED_KEYS
-from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.local import OptimizerLike
 from fsdp_optim.state.local_dict import INCOMPATIBLE
-from fsdp_optim.state.packed import given_names
 from fsdp_optim.state.same import same
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
+from fsdp_optim.verbs.own_load import WAYS_OUT, OwnLoad, names_in
+from fsdp_optim.verbs.widening import in_words, widened
 
 log = logging.getLogger("fsdp_optim")
 
@@ -66,7 +66,7 @@ class Before:
                 if isinstance(previous, _Kept):
                     previous.put_back()
                 else:
-                    _Load.of(optim, previous).run()
+                    OwnLoad.of(optim, previous).run()
             except Exception:
                 log.exception("the previous state of an optimizer (%s) could not be restored", type(optim).__name__)
 
@@ -128,10 +128,14 @@ def load_shard(
     for live, own in zip(optims, shards, strict=True):
         _refuse_full(live, own)
     all_groups = [_keeping(live, own, keep) for live, own in zip(optims, shards, strict=True)]
-    loads = [
-        _Load.of(live, {**own, "param_groups": groups})
-        for live, own, groups in zip(optims, shards, all_groups, strict=True)
-    ]
+    loads: list[OwnLoad] = []
+    notes: dict[str, None] = {}
+    for live, own, groups in zip(optims, shards, all_groups, strict=True):
+        load = OwnLoad.of(live, {**own, "param_groups": groups})
+        wide, widening = widened(live, load.shard, load.params)
+        check_needed_values(live, wide)
+        loads.append(replace(load, shard=wide))
+        notes.update(widening)
     changes = _changes(optims, all_groups) if logs else ""
     before = Before(optims)
     begun = 0
@@ -145,6 +149,8 @@ def load_shard(
         if refused is not error:
             raise refused from error
         raise
+    if notes and logs:
+        log.info("state that was narrower than its parameters now has their dtype (exact): %s", in_words(notes))
     if changes:
         log.info("hyperparameters that this load changed (old -> new): %s", changes)
     return Incompatible(**{name: tuple(names) for name, names in incompatible.items()})
@@ -199,8 +205,8 @@ _FULL_KEYS = RESERVED_KEYS - {"state", "param_groups"}
 def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
     """Raise StateError for a full dict, which has keys that no shard has. Some optimizers would load it without an error."""
     keys = sorted(_FULL_KEYS & set(shard))
-    names = _names_in(shard)
-    if keys or (names and not _names_in(optim.state_dict())):  # some optimizers themselves use names
+    names = names_in(shard)
+    if keys or (names and not names_in(optim.state_dict())):  # some optimizers themselves use names
         why = f"it has {keys[0]!r}" if keys else f"its groups list names such as {names[0]!r}"
         num_full, num_live = (
             sum(len(group["params"]) for group in groups) for groups in (shard["param_groups"], optim.param_groups)
@@ -208,43 +214,19 @@ def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
         raise StateError(
             f"this is a full dict of {counted_noun(num_full, 'parameter')} ({why}), not this rank's part of "
             f"one for an optimizer with {num_live}: "
-            f"{_WAYS_OUT}"
+            f"{WAYS_OUT}"
         )
 
 
-def _names_in(own: Mapping[str, Any]) -> list[str]:
-    return [param for group in own["param_groups"] for param in group["params"] if isinstance(param, str)]
-
-
-_WAYS_OUT = (
-    "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
-    "scatter_full_optim_state_dict(model, optim, full, source_rank), and load what that returns"
-)
-
-
-_IF_FULL = f"If this is a full dict: {_WAYS_OUT}"
-
-
-def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
-    """Raise StateError for whole values of parameters that are cut, as full dicts of other libraries have them.
-
-    Optimizers of other packages may keep values of another shape under the same names.
-    """
-    of_torch = is_of_torch(optim)
-    for local_id, values in shard["state"].items():
-        param = params.get(local_id)
-        for name, value in values.items() if param is not None else ():
-            if param is None or not is_plain(value) or not value.dim() or not is_known_moment(name):
-                continue
-            held = param.to_local() if hasattr(param, "to_local") else param
-            unlike = value.shape != held.shape
-            if (of_torch and (unlike or held is not param)) or (unlike and value.shape == param.shape):
-                whole = held.dim() > 1 and any(adapter.has_cut(param) for adapter in all_adapters())
-                why = "Leave summon_full_params() first, which shows whole parameters" if whole else _IF_FULL
-                raise StateError(
-                    f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "
-                    f"{list(held.shape)}. {why}"
-                )
+def check_needed_values(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
+    """Raise StateError for state without the values that the optimizer's next step needs, with the groups of the shard."""
+    of = OptimizerClass.of(optim)
+    for group in shard["param_groups"]:
+        hyperparameters = {key: value for key, value in group.items() if key != "params"}
+        for local_id in group["params"]:
+            values = shard["state"].get(local_id)
+            if isinstance(values, Mapping) and (why := lacking_values(of, hyperparameters, [str(n) for n in values])):
+                raise StateError(f"local parameter {local_id}: {why}")
 
 
 def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[str]) -> list[dict[str, Any]]:
@@ -262,98 +244,3 @@ def _keeping(optim: LoadableOptimizer, shard: Mapping[str, Any], keep: Sequence[
             )
         groups.append({**saved, **{key: live[key] for key in keep}})
     return groups
-
-
-@dataclass(frozen=True)
-class _Load:
-    """A load of a dict into an optimizer. Values that torch would change are put in after torch's own load."""
-
-    optim: LoadableOptimizer
-    shard: Mapping[str, Any]
-    params: Mapping[Any, torch.Tensor]
-    cast: Mapping[tuple[Any, str], Any]
-
-    @classmethod
-    def of(cls, optim: LoadableOptimizer, shard: Mapping[str, Any]) -> _Load:
-        """Prepare a load. Raises StateError if the dict cannot be loaded. Changes nothing."""
-        params = _params_by_id(optim, shard)
-        _refuse_whole_values(optim, shard, params)
-        cast = {
-            (local_id, name): value
-            for local_id, values in shard["state"].items()
-            if local_id in params
-            for name, value in values.items()
-            if _would_change(params[local_id], name, value)
-        }
-        if cast and not isinstance(getattr(optim, "state", None), Mapping):
-            (local_id, name), value = next(iter(cast.items()))
-            raise StateError(
-                f"{name} of local parameter {local_id} is a {getattr(value, 'dtype', type(value).__name__)}, its parameter "
-                f"{params[local_id].dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` "
-                "into which it could be put unchanged"
-            )
-        return cls(optim, shard, params, cast)
-
-    def run(self) -> None:
-        """Load the dict, and keep the saved order of values.
-
-        An optimizer with its own load_state_dict gets all values, of which torch casts copies.
-        """
-        own = type(innermost(self.optim)).load_state_dict is not torch.optim.Optimizer.load_state_dict
-        withheld = {} if own else {key for key in self.cast if key[1] != "step"}  # torch's __setstate__ needs "step"
-        uncast = {
-            local_id: {name: value for name, value in values.items() if (local_id, name) not in withheld}
-            if local_id in self.params
-            else values  # not of a parameter
-            for local_id, values in self.shard["state"].items()
-        }
-        self.optim.load_state_dict({**self.shard, "state": uncast})
-        for local_id in dict.fromkeys(local_id for local_id, _ in self.cast):
-            param = self.params[local_id]
-            live: dict[str, Any] = self.optim.state[param]  # type: ignore[attr-defined]
-            loaded = dict(live)
-            live.clear()
-            for name in self.shard["state"][local_id]:
-                if (local_id, name) in self.cast:
-                    live[name] = _moved(self.cast[local_id, name], param.device)
-                else:
-                    live[name] = loaded[name]
-
-
-def _params_by_id(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
-    groups, live = shard["param_groups"], optim.param_groups
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in live]:
-        raise StateError(
-            f"this shard has {[len(g['params']) for g in groups]} parameters in its groups, the optimizer has "
-            f"{[len(g['params']) for g in live]}: a full dict has to go through get_shard_from_optim_state_dict first"
-        )
-    by_name = given_names(optim)
-    unknown = [name for name in _names_in(shard) if name not in by_name]
-    if unknown:
-        raise StateError(
-            f"{type(optim).__name__} does not tell the parameter that it calls {unknown[0]!r}, so its dtype cannot be kept: "
-            "load the shard with the optimizer's own load_state_dict"
-        )
-    return {
-        local_id: by_name[local_id] if isinstance(local_id, str) else param
-        for group, live_group in zip(groups, live, strict=True)
-        for local_id, param in zip(group["params"], live_group["params"], strict=True)
-    }
-
-
-def _would_change(param: torch.Tensor, name: object, value: object) -> bool:
-    """Whether torch's load would change a value: it casts floating tensors except `step`, and rebuilds iterables, even a str."""
-    if isinstance(value, torch.Tensor):
-        return name != "step" and param.is_floating_point() and value.dtype != param.dtype
-    return isinstance(value, Iterable)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """The value with its tensors, also those in containers, on a device. Dtypes stay."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value

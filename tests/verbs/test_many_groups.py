@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,5 +99,5 @@ def test_the_work_grows_with_the_number_of_groups(call, tmp_path):
         full = gather_full_optim_state_dict(model, optim)
         if call is load:
             save(model, optim, full, tmp_path)
-        counts.append(lines_run(lambda: call(model, optim, full, tmp_path)))
+        counts.append(lines_run(partial(call, model, optim, full, tmp_path)))
     assert 0 < counts[1] < 1.25 * MANY / FEW * counts[0], f"{counts[0]} lines for {FEW} groups, {counts[1]} for {MANY}"

@@ -1,0 +1,230 @@
+"""An optimizer's own load of its own dict, in which every value keeps its dtype, and every hook sees every value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from fsdp_optim.adapters import all_adapters
+from fsdp_optim.errors import StateError
+from fsdp_optim.memory import is_plain, same_bits
+from fsdp_optim.state.classes import is_of_torch, layers
+from fsdp_optim.state.kinds import is_known_moment
+from fsdp_optim.state.packed import given_names
+
+WAYS_OUT = (
+    "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
+    "scatter_full_optim_state_dict(model, optim, full, source_rank), and load what that returns"
+)
+
+
+@dataclass(frozen=True)
+class OwnLoad:
+    """A load of a shard into an optimizer by its own load_state_dict().
+
+    torch's load casts state to the dtype of its parameter. What it would change is put right between torch's load and the
+    load hooks of the user, so that these see all values, and what they change stays changed.
+    """
+
+    optim: Any
+    shard: Mapping[str, Any]
+    params: Mapping[Any, torch.Tensor]
+
+    @classmethod
+    def of(cls, optim: Any, shard: Mapping[str, Any]) -> OwnLoad:
+        """Prepare a load. Raises StateError if the dict cannot be loaded. Changes nothing."""
+        params = params_by_id(optim, shard)
+        _refuse_whole_values(optim, shard, params)
+        load = cls(optim, shard, params)
+        if not load._hooked and not isinstance(getattr(optim, "state", None), Mapping):
+            for param, local_id, name, value in load._changing():
+                raise StateError(
+                    f"{name} of local parameter {local_id} is a {getattr(value, 'dtype', type(value).__name__)}, its "
+                    f"parameter {param.dtype}: load_state_dict() would change it, and {type(optim).__name__} has no `state` "
+                    "into which it could be put unchanged"
+                )
+        return load
+
+    def run(self) -> None:
+        """Load the shard. The shard stays as it is."""
+        given = {**self.shard, "state": {key: _copied(values) for key, values in self.shard["state"].items()}}
+        with ExitStack() as stack:
+            for optim in self._hooked:
+                stack.enter_context(_values_put_right(optim))
+            self.optim.load_state_dict(given)
+        if not self._hooked:
+            for param, _, name, value in self._changing():
+                _put_right(self.optim.state.get(param), param, name, value)
+
+    @property
+    def _hooked(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of torch, outermost first, whose load has hooks."""
+        return [optim for optim in layers(self.optim) if isinstance(optim, torch.optim.Optimizer)]
+
+    def _changing(self) -> Iterator[tuple[torch.Tensor, Any, Any, Any]]:
+        """The values that torch's load would change: (parameter, local id, name, value)."""
+        for local_id, values in self.shard["state"].items():
+            for name, value in values.items() if local_id in self.params else ():
+                if would_change(self.params[local_id], name, value):
+                    yield self.params[local_id], local_id, name, value
+
+
+@contextmanager
+def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo what torch's load casts, before the user's post-hooks run. Where it matters to nobody, it casts no copy at all."""
+    given: dict[str, Any] = {}
+    own_setstate = not _of_torch(getattr(type(optim), "__setstate__", None))
+
+    def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        given.clear()
+        given.update(state_dict)
+        params = _params_in_order(optim, state_dict)
+        state = {
+            key: {n: v for n, v in values.items() if not _is_withheld(params[key], n, v, own_setstate)}
+            if key in params and isinstance(values, dict)
+            else values  # not of a parameter
+            for key, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def after(_: torch.optim.Optimizer) -> None:
+        params = _params_in_order(optim, given)
+        for key, values in given["state"].items():
+            if key not in params or not isinstance(values, dict):
+                continue
+            param, live = params[key], optim.state.get(params[key])
+            changing = {name: value for name, value in values.items() if would_change(param, name, value)}
+            if not isinstance(live, dict) or not changing:
+                continue
+            for name, value in changing.items():
+                if _is_withheld(param, name, value, own_setstate):
+                    live[name] = _moved(value, param.device)
+                else:
+                    _put_right(live, param, name, value)
+            in_order = {name: live[name] for name in chain(values, live) if name in live}
+            live.clear()
+            live.update(in_order)
+        given.clear()
+
+    handles = [
+        optim.register_load_state_dict_pre_hook(before),  # after the user's
+        optim.register_load_state_dict_post_hook(after, prepend=True),  # before the user's
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_torch(function: object) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("torch.optim")
+
+
+def _params_in_order(optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    """The parameter of each id, by which torch's own load finds it: by the order in the groups. Empty where torch will refuse."""
+    ids = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [param for group in optim.param_groups for param in group["params"]]
+    return dict(zip(ids, params, strict=True)) if len(ids) == len(params) else {}
+
+
+def _is_withheld(param: torch.Tensor, name: object, value: object, own_setstate: bool) -> bool:
+    """Whether torch's load need not see a value, or cannot: it makes iterables of a class anew from a generator.
+
+    torch's own __setstate__ needs numbers only (step, mu_product, eta); that of another class gets everything.
+    """
+    if name == "step" or not would_change(param, name, value) or (isinstance(value, torch.Tensor) and not value.dim()):
+        return False
+    return not own_setstate or not isinstance(value, (torch.Tensor, dict, list, tuple, set))
+
+
+def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
+    """Put a value in the place of torch's cast of it. A live value that is no such cast is the optimizer's own, and stays."""
+    if not isinstance(live, dict) or name not in live:
+        return
+    if isinstance(value, torch.Tensor):
+        found = live[name]
+        if type(found) is not type(value) or found.shape != value.shape or found.dtype != param.dtype:
+            return
+        if not is_plain(found) or not same_bits(found, value.to(found.device, found.dtype)):
+            return
+    live[name] = _moved(value, param.device)
+
+
+def would_change(param: torch.Tensor, name: object, value: object) -> bool:
+    """Whether torch's load would change a value: it casts floating tensors except `step`, and rebuilds iterables, even a str."""
+    if isinstance(value, torch.Tensor):
+        return name != "step" and param.is_floating_point() and value.dtype != param.dtype
+    return isinstance(value, Iterable)
+
+
+def _copied(values: Any) -> Any:
+    return dict(values) if isinstance(values, dict) else values
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The value with its tensors, also those in containers, on a device. Dtypes stay."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+def params_by_id(optim: Any, shard: Mapping[str, Any]) -> dict[Any, torch.Tensor]:
+    """The live parameter of each local id. Raises StateError where the groups of the shard are not those of the optimizer."""
+    groups, live = shard["param_groups"], optim.param_groups
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in live]:
+        raise StateError(
+            f"this shard has {[len(g['params']) for g in groups]} parameters in its groups, the optimizer has "
+            f"{[len(g['params']) for g in live]}: a full dict has to go through get_shard_from_optim_state_dict first"
+        )
+    by_name = given_names(optim)
+    unknown = [name for name in names_in(shard) if name not in by_name]
+    if unknown:
+        raise StateError(
+            f"{type(optim).__name__} does not tell the parameter that it calls {unknown[0]!r}, so its dtype cannot be kept: "
+            "load the shard with the optimizer's own load_state_dict"
+        )
+    return {
+        local_id: by_name[local_id] if isinstance(local_id, str) else param
+        for group, live_group in zip(groups, live, strict=True)
+        for local_id, param in zip(group["params"], live_group["params"], strict=True)
+    }
+
+
+def names_in(own: Mapping[str, Any]) -> list[str]:
+    """The names among the ids of an optimizer's own dict."""
+    return [param for group in own["param_groups"] for param in group["params"] if isinstance(param, str)]
+
+
+_IF_FULL = f"If this is a full dict: {WAYS_OUT}"
+
+
+def _refuse_whole_values(optim: object, shard: Mapping[str, Any], params: Mapping[Any, torch.Tensor]) -> None:
+    """Raise StateError for whole values of parameters that are cut, as full dicts of other libraries have them.
+
+    Optimizers of other packages may keep values of another shape under the same names.
+    """
+    of_torch = is_of_torch(optim)
+    for local_id, values in shard["state"].items():
+        param = params.get(local_id)
+        for name, value in values.items() if param is not None else ():
+            if param is None or not is_plain(value) or not value.dim() or not is_known_moment(name):
+                continue
+            held = param.to_local() if hasattr(param, "to_local") else param
+            unlike = value.shape != held.shape
+            if (of_torch and (unlike or held is not param)) or (unlike and value.shape == param.shape):
+                whole = held.dim() > 1 and any(adapter.has_cut(param) for adapter in all_adapters())
+                why = "Leave summon_full_params() first, which shows whole parameters" if whole else _IF_FULL
+                raise StateError(
+                    f"{name} of local parameter {local_id} has shape {list(value.shape)}, this rank's part of the parameter has "
+                    f"{list(held.shape)}. {why}"
+                )
