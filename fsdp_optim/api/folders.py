@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_optim.checkpoint import catalog, listing, resuming
+from fsdp_optim.checkpoint import catalog, listing, resuming, roots
 from fsdp_optim.checkpoint.formats import SAVED
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.restored import Restored
@@ -64,16 +64,18 @@ def resume(
 
     Args:
         root: a path, or a URL as for `save`.
-        on_damage: the reaction to a newest checkpoint that is damaged, or cannot be read just now. "error": raise a
+        on_damage: the reaction to a newest checkpoint that is damaged, or cannot be read now or by this user. "error": raise a
             CheckpointError that names this checkpoint and the one before. "previous": log a warning, and load the newest
             checkpoint that can be loaded.
         model, optim, weights, strict, groups, keep, cast, rename, verify, check, allow_pickle, progress, name_of, process_group,
             timeout, bucket_nbytes, local_cache, storage_options: as for `load`.
 
     Returns:
-        As `load`; None where the folder has no checkpoint, and nothing was changed.
+        As `load`; None where the folder is empty, or missing in a folder that is there: the training begins anew, which one line
+        on the lowest rank says, and nothing was changed.
 
-    Raises (the same on all ranks): as `load`.
+    Raises (the same on all ranks): as `load`; and CheckpointError where the path is itself a checkpoint, where even its parent
+        folder is missing, and where all checkpoints in it are those of other programs.
     """
     call = Options(
         name_of=name_of,
@@ -116,10 +118,13 @@ def latest(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] |
         A Path in a folder, a URL (str) under a URL; None where there is no complete checkpoint.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or none of its checkpoints can be read just now.
+        CheckpointError: the folder cannot be listed, or none of its checkpoints can be read just now; or the path is a mistake,
+            as for `resume`.
     """
     with checkpoint_errors(root):
         found = catalog.latest(*(shelf_at(root, storage_options, format) for format in SAVED))
+        if found is None:
+            roots.check_root(root, storage_options)
         return found if found is None or scheme_of(root) is not None else Path(found)
 
 
@@ -137,13 +142,16 @@ def checkpoints(
 
     Returns:
         For each checkpoint its `path`, `step`, `world_size`, `nbytes`, whether it is `complete` (else the `reason`), and its
-        `metric`. Folders without a manifest are not listed, nor are saves that have not ended.
+        `metric`. Folders without a manifest are listed where a save has written their files. Saves that have not ended are not.
 
     Raises:
-        CheckpointError: the folder cannot be listed.
+        CheckpointError: the folder cannot be listed, or the path is a mistake, as for `resume`.
     """
     with checkpoint_errors(root):
-        return listing.checkpoints(*(shelf_at(root, storage_options, format) for format in SAVED))
+        found = listing.checkpoints(*(shelf_at(root, storage_options, format) for format in SAVED))
+        if not found:
+            roots.check_root(root, storage_options)
+        return found
 
 
 def wait(timeout: float | None = None) -> None:

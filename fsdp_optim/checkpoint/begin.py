@@ -67,7 +67,7 @@ def begin(
     if options.upload_to is not None and not isinstance(store, Folder):
         raise CheckpointError(f"{store.where}: upload_to= is for saves to a folder")
     warn_if_alone(callers, store.where, has_group=options.call.process_group is not None)
-    pending.settle()
+    pending.settle(managed.known if managed is not None else None)
     saved = _ToSave.read(name_of(path), reader, callers, optim, options, format.writer())
     with ExitStack() as undo:
         leading: _Leading | None = None
@@ -245,7 +245,7 @@ class _Leading:
         staging = store.begin(overwrite=options.overwrite, durable=options.durable)
         undo.callback(staging.abandon)
         if managed is not None:
-            managed.known.tokens.add(staging.token)
+            managed.known.saves(store.where, staging.token)
         can, durable = staging.capabilities, options.durable or staging.replaces
         if not durable and managed is not None:
             durable = bool(managed.outdated(store, listed, prepared.content, options.step or 0))

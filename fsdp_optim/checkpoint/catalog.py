@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fsdp_optim.checkpoint.listing import listed_with_shelves, stem_of
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format
 from fsdp_optim.formats.brief import Brief
@@ -32,8 +32,7 @@ class Series:
 
     @classmethod
     def of(cls, where: str, content: str, step: int | None, keep_last: int | None) -> Series:
-        name = where.rpartition("/")[2]
-        return cls(content, re.sub(r"\d+", "#", name), step is not None and keep_last is not None)
+        return cls(content, stem_of(where), step is not None and keep_last is not None)
 
     @classmethod
     def of_shelved(cls, one: Shelved[Brief]) -> Series:
@@ -53,10 +52,13 @@ def latest(*shelves: Shelf[Brief]) -> str | None:
     """
     unread: list[str] = []
     for attempt in range(_ATTEMPTS):
-        looks = [(shelf, *shelf.complete()) for shelf in shelves]
-        unread = [reason for _, _, reasons in looks for reason in reasons]
-        found = [(one, shelf) for shelf, its, _ in looks for one in its if not one.brief.is_foreign]
-        for one, shelf in sorted(found, key=lambda pair: pair[0].brief.order, reverse=True):
+        looks = listed_with_shelves(shelves)
+        unread = [one.standing.reason for one, _ in looks if not one.standing.is_sure]
+        for one, _ in looks:
+            if not one.standing.is_complete:
+                log.warning("%s is no checkpoint that can be read: %s", one.where, one.standing.reason)
+        found = [(one.standing.brief.order, one, shelf) for one, shelf in looks if one.standing.brief is not None]
+        for _, one, shelf in sorted(found, key=lambda candidate: candidate[0], reverse=True):
             standing = shelf.standing_of(one)  # by the whole manifest, not its beginning alone
             if standing.is_complete:
                 return one.where
@@ -79,7 +81,12 @@ def next_sequence(store: Store, formats: Collection[Format]) -> int:
     before it must not be taken for older, and be removed by keep_last.
     """
     highest = 0 if isinstance(store, Folder) else time.time_ns() // 1_000_000 - 1
-    for opened in store.siblings():
+    siblings = store.siblings()
+    if isinstance(store, Folder):
+        briefs = {one.where: one.brief for one in store.shelf().listed() if one.brief is not None}
+        highest = max((brief.sequence for brief in briefs.values()), default=0)
+        siblings = store.siblings({where.rpartition("/")[2] for where in briefs})
+    for opened in siblings:
         with opened:
             highest = max(highest, *(format.sequence_in(opened) for format in formats))
     return highest + 1
@@ -95,13 +102,18 @@ def outdated(store: Store, series: Series, keep_last: int, *, is_saved: bool = F
     kept, older = 1, []
     listed = shelf.complete()[0]
     own = next((one.brief.order for one in listed if is_saved and one.base == store.where), None)
-    for one in reversed(listed):
-        if one.base == store.where or not one.can_go or one.brief.manager is not None:
-            continue
-        if own is not None and one.brief.order > own:
-            continue
-        if not Series.of_shelved(one).is_alike(series):
-            continue
+    alike = [
+        one
+        for one in reversed(listed)
+        if one.base != store.where
+        and one.can_go
+        and one.brief.manager is None
+        and (own is None or one.brief.order <= own)
+        and Series.of_shelved(one).is_alike(series)
+    ]
+    if len(alike) < keep_last:  # all stay, whole or not
+        return []
+    for one in alike:
         if kept >= keep_last:
             older.append(one)
         elif shelf.standing_of(one).is_complete:

@@ -14,6 +14,8 @@ from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.formats.brief import Brief, ManagerRecord
 from fsdp_optim.options import Arguments, check_at_least, check_one_of
 from fsdp_optim.storage.base import Shelf, Store
+from fsdp_optim.storage.posix.shelf import FolderShelf
+from fsdp_optim.storage.posix.store import Folder
 
 Best: TypeAlias = Literal["min", "max"]
 
@@ -77,14 +79,21 @@ class Entry:
 
 
 def left_behind(entries: Iterable[Entry]) -> set[str]:
-    """The names of the checkpoints of steps that a later save took back: the run had returned to an earlier step."""
+    """The names of the checkpoints that the run has left behind: the newest one does not go back to them, step by step.
+
+    Each one says which step it was saved after. Where that checkpoint is not there, every older one of an earlier step may be
+    where the run came from, and none of them is left behind.
+    """
     behind: set[str] = set()
-    least: int | None = None  # the earliest step that a newer checkpoint was saved after
+    passed_by: set[str] = set()  # older than the last one of the chain, of earlier steps than the next one
+    wanted: int | None = None  # the step of the next one
     for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
-        if least is not None and entry.step > least:
-            behind.add(entry.name)
+        if wanted is None or entry.step == wanted:
+            wanted, behind, passed_by = entry.after, behind | passed_by, set()
+        elif entry.step < wanted:
+            passed_by.add(entry.name)
         else:
-            least = entry.after if least is None else min(least, entry.after)
+            behind.add(entry.name)
     return behind
 
 
@@ -118,20 +127,49 @@ def entries_of(ones: Iterable[ListedCheckpoint]) -> list[Entry]:
 
 @dataclass
 class KnownSaves:
-    """The checkpoints of a folder that a run knows, on the leading rank: those that were there when it resumed, and its own."""
+    """The checkpoints of a folder that a run knows, on the leading rank: those that were there when it resumed, and its own.
+
+    `unread`: the places of those that could not be read then. What is read there first is what was there.
+    """
 
     tokens: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
     sequence: int = 0  # the highest of them: a later listing may still be one of before them
+    shelf: FolderShelf[Brief] | None = None  # of a folder, as the last save has looked at it
+
+    def look_as_before(self, store: Store) -> None:
+        """Let a save look only at what is new in the folder since the one before."""
+        if isinstance(store, Folder):
+            if self.shelf is not None:
+                store.share_looks(self.shelf)
+            self.shelf = store.shelf()
 
     def see(self, listed: Iterable[ListedCheckpoint]) -> None:
         """The run resumes, and knows the checkpoints in the folder."""
         for one in listed:
-            if one.brief is not None:
-                self.tokens.add(one.brief.token)
-                self.sequence = max(self.sequence, one.brief.sequence)
+            self._add(one)
+
+    def see_unread(self, listed: Iterable[ListedCheckpoint]) -> None:
+        """The run looks again, and knows those that it could not read when it resumed."""
+        for one in listed:
+            if one.base in self.unread:
+                self._add(one)
+
+    def _add(self, one: ListedCheckpoint) -> None:
+        if one.brief is None:
+            self.unread.add(one.base)
+            return
+        self.unread.discard(one.base)
+        self.tokens.add(one.brief.token)
+        self.sequence = max(self.sequence, one.brief.sequence)
+
+    def saves(self, where: str, token: str) -> None:
+        """The run saves a checkpoint of its own."""
+        self.unread.discard(where)
+        self.tokens.add(token)
 
     def has(self, one: ListedCheckpoint) -> bool:
-        return one.brief is not None and one.brief.token in self.tokens
+        return one.brief is not None and (one.brief.token in self.tokens or one.base in self.unread)
 
 
 @dataclass(frozen=True)
@@ -155,9 +193,11 @@ class ManagedSave:
 
         Returns the checkpoints in the folder.
         """
+        self.known.look_as_before(store)
         listed: list[ListedCheckpoint] = store.shelf().listed()
         here = next((one for one in listed if one.base == store.where), None)
-        if here is not None and not here.standing.is_sure:
+        self.known.see_unread(listed)
+        if here is not None and not here.standing.is_sure and not here.standing.is_closed:
             raise CheckpointError(
                 f"{store.where}: is there already, and cannot be read just now: {here.standing.reason}"
             )
@@ -226,13 +266,18 @@ class ManagedSave:
         except OSError as error:
             log.warning("nothing was removed after %s: %s", store.where, error)
             return
-        behind = [one for one in outdated if (number_in(one) or 0) > self.record.after]
-        rest = [one for one in outdated if one not in behind]
+        taken_back = [one for one in outdated if (number_in(one) or 0) > self.record.after]
+        rest = [one for one in outdated if one not in taken_back]
         shelf = store.shelf()
-        if behind:
-            shelf.remove(behind, f"the run went back to step {max(self.record.after, 0)}, and {store.where} is newer")
+        if taken_back:
+            shelf.remove(
+                taken_back, f"the run went back to step {max(self.record.after, 0)}, and {store.where} is newer"
+            )
         if rest:
-            shelf.remove(rest, f"no rule of the CheckpointManager keeps it, and {store.where} is newer")
+            shelf.remove(
+                rest,
+                f"no rule of the CheckpointManager keeps it, and {store.where} is newer",
+            )
 
 
 def metric_of(metric: object) -> float | None:
@@ -241,6 +286,8 @@ def metric_of(metric: object) -> float | None:
         return None
     try:
         value = float(metric)  # type: ignore[arg-type]  # also of a tensor or an array with one element
+    except OverflowError:  # an integer beyond all floats
+        value = math.inf
     except (TypeError, ValueError, RuntimeError) as error:
         raise StateError(f"metric has to be a number or None, not {metric!r}: {error}") from error
     if not math.isfinite(value):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdp_optim.checkpoint.results import CheckpointInfo
 from fsdp_optim.formats.brief import Brief
-from fsdp_optim.storage.base import Listed, Shelf
+from fsdp_optim.storage.base import Listed, Shelf, names_checkpoint
 from fsdp_optim.storage.schemes import scheme_of
 
 ListedCheckpoint = Listed[Brief]
@@ -21,8 +21,34 @@ def checkpoints(*shelves: Shelf[Brief]) -> list[CheckpointInfo]:
 
 def listed(shelves: Sequence[Shelf[Brief]]) -> list[ListedCheckpoint]:
     """All checkpoints on a shelf that this library has saved. `shelves`: the same shelf, for each format."""
-    found = (one for shelf in shelves for one in shelf.listed())
-    return [one for one in found if one.brief is None or not one.brief.is_foreign]
+    return [one for one, _ in listed_with_shelves(shelves)]
+
+
+def listed_with_shelves(shelves: Sequence[Shelf[Brief]]) -> list[tuple[ListedCheckpoint, Shelf[Brief]]]:
+    """As `listed`; each with the shelf, of those given, that can read it.
+
+    What cannot be entered counts by its name: one of a checkpoint, or like those of the others. Alone it counts in any case.
+    """
+    found: dict[tuple[str, str], tuple[ListedCheckpoint, Shelf[Brief]]] = {}
+    for shelf in shelves:
+        for one in shelf.listed():
+            key = one.where, "" if one.where != shelf.where else one.standing.reason
+            if key not in found or (found[key][0].brief is None and one.brief is not None):
+                found[key] = one, shelf
+    ours = [(one, shelf) for one, shelf in found.values() if one.brief is None or not one.brief.is_foreign]
+    stems = {stem_of(one.base) for one, _ in ours if one.brief is not None}
+    return [(one, shelf) for one, shelf in ours if not stems or _counts(one, stems)]
+
+
+def _counts(one: ListedCheckpoint, stems: set[str]) -> bool:
+    if one.standing.has_manifest or not one.standing.is_closed:
+        return True
+    return names_checkpoint(one.base.rpartition("/")[2]) or stem_of(one.base) in stems
+
+
+def stem_of(where: str) -> str:
+    """The name of a checkpoint but for its digits."""
+    return re.sub(r"\d+", "#", where.rpartition("/")[2])
 
 
 def info_of(one: ListedCheckpoint) -> CheckpointInfo:
@@ -61,5 +87,10 @@ def _is_before(number: int, other: ListedCheckpoint) -> bool:
 
 def number_in(one: ListedCheckpoint) -> int | None:
     """The last number in the name of a checkpoint."""
-    numbers = re.findall(r"[0-9]+", one.base.rpartition("/")[2])
+    return last_number(one.base.rpartition("/")[2])
+
+
+def last_number(name: str) -> int | None:
+    """The last number in a name."""
+    numbers = re.findall(r"[0-9]+", name)
     return int(numbers[-1][-18:]) if numbers else None

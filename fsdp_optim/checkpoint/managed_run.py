@@ -14,17 +14,20 @@ from typing import Any
 
 from fsdp_optim.checkpoint.agreeing import Rhythm
 from fsdp_optim.checkpoint.background import async_save
+from fsdp_optim.checkpoint.formats import SAVED
 from fsdp_optim.checkpoint.keeping import KeepRules, KnownSaves, ManagedSave, is_own, metric_of, name_of_step, own_in
-from fsdp_optim.checkpoint.listing import newest_first
+from fsdp_optim.checkpoint.listing import ListedCheckpoint, newest_first
+from fsdp_optim.checkpoint.listing import listed as all_listed
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.preemption import Signals
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.checkpoint.resuming import Candidate, candidates_on_all, load_newest
+from fsdp_optim.checkpoint.roots import begin_anew
 from fsdp_optim.checkpoint.sharing import check_shared
 from fsdp_optim.checkpoint.stores import shelf_at, store_at
 from fsdp_optim.checkpoint.trainer_state import LoadedState, TrainerState
-from fsdp_optim.errors import CheckpointError, StateError
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.brief import ManagerRecord
 from fsdp_optim.options import (
     Arguments,
@@ -178,7 +181,7 @@ class ManagedRun:
             if to is not None:
                 check_at_least("to", to, 0)
             self._settle(group)
-            pending.settle()
+            pending.settle(self._known)
             found = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
         loaded = LoadedState(self._options.objects, group.position, options.call.strict)
 
@@ -264,18 +267,14 @@ class ManagedRun:
 
     def _candidates(self, to: int | None) -> list[Candidate]:
         """The checkpoints of a manager in the folder that a load may take, the newest first."""
-        listed = shelf_at(self._root, self._options.saving.storage_options).listed()
+        storage = self._options.saving.storage_options
+        listed = all_listed([shelf_at(self._root, storage, format) for format in SAVED])
         self._known.see(filter(is_own, listed))
         own = newest_first(own_in(listed))
         if to is None:
-            if not own and listed:
-                log.warning(
-                    "%s has %d checkpoints that no CheckpointManager made, such as %s; they are not resumed from: "
-                    "fsdp_optim.load loads them",
-                    self._root,
-                    len(listed),
-                    listed[0].where,
-                )
+            if not own:
+                self._check_others(listed)
+                begin_anew(self._root, storage)
             return [Candidate.of(one) for one in own]
         name = name_of_step(to)
         chosen = [one for one in own if one.base.rpartition("/")[2] == name]
@@ -284,3 +283,13 @@ class ManagedRun:
             has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
             raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
         return [Candidate.of(one) for one in chosen]
+
+    def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:
+        """Raise CheckpointError where a resume would pass by checkpoints, because no manager made them."""
+        others = newest_first([one for one in listed if one.standing.is_complete or not one.standing.is_sure])
+        if others:
+            raise CheckpointError(
+                f"{self._root}: has {counted_noun(len(others), 'checkpoint')} that no CheckpointManager made, the newest is "
+                f"{others[0].where}, and a manager resumes from its own only: fsdp_optim.resume({self._root!r}, ...) loads it; "
+                "give the manager a folder of its own"
+            )

@@ -157,7 +157,9 @@ class CheckpointManager:
         check: Check | None = None,
         local_cache: str | os.PathLike[str] | None = None,
     ) -> int:
-        """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where there is none.
+        """Load the newest checkpoint that a manager made in this folder; return its step, or 0 where that is empty, or missing
+        in a folder that is there: the training begins anew, which one line says. A path that is a mistake is an error, as for
+        `fsdp_optim.resume`, and so is a folder whose checkpoints no manager made.
 
         The lowest rank lists the folder, so all ranks load the same checkpoint. Model and optimizer are changed when all ranks
         have read everything, and random states are set last: call this when everything is built. If the state of an object

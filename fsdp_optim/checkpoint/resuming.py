@@ -15,6 +15,7 @@ from fsdp_optim.checkpoint.listing import listed as all_listed
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.restore import restore
 from fsdp_optim.checkpoint.restored import Restored
+from fsdp_optim.checkpoint.roots import begin_anew
 from fsdp_optim.checkpoint.sharing import check_shared
 from fsdp_optim.checkpoint.stores import shelf_at, store_at
 from fsdp_optim.errors import CheckpointError
@@ -52,7 +53,10 @@ def resume(
 
     def listed() -> list[Candidate]:
         shelves = [shelf_at(root, options.storage_options, format) for format in SAVED]
-        return [Candidate.of(one) for one in newest_first(all_listed(shelves))]
+        found = [Candidate.of(one) for one in newest_first(all_listed(shelves))]
+        if not found:
+            begin_anew(root, options.storage_options)
+        return found
 
     with calling("resume", [model], options, options.call, all_of_plain=True) as (_, callers):
         pending.settle()

@@ -758,13 +758,6 @@ class KeepTest(CatalogTest):
         with again.manager:
             self.assertEqual(again.manager.resume(), 1)
 
-    def test_checkpoints_of_others_are_not_resumed_from_in_silence(self) -> None:
-        save_plain(self.root / "step-5", step=5)
-        run = Run(self.root, "plain")
-        with run.manager, self.assertLogs(LOG, "WARNING") as logs:
-            self.assertEqual(run.manager.resume(), 0)
-        self.assertIn("has 1 checkpoints that no CheckpointManager made", "\n".join(logs.output))
-
 
 class BucketTest(unittest.TestCase):
     def test_a_bucket(self) -> None:

@@ -75,6 +75,49 @@ class RulesTest(unittest.TestCase):
                 {name_of_step(one) for one in on_disk if one not in line}, left_behind(on_disk.values()), events
             )
 
+    @examples(300)
+    @given(
+        st.lists(st.tuples(st.booleans(), st.integers(0, 30)), min_size=8, max_size=14),
+        st.one_of(st.just([]), st.lists(st.booleans(), max_size=14)),
+    )
+    def test_no_ancestor_is_left_behind_whatever_is_not_there(
+        self, events: list[tuple[bool, int]], there: list[bool]
+    ) -> None:
+        """Branches stay, as where jobs are killed before they remove them, and any checkpoint may be unreadable for a moment."""
+        history: list[Entry] = []
+        line: list[int] = []
+        lines: dict[int, list[int]] = {}
+        at = -1
+        for goes_back, number in events:
+            if goes_back and history:
+                at = history[number % len(history)].step  # also to what had been left behind
+                line = lines[at]
+                continue
+            used = {entry.step for entry in history}
+            step = next(step for step in itertools.count(at + 1 + number % 4) if step not in used)
+            history.append(Entry(name_of_step(step), step, (len(history) + 1, step, 0, ""), at))
+            line, at = [*line, step], step
+            lines[step] = line
+        readable = [entry for entry, can in zip(history, [*there, *([True] * len(history))], strict=False) if can]
+        if not readable:
+            return
+        ancestors = {name_of_step(step) for step in lines[max(readable, key=lambda entry: entry.order).step]}
+        behind = left_behind(readable)
+        self.assertEqual(behind & ancestors, set(), (events, there))
+        if len(readable) == len(history):
+            self.assertEqual(behind, {entry.name for entry in history} - ancestors, events)
+
+    def test_a_branch_that_a_kill_has_left_takes_nothing_with_it(self) -> None:
+        """10, 20, 30, 40; back to 10; 15, killed; 15 cannot be read for a moment, so the run goes on from 40 and saves 50."""
+        afters = {10: -1, 20: 10, 30: 20, 40: 30, 15: 10, 50: 40}
+        entries = [
+            Entry(name_of_step(step), step, (place, step, 0, ""), after)
+            for place, (step, after) in enumerate(afters.items(), 1)
+        ]
+        self.assertEqual(left_behind(entries), {name_of_step(15)})
+        without_40 = [entry for entry in entries if entry.step != 40]
+        self.assertEqual(left_behind(without_40), set(), "30 or 15 may be where the run came from")
+
     @examples(100)
     @given(ENTRIES)
     def test_the_newest_stays_and_all_stay_without_a_rule(self, entries: list[Entry]) -> None:
@@ -90,6 +133,8 @@ class RulesTest(unittest.TestCase):
             (float("nan"), None),
             (float("inf"), None),
             (True, 1.0),
+            (10**400, None),
+            (-(10**400), None),
             (__import__("numpy").float32(0.5), 0.5),
         ]
     )

@@ -32,7 +32,9 @@ from fsdp_optim.storage.base.names import (
     Undecided,
     check_inside,
     check_name,
+    check_not_reserved,
     is_sure_that_not,
+    names_checkpoint,
 )
 from fsdp_optim.storage.base.opened import (
     Opened,
@@ -95,8 +97,10 @@ __all__ = [
     "can_be_left",
     "check_inside",
     "check_name",
+    "check_not_reserved",
     "is_resumable",
     "is_sure_that_not",
     "keeps_parts",
+    "names_checkpoint",
     "resumes_parts",
 ]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterable
 
 from fsdp_optim.errors import CheckpointError, causes_of
 
 _NAME = re.compile(r"(extra/)?[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata")
+_RESERVED = re.compile(r".*\.(new|saving|old|gone)-[0-9a-f]{16}", re.DOTALL)
+_NUMBERED = re.compile(
+    r"(.*[^a-z])?(step|epoch|checkpoint|ckpt|iter|iteration)s?[-_=.]?[0-9]+.*", re.IGNORECASE | re.DOTALL
+)
 
 MOST_DEPTH = 3
 """The number of folders above a file in a place of any content."""
@@ -51,3 +56,20 @@ def check_inside(where: str, name: object) -> str:
     if any(part in ("", ".", "..") for part in parts):
         raise CheckpointError(f"{where}: names the file {name!r}, which is not inside the checkpoint")
     return str(name)
+
+
+def check_not_reserved(where: str, parts: Iterable[str]) -> None:
+    """Raise CheckpointError for a place below a name that saves give to what is not a checkpoint yet, or not any more: the next
+    save beside it would remove it. `parts`: the names of the place and of the folders that it is in.
+    """
+    for name in parts:
+        if _RESERVED.fullmatch(name):
+            raise CheckpointError(
+                f"{where}: {name} is a name that saves give to unfinished and removed checkpoints, so the next save would remove "
+                "it: save to a path without this name"
+            )
+
+
+def names_checkpoint(name: str) -> bool:
+    """Whether a name is one that people give to checkpoints: it has a step, an epoch or the like, with its number."""
+    return _NUMBERED.fullmatch(name) is not None

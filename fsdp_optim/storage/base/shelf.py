@@ -30,6 +30,7 @@ class Standing(Generic[BriefT]):
         has_moved: whether the checkpoint went away, or another one took its name, during the look.
         reason: why the checkpoint is not complete, or is undecided.
         partial: the summary of a checkpoint that is not complete, or is undecided, where the summary could be read.
+        is_closed: whether this user may not enter the place, or not read its manifest.
     """
 
     brief: BriefT | None = None
@@ -38,6 +39,7 @@ class Standing(Generic[BriefT]):
     has_moved: bool = False
     reason: str = ""
     partial: BriefT | None = None
+    is_closed: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -62,7 +64,7 @@ class Shelved(Generic[BriefT]):
 
 @dataclass(frozen=True)
 class Listed(Generic[BriefT]):
-    """A place on a shelf that has a manifest, complete or not. `where`, `base`, `can_go`: as for `Shelved`."""
+    """A place on a shelf that is a checkpoint, complete or not, or that may be one. The rest: as for `Shelved`."""
 
     where: str
     base: str
@@ -92,11 +94,14 @@ class Shelf(Protocol[BriefT]):
         """
 
     def listed(self) -> list[Listed[BriefT]]:
-        """All places with a manifest, in no order, damaged checkpoints included where the shelf can tell.
+        """All places with a manifest, in no order, damaged checkpoints included where the shelf can tell: those that have lost
+        their manifest, and what cannot be entered, too.
 
         Raises CheckpointError where the shelf cannot be listed.
         """
-        return [Listed.of_shelved(one) for one in self.complete()[0]]
+        complete, unread = self.complete()
+        undecided = [Listed[BriefT](self.where, self.where, Standing(is_sure=False, reason=why)) for why in unread]
+        return [*map(Listed.of_shelved, complete), *undecided]
 
     def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
         """The state of a checkpoint by the whole of its manifest."""
@@ -120,6 +125,10 @@ class Judge(Protocol[BriefT]):
 
     def token_in(self, opened: Opened) -> str | None:
         """The token of the save that wrote the checkpoint; None where the token cannot be read."""
+
+    def is_trace(self, name: str) -> bool:
+        """Whether only a save of this format gives this name to a file: a place that has it, and no manifest, has lost that."""
+        return False
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         """A function that says whether a file of a given name was written by a save. `opened` None: the place cannot be opened.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import BriefT, Judge, Listed, Shelf, Shelved, Standing, is_sure_that_not
@@ -14,8 +15,13 @@ from fsdp_optim.storage.objects.opened import OpenedObjects, open_place
 from fsdp_optim.storage.objects.saves import mark_dead, own_keys
 
 _LOOKED_AT_ONCE = 16
+_MOST_LISTED = 1000  # keys of a place without a manifest
 
 log = logging.getLogger("fsdp_optim")
+
+
+class LostManifestError(CheckpointError):
+    """A place has files of a save, and no manifest."""
 
 
 class ObjectShelf(Shelf[BriefT]):
@@ -55,10 +61,27 @@ class ObjectShelf(Shelf[BriefT]):
             opened = open_place(self._bucket, place, self._judge)
             opened.fetch_head(self._judge.manifest)
         except MissingObjectError:
-            return None
+            return self._lost(place)
         except CheckpointError as error:
             return error
         return opened
+
+    def _lost(self, place: Place) -> LostManifestError | None:
+        """The error of a place that has files of a save, and no manifest, though no save is under way; else None."""
+        has_trace = False
+        try:
+            for found in islice(self._bucket.list(place.inside), _MOST_LISTED):
+                name = place.name_in(found.key)
+                if found.key.startswith(place.saving) or name in (self._judge.manifest, *self._judge.others):
+                    return None
+                has_trace = has_trace or self._judge.is_trace(name)
+        except CheckpointError:
+            return None
+        return (
+            LostManifestError(f"{place.where}/{self._judge.manifest}: is missing; the checkpoint is not whole")
+            if has_trace
+            else None
+        )
 
     def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
         found, unread = [], []
@@ -76,16 +99,17 @@ class ObjectShelf(Shelf[BriefT]):
     def listed(self) -> list[Listed[BriefT]]:
         found = []
         for place, opened in self._looks(self.places()):
+            is_lost = isinstance(opened, LostManifestError)
             if isinstance(opened, CheckpointError):
                 standing: Standing[BriefT] = Standing(
-                    has_manifest=False, is_sure=is_sure_that_not(opened), reason=str(opened)
+                    has_manifest=False, is_sure=is_lost or is_sure_that_not(opened), reason=str(opened)
                 )
-                if standing.is_sure:
+                if standing.is_sure and not is_lost:
                     continue
             else:
                 standing = self._standing_in(opened, whole=False)
             if standing.is_complete or not standing.has_moved:
-                found.append(Listed(place.where, place.where, standing))
+                found.append(Listed(place.where, place.where, standing, can_go=not is_lost))
         return found
 
     def _standing_in(self, opened: OpenedObjects, *, whole: bool) -> Standing[BriefT]:

@@ -13,6 +13,12 @@ from fsdp_optim.storage.posix.looks import is_there
 from fsdp_optim.storage.posix.small_files import put_whole
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those above it, unless they are there. Raises CheckpointError."""
+    with checkpoint_errors(path):
+        Path(path).mkdir(parents=True, exist_ok=True)
+
+
 def copy_beside(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, without: Collection[str]
 ) -> list[str]:

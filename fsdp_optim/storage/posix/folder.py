@@ -15,11 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import UNTIL_COMMIT, Capabilities, Judge, ResumableStaging
+from fsdp_optim.storage.base import (
+    UNTIL_COMMIT,
+    Capabilities,
+    Judge,
+    ResumableStaging,
+)
 from fsdp_optim.storage.posix.claim import LOCK, claim
 from fsdp_optim.storage.posix.files import close_quietly, make_file, remove_tree, sync_file, sync_folder, write_file
 from fsdp_optim.storage.posix.filesystem import WRITTEN_IN_PLACE, filesystem_type, has_sparse_files
 from fsdp_optim.storage.posix.filling import Filling
+from fsdp_optim.storage.posix.free import check_free, check_name
 from fsdp_optim.storage.posix.leftovers import (
     NEW,
     NOTE,
@@ -30,7 +36,7 @@ from fsdp_optim.storage.posix.leftovers import (
     restore_old,
     take_over,
 )
-from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, is_there, token_of
+from fsdp_optim.storage.posix.looks import is_nothing, is_there, may_be_there, token_of
 from fsdp_optim.storage.posix.strangers import carry_over, strangers_in
 
 _ATTEMPTS = 10  # times
@@ -87,13 +93,14 @@ class FolderStaging(ResumableStaging):
     ) -> FolderStaging:
         """Create the folder. Raises CheckpointError where `path` is taken, or nothing can be written."""
         path = Path(os.path.abspath(path))
+        check_name(path)
         filled = filling is not None
         try:
-            _check_free(path, judge, overwrite=overwrite, filled=filled)
+            check_free(path, judge, overwrite=overwrite, filled=filled)
             _make_parents(path.parent, durable=durable)
             restore_old(path, judge, overwrite=overwrite)
             remove_leftovers(path, judge)
-            _check_free(
+            check_free(
                 path, judge, overwrite=overwrite, filled=filled
             )  # restore_old may have brought a checkpoint back
             before = _Seen.at(path, judge)
@@ -111,8 +118,9 @@ class FolderStaging(ResumableStaging):
     def resume(cls, path: Path, judge: Judge[Any], note: str, *, overwrite: bool) -> FolderStaging | None:
         """Take over the folder of a dead save that was kept with this note. Raises CheckpointError where `path` is taken."""
         path = Path(os.path.abspath(path))
+        check_name(path)
         try:
-            _check_free(path, judge, overwrite=overwrite)
+            check_free(path, judge, overwrite=overwrite)
             restore_old(path, judge, overwrite=overwrite)
             found = take_over(path, note)
             if found is None:
@@ -121,7 +129,7 @@ class FolderStaging(ResumableStaging):
             staging = cls(path, folder, judge, overwrite, lock, _Seen.at(path, judge), is_resumed=True)
             try:
                 remove_leftovers(path, judge)
-                _check_free(path, judge, overwrite=overwrite)
+                check_free(path, judge, overwrite=overwrite)
             except BaseException:
                 staging.leave()
                 raise
@@ -165,7 +173,7 @@ class FolderStaging(ResumableStaging):
 
     @property
     def token(self) -> str:
-        return self.folder.name
+        return os.fsencode(self.folder.name).decode(errors="backslashreplace")  # for the manifest, which is UTF-8
 
     @cached_property
     def capabilities(self) -> Capabilities:
@@ -214,6 +222,7 @@ class FolderStaging(ResumableStaging):
                 ) from error
         if old is not None:
             remove_tree(old)
+            self._warn_of_kept(old)
         if self.filling is not None:
             self.filling.remove()
 
@@ -221,7 +230,7 @@ class FolderStaging(ResumableStaging):
         """Rename the folder; return the new path of the earlier checkpoint, or None if there was none."""
         old = None
         try:
-            _check_free(self.path, self.judge, overwrite=self.overwrite, filled=self.filling is not None)
+            check_free(self.path, self.judge, overwrite=self.overwrite, filled=self.filling is not None)
             if self.filling is not None:
                 self.filling.carry_into(self.folder, self.judge, durable=durable)
             else:
@@ -237,7 +246,7 @@ class FolderStaging(ResumableStaging):
                     self.filling.carry_from(old, self.folder, self.judge)  # files that were put there meanwhile
                 elif self.before is None or not self.before.is_same(_Seen.at(old, self.judge)):
                     raise _overtaken(self.path, "cannot be put in place")
-            _check_free(self.path, self.judge, overwrite=False)
+            check_free(self.path, self.judge, overwrite=False)
             self.folder.rename(self.path)
         except OSError as error:
             if old is not None and not os.path.lexists(self.path):
@@ -254,11 +263,19 @@ class FolderStaging(ResumableStaging):
             ).unlink()  # not before: without it the folder looks like a leftover; closed, or NFS keeps a copy
         return old
 
+    def _warn_of_kept(self, old: Path) -> None:
+        """Warn where the replaced folder is still there, because it is another account's."""
+        if may_be_there(old) and not os.access(old, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+            log.warning("%s was replaced, and is kept as %s, which this user may not remove", self.path, old)
+
     def _carry_over(self) -> None:
-        """Carry foreign files of the replaced folder over to the new one."""
+        """Carry foreign files of the replaced folder over to the new one. Those that this user may not read stay with it."""
         if not self.overwrite or is_nothing(self.path):
             return
-        strangers = strangers_in(self.path, LOCK, self.judge)
+        try:
+            strangers = strangers_in(self.path, LOCK, self.judge)
+        except PermissionError:
+            return
         if strangers:
             carry_over(self.path, self.folder, strangers)
             log.info("%s: carried over to the new checkpoint: %s", self.path, ", ".join(strangers))
@@ -327,20 +344,6 @@ def _sync_folders(folder: Path) -> None:
     for written in (folder / _EXTRA, folder):
         if written.is_dir():
             sync_folder(written)
-
-
-def _check_free(path: Path, judge: Judge[Any], *, overwrite: bool, filled: bool = False) -> None:
-    """Raise CheckpointError where `path` is taken. `filled`: a folder that is no checkpoint is the trainer's, and may stay."""
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: is a symbolic link: save to the folder that the link leads to")
-    if not is_there(path) or is_empty_folder(path):
-        return
-    if not overwrite:
-        raise CheckpointError(f"{path}: exists already: save to another path, or give overwrite=True")
-    if not is_there(path / judge.manifest) and not (filled and path.is_dir()):
-        raise CheckpointError(
-            f"{path}: is not a checkpoint, so overwrite=True does not replace it: remove it, or save to another path"
-        )
 
 
 def _failed(path: Path, failure: str, error: OSError) -> CheckpointError:

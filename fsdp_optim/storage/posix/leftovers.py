@@ -14,7 +14,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
@@ -40,21 +40,23 @@ def _siblings(path: Path, mark: str) -> Iterator[Path]:
     return (folder for folder, base in aside(path.parent, mark) if base == path)
 
 
-def aside(parent: Path, mark: str) -> Iterator[tuple[Path, Path]]:
+def aside(parent: Path, mark: str, names: Collection[str] | None = None) -> Iterator[tuple[Path, Path]]:
     """The folders in `parent` whose names have this mark, each with the path of its checkpoint.
 
-    Yields nothing where this user may not list `parent`. Raises CheckpointError where listing fails for another reason.
+    `names`: those in `parent`, if the caller has listed it. Yields nothing where this user may not list `parent`. Raises
+    CheckpointError where listing fails for another reason.
     """
-    try:
-        entries = sorted(parent.iterdir())
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return
-    except OSError as error:
-        raise CheckpointError(f"{parent}: cannot be listed: {error.strerror or error}") from None
-    for entry in entries:
-        base, found, token = entry.name.rpartition(mark)
-        if found and base and _TOKEN.fullmatch(token) and _may_be_folder(entry):
-            yield entry, parent / base
+    if names is None:
+        try:
+            names = os.listdir(parent)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return
+        except OSError as error:
+            raise CheckpointError(f"{parent}: cannot be listed: {error.strerror or error}") from None
+    for name in sorted(name for name in names if mark in name):
+        base, found, token = name.rpartition(mark)
+        if found and base and _TOKEN.fullmatch(token) and _may_be_folder(parent / name):
+            yield parent / name, parent / base
 
 
 def _may_be_folder(path: Path) -> bool:

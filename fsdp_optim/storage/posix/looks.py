@@ -9,7 +9,7 @@ import stat
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.errors import CheckpointError, causes_of
 from fsdp_optim.storage.base import NOT_THERE, BriefT, Judge, Standing, is_sure_that_not
 from fsdp_optim.storage.posix.beacon import is_somebodys
 from fsdp_optim.storage.posix.opened import OpenFolder
@@ -28,17 +28,62 @@ def standing_of(folder: Path, judge: Judge[BriefT], *, whole: bool = True) -> St
         if not stat.S_ISREG(os.lstat(manifest).st_mode):
             return Standing(reason=f"{manifest} is not a regular file")
     except OSError as error:
-        has_manifest, is_sure = error.errno not in NOT_THERE + _IS_CLOSED, error.errno in NOT_THERE
-        moved = is_sure and not may_be_there(folder)
-        return Standing(None, has_manifest, is_sure, moved, f"{manifest}: {error.strerror or error}")
+        if error.errno in _IS_CLOSED:
+            return Standing(None, False, False, reason=closed(folder, error), is_closed=True)
+        if error.errno not in NOT_THERE:
+            return Standing(None, True, False, reason=f"{manifest}: cannot be read: {error.strerror or error}")
+        moved = not may_be_there(folder)
+        return Standing(None, False, True, moved, f"{manifest}: is missing; the checkpoint is not whole")
     try:
         with OpenFolder(folder) as opened:
             standing = judge.standing_in(opened, whole=whole)
-            if not standing.is_complete and opened.was_replaced():
+            if standing.is_complete:
+                return standing
+            if opened.was_replaced():
                 return replace(standing, is_sure=False, has_moved=True)
-            return standing
+            return replace(standing, is_closed=not standing.is_sure and not may_read(manifest))
     except OSError as error:
-        return Standing(is_sure=is_sure_that_not(error), has_moved=not may_be_there(folder), reason=str(error))
+        is_closed = any(isinstance(cause, OSError) and cause.errno in _IS_CLOSED for cause in causes_of(error))
+        moved = not may_be_there(folder)
+        return Standing(is_sure=is_sure_that_not(error), has_moved=moved, reason=str(error), is_closed=is_closed)
+
+
+def version_of(folder: Path, judge: Judge[BriefT]) -> tuple[int, ...] | None:
+    """Numbers that change when another save writes the manifest of a folder. None: it cannot be asked."""
+    try:
+        found = os.lstat(f"{folder}/{judge.manifest}")
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def closed(path: Path, error: OSError) -> str:
+    """What a user reads of a path that this user may not enter or read."""
+    return (
+        f"{path}: this user may not read it ({error.strerror or error}): ask the account that saved it for the right to "
+        f"(chmod -R a+rX {path.name}), or run as that account"
+    )
+
+
+def may_read(path: Path) -> bool:
+    """Whether this user may read a path, as the rights say; True where the system cannot tell."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno not in _IS_CLOSED
+    return True
+
+
+def has_lost_manifest(folder: Path, judge: Judge[BriefT]) -> bool:
+    """Whether a folder without a manifest of any format has files that only a save of this format writes."""
+    try:
+        names = os.listdir(folder)
+        inside = [f"extra/{name}" for name in os.listdir(folder / "extra")] if "extra" in names else []
+    except OSError:
+        return False
+    if not any(map(judge.is_trace, [*names, *inside])):
+        return False
+    return not any(may_be_there(folder / manifest) for manifest in (judge.manifest, *judge.others))
 
 
 def token_of(folder: Path, judge: Judge[BriefT]) -> str | None:
@@ -84,8 +129,8 @@ def is_nothing(path: Path) -> bool:
 def is_empty_folder(path: Path) -> bool:
     """Whether the path is an empty folder."""
     try:
-        return path.is_dir() and not any(is_somebodys(entry.name) for entry in path.iterdir())
-    except FileNotFoundError:  # the folder was renamed just now
+        return path.is_dir() and not any(map(is_somebodys, os.listdir(path)))
+    except (FileNotFoundError, PermissionError):  # the folder was renamed just now, or may not be listed
         return False
 
 
@@ -97,3 +142,20 @@ def names_in(root: Path) -> set[str]:
         return set()
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be listed: {error.strerror or error}") from None
+
+
+def is_root(path: Path) -> bool:
+    """Whether a folder is there; False where a save makes it. Raises CheckpointError for a file, and where it cannot be made."""
+    if path.is_dir():
+        return True
+    if may_be_there(path):
+        raise CheckpointError(
+            f"{path}: is not a folder, so it has no checkpoints in it: give the folder of the run's checkpoints; "
+            "fsdp_optim.load reads one file"
+        )
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{path}: is not there, and the folder that it would be in, {path.parent}, is not there either: correct the path; "
+            "for a run that begins, make that folder first"
+        )
+    return False

@@ -13,7 +13,7 @@ from fsdp_optim.storage.posix.beacon import refresh
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.leftovers import OLD, UNFINISHED, aside, remove_gone, retire
-from fsdp_optim.storage.posix.looks import is_link, is_nothing, names_in, standing_of
+from fsdp_optim.storage.posix.looks import has_lost_manifest, is_link, is_nothing, names_in, standing_of, version_of
 from fsdp_optim.storage.posix.strangers import strangers_in
 
 _ATTEMPTS, _AGAIN = 10, 0.01  # times, seconds
@@ -22,10 +22,14 @@ log = logging.getLogger("fsdp_optim")
 
 
 class FolderShelf(Shelf[BriefT]):
-    """A folder in which each folder may be a checkpoint."""
+    """A folder in which each folder may be a checkpoint.
+
+    A complete checkpoint is looked into again only when its manifest is another file: a folder may have thousands of them.
+    """
 
     def __init__(self, root: Path, judge: Judge[BriefT]) -> None:
         self._root, self._judge = root, judge
+        self._looks: dict[str, tuple[tuple[int, ...], Standing[BriefT]]] = {}
 
     @property
     def where(self) -> str:
@@ -39,9 +43,10 @@ class FolderShelf(Shelf[BriefT]):
             if standing.brief is not None:
                 found.append(Shelved(one.where, one.base, standing.brief, one.can_go))
                 continue
-            log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, standing.reason)
-            if not standing.is_sure:
-                unread.append(standing.reason)
+            if standing.has_manifest:
+                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, standing.reason)
+                if not standing.is_sure:
+                    unread.append(standing.reason)
         return sorted(found, key=lambda one: one.brief.order), unread
 
     def listed(self) -> list[Listed[BriefT]]:
@@ -63,17 +68,27 @@ class FolderShelf(Shelf[BriefT]):
 
     def _scan(self, names: set[str]) -> tuple[list[Listed[BriefT]], list[Listed[BriefT]]]:
         """As `listed`, at one look; and the folders that went away, or were replaced, meanwhile."""
-        bases = dict(aside(self._root, OLD))
-        unfinished = {folder for mark in UNFINISHED for folder, _ in aside(self._root, mark)}
+        bases = {folder.name: base for folder, base in aside(self._root, OLD, names)}
+        unfinished = {folder.name for mark in UNFINISHED for folder, _ in aside(self._root, mark, names)}
+        before, self._looks = self._looks, {}
         found, moved = [], []
-        for folder in (self._root / name for name in sorted(names)):
-            base = bases.get(folder, folder)
-            if folder in unfinished or (base != folder and not is_nothing(base)):
+        for name in sorted(names):
+            folder = self._root / name
+            base = bases.get(name, folder)
+            if name in unfinished or (name in bases and not is_nothing(base)):
                 continue
-            standing = standing_of(folder, self._judge, whole=False)
+            version = version_of(folder, self._judge)
+            if name in before and version is not None and before[name][0] == version:
+                standing = before[name][1]
+            else:
+                standing = standing_of(folder, self._judge, whole=False)
+            if standing.is_complete and version is not None:
+                self._looks[name] = version, standing
             if standing.has_moved:
                 moved.append(Listed(str(folder), str(base), standing, _can_go(folder)))
-            elif standing.brief is not None or standing.has_manifest:
+            elif (
+                standing.has_manifest or _may_be_checkpoint(folder, standing) or has_lost_manifest(folder, self._judge)
+            ):
                 found.append(Listed(str(folder), str(base), standing, _can_go(folder)))
         return found, moved
 
@@ -97,6 +112,11 @@ class FolderShelf(Shelf[BriefT]):
         with contextlib.suppress(OSError):
             return strangers_in(folder, LOCK, self._judge)
         return []
+
+
+def _may_be_checkpoint(folder: Path, standing: Standing[BriefT]) -> bool:
+    """Whether a folder that may not be entered is listed: not those that systems and tools hide."""
+    return standing.is_closed and not folder.name.startswith(".") and folder.name != "lost+found"
 
 
 def _can_go(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ class Folder(ResumableStore):
     def __init__(self, path: str | os.PathLike[str], judge: Judge[Any]) -> None:
         self.path = absolute(path)
         self._judge = judge
+        self._shelf: FolderShelf[Any] = FolderShelf(self.path.parent, judge)
 
     @property
     def where(self) -> str:
@@ -92,14 +93,24 @@ class Folder(ResumableStore):
         return beacon_above(self.path)
 
     def shelf(self) -> FolderShelf[Any]:
-        return FolderShelf(self.path.parent, self._judge)
+        return self._shelf
 
-    def siblings(self) -> Iterator[OpenFolder]:
-        """All folders in the same folder, including unfinished saves and renamed earlier checkpoints."""
+    def share_looks(self, shelf: FolderShelf[Any]) -> None:
+        """Look at the siblings by a shelf that has looked at them before. Does nothing for the shelf of another folder."""
+        if shelf.where == self._shelf.where:
+            self._shelf = shelf
+
+    def siblings(self, known: Collection[str] = ()) -> Iterator[OpenFolder]:
+        """All folders in the same folder, including unfinished saves and renamed earlier checkpoints.
+
+        `known`: the names of those that are left out.
+        """
         try:
             names = os.listdir(self.path.parent)
         except PermissionError:  # then no user can list checkpoints there either
             names = []
         for name in names:
+            if name in known:
+                continue
             with contextlib.suppress(CheckpointError):
                 yield OpenFolder(self.path.parent / name)
