@@ -62,7 +62,10 @@ class Adapter(ABC):
         """
 
     def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
-        """Whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN."""
+        """Whether the child `name` is the wrapped module of `module`, so that the name is not part of an FQN.
+
+        A module of the user's own may have a child of this name too: override this with a check of the class of `module`.
+        """
         return name in self.wrapper_parts
 
     def stand_ins(self, modules: Iterable[nn.Module]) -> Mapping[Place, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.tree import ModuleTree, summoned
+from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Ranks, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
@@ -35,6 +35,12 @@ class FairscaleAdapter(Adapter):
 
     def is_present(self) -> bool:
         return _MODULE in sys.modules
+
+    def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
+        """Whether a child is the module inside one of fairscale's two wrappers, not inside a class of the user's own."""
+        if name == "_fsdp_wrapped_module":
+            return is_loaded_class(module, _MODULE, "FullyShardedDataParallel")
+        return name == "_fpw_module" and is_loaded_class(module, _FLAT_MODULE, "FlattenParamsWrapper")
 
     def has_cut(self, param: torch.Tensor) -> bool:
         flat_module = sys.modules.get(_FLAT_MODULE)

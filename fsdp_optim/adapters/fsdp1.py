@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.tree import ModuleTree, summoned
+from fsdp_optim.adapters.tree import ModuleTree, is_loaded_class, summoned
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import FlatChunks, Placement, Ranks, Shape, Whole, flat_chunks, ranks_in_order
 from fsdp_optim.view import Handle, Original
@@ -37,6 +37,10 @@ class FSDP1Adapter(Adapter):
 
     def is_present(self) -> bool:
         return _MODULE in sys.modules
+
+    def is_wrapper_child(self, module: nn.Module, name: str) -> bool:
+        """Whether a child is the module inside a FullyShardedDataParallel, not inside a class of the user's own."""
+        return name in self.wrapper_parts and is_loaded_class(module, _MODULE, "FullyShardedDataParallel")
 
     def has_cut(self, param: torch.Tensor) -> bool:
         return bool(getattr(param, "_fsdp_flattened", False))

@@ -137,6 +137,10 @@ class ModelReader:
         """The persistent buffers, each whole on the ranks that hold the nearest parameters, unless a wrapper has cut it."""
         return read_buffers(self._tree, self._adapters, view, _renamed_by(name_of))
 
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers with persistent=False by FQN, which no checkpoint has."""
+        return self._tree.unsaved_buffers()
+
     def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
         """The entries of state_dict() that are neither parameters nor buffers."""
         return read_module_values(self._tree, view, _renamed_by(name_of))

@@ -9,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from importlib.metadata import EntryPoint, entry_points
 
+from torch import nn
+
 from fsdp_optim.adapters.base import Adapter
 from fsdp_optim.adapters.checkpointable import CheckpointableAdapter
 from fsdp_optim.adapters.dtensor import DTensorAdapter
 from fsdp_optim.adapters.fairscale import FairscaleAdapter
 from fsdp_optim.adapters.fsdp1 import FSDP1Adapter
 from fsdp_optim.adapters.replicated import ReplicatedAdapter
-from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN
+from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, is_transparent
 from fsdp_optim.errors import WrapperError
 
 GROUP = "fsdp_optim.adapters"
@@ -62,6 +64,12 @@ def all_adapters() -> tuple[Adapter, ...]:
 def wrapper_parts() -> frozenset[str]:
     """The components of names that wrappers insert, and that are not part of an FQN."""
     return TRANSPARENT_CHILDREN.union(*(adapter.wrapper_parts for adapter in all_adapters()))
+
+
+def is_wrapper_child(module: nn.Module, name: str) -> bool:
+    """Whether a child is the module that a wrapper has inside itself, by the classes of the wrappers that are loaded."""
+    present = (adapter for adapter in all_adapters() if adapter.is_present())
+    return is_transparent(module, name) or any(adapter.is_wrapper_child(module, name) for adapter in present)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,8 +21,27 @@ StandIns = Callable[[Iterable[nn.Module]], Mapping[tuple[nn.Module, str], torch.
 
 T = TypeVar("T")
 
-# torch.compile and activation checkpointing put the model one level deeper, under these names.
-TRANSPARENT_CHILDREN = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+_TRANSPARENT = {
+    "_orig_mod": ("torch._dynamo.eval_frame", "OptimizedModule"),
+    "_checkpoint_wrapped_module": (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+    ),
+}
+"""Where torch.compile and activation checkpointing put the model, one level deeper: name -> module and name of the class."""
+
+TRANSPARENT_CHILDREN = frozenset(_TRANSPARENT)
+
+
+def is_transparent(module: nn.Module, name: str) -> bool:
+    """Whether a child is the module inside torch.compile's or activation checkpointing's, not one of the user's own class."""
+    return name in _TRANSPARENT and is_loaded_class(module, *_TRANSPARENT[name])
+
+
+def is_loaded_class(module: nn.Module, place: str, name: str) -> bool:
+    """Whether a module is an instance of a class, without importing the module `place` that has the class."""
+    cls = getattr(sys.modules.get(place), name, None)
+    return cls is not None and isinstance(module, cls)
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,7 @@ class ModuleTree:
         for name, child in module._modules.items():
             if child is None:
                 continue
-            transparent = name in TRANSPARENT_CHILDREN or self._is_wrapper_child(module, name)
+            transparent = is_transparent(module, name) or self._is_wrapper_child(module, name)
             self._visit(child, path if transparent else join(path, name))
 
     def root_of(self, module: nn.Module) -> int:
@@ -122,6 +142,15 @@ class ModuleTree:
                     others += [fqn] if fqn != first else []
                     others += self.other_fqns(module, name)
         return found.values()
+
+    def unsaved_buffers(self) -> dict[str, torch.Tensor]:
+        """Each buffer with persistent=False, which is in no state_dict(), under its first FQN."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for module, site in self._sites.items():
+            for name, value in module._buffers.items():
+                if value is not None and name in module._non_persistent_buffers_set:
+                    found.setdefault(id(value), (join(site.path, name), value))
+        return dict(found.values())
 
     def sites_of(self, param: torch.Tensor) -> list[tuple[nn.Module, str]]:
         return self._sites_of_params.get(param, [])

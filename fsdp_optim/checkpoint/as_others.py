@@ -6,7 +6,7 @@ import os
 
 from torch import nn
 
-from fsdp_optim.adapters.registry import wrapper_parts
+from fsdp_optim.adapters.registry import is_wrapper_child
 from fsdp_optim.checkpoint import background
 from fsdp_optim.checkpoint import save as saving
 from fsdp_optim.checkpoint.formats import FormatChoices, format_named
@@ -41,12 +41,18 @@ def async_save_as(
         return background.async_save(path, model, optim, options, format_named(options.format, wanted))
 
 
-def clean_name(name: str) -> str:
-    """A name without the parts that wrappers insert."""
-    parts = wrapper_parts()
-    return ".".join(part for part in name.split(".") if part not in parts)
+def clean_name(model: nn.Module, name: str) -> str:
+    """The name of a tensor of a model without the parts that wrappers insert."""
+    module: nn.Module | None = model
+    kept = []
+    for part in name.split("."):
+        if module is None or not is_wrapper_child(module, part):
+            kept.append(part)
+        module = module._modules.get(part) if module is not None else None
+    return ".".join(kept)
 
 
-def is_wrapped_child(name: str) -> bool:
-    """Whether a child of this name is the module that a wrapper has around itself."""
-    return name == "module" or name in wrapper_parts()
+def module_inside(wrapper: nn.Module) -> nn.Module | None:
+    """The module that a wrapper has inside itself; None for a module that is no wrapper."""
+    inside = [child for name, child in wrapper.named_children() if is_wrapper_child(wrapper, name)]
+    return inside[0] if len(inside) == 1 else None

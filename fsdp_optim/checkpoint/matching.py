@@ -90,6 +90,8 @@ def find_stored(
         if key in used:
             continue
         fqn = names.canonical(key)
+        if fqn in by_fqn and names.are_one(key, by_fqn[fqn].key):
+            continue  # two tensors of the checkpoint, and the model has one of them
         if fqn in by_fqn:
             twins.append((tensor, by_fqn[fqn]))
         elif fqn in fqns:

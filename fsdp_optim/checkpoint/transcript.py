@@ -35,6 +35,7 @@ from fsdp_optim.state.classes import class_names_written
 from fsdp_optim.state.full import FullState, names_in, num_listed
 from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.names import Names
+from fsdp_optim.state.wrapped_names import cut
 
 _IN_DDP = "module."
 """The beginning of all names in the state dict of a model in DistributedDataParallel."""
@@ -89,7 +90,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
     if checkpoint.full_dict is not None:
         parts = wrapper_parts()
         weights = _renamed(checkpoint, parts)
-        aliases = {_without(parts, alias): _without(parts, fqn) for alias, fqn in aliases.items()}
+        aliases = _renamed_aliases(checkpoint, weights, parts)
         shapes = {fqn: one.shape for fqn, one in weights.items()}
         with distrusted(checkpoint.where):
             names = _names(checkpoint, naming, weights, parts)
@@ -151,21 +152,35 @@ def _stored(weights: Mapping[str, StoredTensor], state: Mapping[str, StoredTenso
 # ------------------------------------------------------------------------------------------- other libraries
 
 
-def _without(parts: frozenset[str], name: str) -> str:
-    """A name without the parts that wrappers insert."""
-    return ".".join(part for part in name.split(".") if part not in parts)
-
-
 def _renamed(checkpoint: FormatReader, parts: frozenset[str]) -> dict[str, StoredTensor]:
     """The weights by FQN. Raises CheckpointError if two of them have the same."""
-    named = {key: _without(parts, key) for key in checkpoint.model}
+    named = {key: cut(key, parts) for key in checkpoint.model}
     if all(name.startswith(_IN_DDP) for name in named.values()):
         named = {key: name.removeprefix(_IN_DDP) for key, name in named.items()}
     found: dict[str, StoredTensor] = {}
     for key, fqn in named.items():
         if fqn in found:
-            raise CheckpointError(f"{checkpoint.where}: {key} and {found[fqn].key} are both called {fqn}")
+            raise _both_called(checkpoint, key, found[fqn].key, fqn)
         found[fqn] = checkpoint.model[key]
+    return found
+
+
+def _both_called(checkpoint: FormatReader, name: str, other: str, fqn: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.where}: {name} and {other} are both called {fqn} without the parts that wrappers insert: rename one of them"
+    )
+
+
+def _renamed_aliases(
+    checkpoint: FormatReader, weights: Mapping[str, StoredTensor], parts: frozenset[str]
+) -> dict[str, str]:
+    """The other names of tied weights. Raises CheckpointError where one becomes the name of another weight."""
+    found = {}
+    for alias, fqn in checkpoint.aliases.items():
+        name = cut(alias, parts)
+        if name in weights and name != cut(fqn, parts):
+            raise _both_called(checkpoint, alias, weights[name].key, name)
+        found[name] = cut(fqn, parts)
     return found
 
 

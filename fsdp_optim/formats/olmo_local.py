@@ -26,7 +26,7 @@ from fsdp_optim.storage.base import Opened
 _NAME = re.compile(r"(?P<half>model|optim|train)/rank(?P<rank>\d{1,7})\.pt")
 _METADATA, _MOST_METADATA_NBYTES = "metadata.yaml", 1 << 16
 _WORLD_SIZE = re.compile(rb"^world_size:\s*(\d{1,7})\s*$", re.MULTILINE)
-_WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 _FLAT = "_flat_param"
 _OF_FLAT = "flat_param."
 

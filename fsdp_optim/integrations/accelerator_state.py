@@ -22,6 +22,7 @@ from fsdp_optim.checkpoint.trainer_files import (
     optimizers_inside,
     wait_on_all,
 )
+from fsdp_optim.checkpoint.trainer_signs import put_up_sign
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.patches import standing_in
 from fsdp_optim.storage.posix.files import absolute
@@ -29,6 +30,7 @@ from fsdp_optim.storage.posix.filled import folders_by_number, remove_folders
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _NAMED = re.compile(r"checkpoint_(\d+)")
+_OPTIMIZER = "optimizer.bin"  # where Accelerate by itself looks for the first optimizer
 
 log = logging.getLogger("fsdp_optim")
 
@@ -56,6 +58,8 @@ def save_state(
         original(save.files, *args, **kwargs)
         if accelerator.is_main_process and len(accelerator._models) == 1:
             write_config(accelerator.unwrap_model(accelerator._models[0]), str(save.files))
+        if accelerator.is_main_process and accelerator._optimizers:
+            put_up_sign(save.files, _OPTIMIZER, "accelerator.load_state()")
     save.commit(model, optims, None)
     if is_automatic and naming.total_limit is not None:
         wait_on_all(settings)

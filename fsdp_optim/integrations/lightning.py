@@ -17,17 +17,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import group
+from torch.distributed import get_rank, group
 
 import fsdp_optim
 from fsdp_optim.checkpoint.stores import is_url, store_at
 from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
+from fsdp_optim.checkpoint.trainer_state import RANDOM, RANK, LoadedState, TrainerState, set_random_states
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
 from fsdp_optim.integrations.needed import refusal
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from fsdp_optim.checkpoint.restored import Restored
 
 __all__ = ["Checkpoints", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 
@@ -48,6 +51,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _OF_LIGHTNING = ("path", "model", "optim", "step", "extra", "overwrite", "process_group", "strict")
 _NOT_HERE = (*_OF_LIGHTNING, "per_rank_extra", "keep_last", "upload_to", "format")
 _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
+_RANDOM_ONLY, _MID_EPOCH = TrainerState({}, {}, rng=True), "mid_epoch"
 
 log = logging.getLogger("fsdp_optim")
 
@@ -71,7 +75,7 @@ class Checkpoints:
     _OVERRIDDEN = (
         *("lightning_module_state_dict", "optimizer_state", "load_model_state_dict", "load_optimizer_state_dict"),
         *("save_checkpoint", "load_checkpoint", "remove_checkpoint", "restore_checkpoint_after_setup"),
-        *("lightning_restore_optimizer", "on_train_batch_start", "on_exception", "teardown"),
+        *("lightning_restore_optimizer", "on_train_start", "on_train_batch_start", "on_exception", "teardown"),
     )
 
     if TYPE_CHECKING:  # attributes of the strategies
@@ -99,6 +103,7 @@ class Checkpoints:
             str, None
         ] = {}  # checkpoints that ModelCheckpoint has removed: they stay until the save under way is complete
         self._was_interrupted = False
+        self._random: Mapping[str, Any] | None = None  # the random states that `on_train_start` sets
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a version of Lightning that does not call the methods that are overridden here."""
@@ -158,6 +163,7 @@ class Checkpoints:
             _one_or_list(optimizers) if optimizers is not None else None,
             step=extra.get("global_step"),
             extra=extra,
+            per_rank_extra=self._of_this_rank() if optimizers is not None else None,
             overwrite=True,
             process_group=group.WORLD,
             **options,
@@ -166,11 +172,23 @@ class Checkpoints:
         if not self._saves_in_background or Path(path).name.startswith("hpc_ckpt_"):  # after these the job is requeued
             self._settle()
 
+    def _of_this_rank(self) -> dict[str, Any]:
+        """The random states, and whether an epoch is under way, so that its loader's iterator has made its draws."""
+        epoch = self.lightning_module.trainer.fit_loop.epoch_loop
+        return {**_RANDOM_ONLY.per_rank_extra(get_rank()), _MID_EPOCH: not epoch.batch_progress.is_last_batch}
+
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, once the save that is under way is complete: until then it may be the only one."""
         self._replaced[str(filepath)] = None
         if self._handle is None:
             self._remove_replaced()
+
+    def on_train_start(self) -> None:
+        """Set the random states of an epoch that was under way, now that its loader has a new iterator."""
+        super().on_train_start()  # type: ignore[misc]
+        states, self._random = self._random, None
+        if states is not None:
+            set_random_states(states)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remove the checkpoint that the save in the background has replaced, if that save is complete."""
@@ -228,17 +246,30 @@ class Checkpoints:
         if weights_only is False:
             options["allow_pickle"] = True
         module = self.lightning_module
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING and bool(self.optimizers)
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         restored = fsdp_optim.load(
             path,
             self._model_here,
-            _one_or_list(self.optimizers) if is_fitting else None,
+            _one_or_list(self.optimizers) if is_fitting and self.optimizers else None,
             strict=module.strict_loading,
             process_group=group.WORLD,
             **options,
         )
         restored.setdefault("pytorch-lightning_version", version_here)  # which a checkpoint of another program lacks
+        if is_fitting:
+            self._restore_random(restored, path)
         return restored
+
+    def _restore_random(self, restored: Restored, path: str) -> None:
+        """Set the random states of this rank: now, and once more where the new iterator of the loader is one too many."""
+        mine = restored.per_rank if isinstance(restored.per_rank, dict) else {}
+        if RANDOM not in mine:
+            if self.is_global_zero:
+                log.warning("%s has no random states, so they stay as they are: Lightning itself saves none", path)
+            return
+        LoadedState(_RANDOM_ONLY, get_rank(), strict=True).install_random(restored)
+        if mine.get(RANK) == get_rank() and mine.get(_MID_EPOCH):
+            self._random = mine[RANDOM]
 
     @property
     def _model_here(self) -> nn.Module:

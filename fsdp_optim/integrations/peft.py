@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fsdp_optim import api
-from fsdp_optim.checkpoint.as_others import async_save_as, clean_name, is_wrapped_child, save_as
+from fsdp_optim.checkpoint.as_others import async_save_as, clean_name, module_inside, save_as
 from fsdp_optim.checkpoint.formats import FormatChoices
 from fsdp_optim.checkpoint.pending import SaveHandle
 from fsdp_optim.checkpoint.restored import Restored
@@ -186,7 +186,8 @@ class AdapterNames:
                 f"no parameter of the adapter {adapter!r} is to be seen by its name: its wrapper has flattened them; with FSDP1, "
                 "give use_orig_params=True"
             )
-        return cls({clean_name(name_of[id(mark)]): clean_name(key) for key, mark in given.items()})
+        inner = _peft_model(model, adapter)
+        return cls({clean_name(inner, name_of[id(mark)]): clean_name(inner, key) for key, mark in given.items()})
 
     @classmethod
     def of_active(cls, model: nn.Module) -> AdapterNames:
@@ -195,10 +196,12 @@ class AdapterNames:
 
     def check_trains(self, model: nn.Module, adapter: str) -> None:
         """Raise StateError for a parameter of the adapter that `weights="trainable"` would leave out."""
-        for name, tensor in _named_tensors(_peft_model(model, adapter)).items():
-            if clean_name(name) in self.keys and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        inner = _peft_model(model, adapter)
+        for name, tensor in _named_tensors(inner).items():
+            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            if is_frozen and (fqn := clean_name(inner, name)) in self.keys:
                 raise StateError(
-                    f"{clean_name(name)}: belongs to the adapter {adapter!r} and requires no gradients, so it would be left out: "
+                    f"{fqn}: belongs to the adapter {adapter!r} and requires no gradients, so it would be left out: "
                     "call model.set_adapter() with this adapter, or give base=True"
                 )
 
@@ -237,13 +240,13 @@ def _peft_model(model: nn.Module, adapter: str | None = None) -> Any:
     """The PeftModel inside the wrappers of a model. Raises an error where there is none, or without this adapter."""
     inner: Any = model
     while not isinstance(inner, PeftModel):
-        children = [child for name, child in inner.named_children() if is_wrapped_child(name)]
-        if len(children) != 1:
+        child = module_inside(inner)
+        if child is None:
             raise WrapperError(
                 f"the {type(model).__name__} that was given is neither a PeftModel nor a wrapper around one: give the model of "
                 "get_peft_model, as it is wrapped"
             )
-        inner = children[0]
+        inner = child
     if adapter is not None and adapter not in inner.peft_config:
         has: Sequence[str] = sorted(inner.peft_config)
         raise StateError(f"the model has no adapter {adapter!r}; it has {', '.join(map(repr, has))}: give adapter=")

@@ -28,7 +28,7 @@ from fsdp_optim.checkpoint.manager import CheckpointManager
 from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, StateError, shortened
 from fsdp_optim.integrations.needed import needed
-from fsdp_optim.storage.posix.beside import copy_beside
+from fsdp_optim.storage.posix.beside import copy_beside, make_folder
 from fsdp_optim.storage.schemes import scheme_of
 
 __all__ = ["FsdpOptimCheckpointManager"]
@@ -226,6 +226,8 @@ class FsdpOptimCheckpointManager(_Base):
         if step > 0:
             self._manager.rollback(step)
             return True
+        if scheme_of(self.folder) is None:  # in torchtitan's dump folder, which a run that begins may not have yet
+            by_lowest("the folder of the checkpoints", _CALLS, lambda: make_folder(self.folder))
         if step == -1 and self._manager.resume(on_damage=self._config.on_damage):
             return True
         seed = f"{self.folder}/{_WEIGHTS}/step-0"

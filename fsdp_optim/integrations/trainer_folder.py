@@ -27,6 +27,7 @@ from fsdp_optim.checkpoint.trainer_files import (
     see_file,
     wait_on_all,
 )
+from fsdp_optim.checkpoint.trainer_signs import put_up_sign
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.integrations.patches import standing_in
 from fsdp_optim.options import GatherOptions, Rename, WhichWeights
@@ -40,6 +41,8 @@ SAVING, ROTATION = "_fsdp_optim_saving", "_fsdp_optim_rotation"
 _NAMED = re.compile(r"checkpoint-(\d+)")
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+"""Where the Trainer by itself looks for the optimizer: without FSDP and with it."""
 
 log = logging.getLogger("fsdp_optim")
 
@@ -201,12 +204,14 @@ def _write_without_weights(trainer: Any, save: FolderSave) -> None:
 def save_optimizer_and_scheduler(
     original: Callable[..., Any], trainer: Any, settings: Settings, output_dir: str
 ) -> None:
-    """Save the scheduler; the optimizer comes with the checkpoint under way."""
+    """Save the scheduler; the optimizer comes with the checkpoint under way. A Trainer without this plug-in finds a sign."""
     save = saving_of(trainer)
     if save is None or str(output_dir) != str(save.files):
         original(output_dir)
     elif trainer.args.should_save:
         torch.save(trainer.lr_scheduler.state_dict(), f"{output_dir}/{_SCHEDULER}")
+        for name in _OPTIMIZERS:
+            put_up_sign(output_dir, name, "Trainer.train()")
 
 
 def load_from_checkpoint(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fsdp_optim.state.order import Counted
+from fsdp_optim.state.wrapped_names import WrappedNames, cut
 from fsdp_optim.view import ModelView
 
 
@@ -58,16 +59,28 @@ class Names:
 
     def canonical(self, fqn: str) -> str:
         """The model's FQN for a name in a full dict, which may contain wrapper parts; an unknown name unchanged."""
-        clean = ".".join(part for part in fqn.split(".") if part not in self.wrapper_parts)
-        if clean in self.given:
-            return self.aliases.get(self.given[clean], self.given[clean])
+        clean = cut(fqn, self.wrapper_parts)
+        given = self.given.get(fqn, self.given.get(clean))
+        if given is not None:
+            return self.aliases.get(given, given)
         if fqn in self.known:
             return fqn
-        for name in (fqn, clean, clean.removeprefix("module.")):
-            if name in self.known or name in self.aliases:
-                return self.aliases.get(name, name)
+        for name in (fqn, fqn.removeprefix("module."), clean.removeprefix("module.")):
+            found = self._wrapped.find(name)
+            if found is not None:
+                return self.aliases.get(found, found)
         alike = self._without_module.get(_without_module(clean), ())
         return self.aliases.get(alike[0], alike[0]) if len(alike) == 1 else fqn
+
+    def are_one(self, name: str, other: str) -> bool:
+        """Whether two names in a file would be one after the cut, although neither names another place of a tied parameter."""
+        if name in self.known or name in self.aliases:
+            return False
+        return _without_module(cut(name, self.wrapper_parts)) == _without_module(cut(other, self.wrapper_parts))
+
+    @cached_property
+    def _wrapped(self) -> WrappedNames:
+        return WrappedNames({*self.known, *self.aliases}, self.wrapper_parts)
 
     @cached_property
     def _without_module(self) -> dict[str, list[str]]:

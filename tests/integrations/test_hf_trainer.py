@@ -97,7 +97,7 @@ class ResumeTest(unittest.TestCase):
         names = set(os.listdir(f"{folder}/checkpoint-4"))
         wanted = {"config.json", "model.safetensors", "optim.safetensors", "scheduler.pt", "trainer_state.json"}
         self.assertLessEqual(wanted | {"rng_state_0.pth", "rng_state_1.pth", "generation_config.json"}, names)
-        self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer"))])
+        self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer_"))])
         check_same("opened", opened(f"{folder}/checkpoint-4"), oracle[0]["end"]["weights"])
         config = json.loads(Path(folder, "checkpoint-4", "config.json").read_text())
         self.assertEqual(config["architectures"], ["LlamaForCausalLM"])
@@ -118,7 +118,7 @@ class ResumeTest(unittest.TestCase):
         )
         names = os.listdir(f"{folder}/checkpoint-4")  # which the plug-in has replaced
         self.assertIn("fsdp_optim.json", names)
-        self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer"))])
+        self.assertFalse([name for name in names if name.startswith(("pytorch_model", "optimizer_"))])
         check_same(f"{kind}, {kept}", opened(f"{folder}/checkpoint-4"), oracle[0]["end"]["weights"])
 
     @expand(*some([("FSDP2",), ("DDP",)], every=2))

@@ -46,6 +46,12 @@ def lora(adapter: str = "default") -> Any:
     return peft.get_peft_model(Net(), config, adapter_name=adapter)
 
 
+def of_own_name() -> Any:
+    """Adapters, of other values at each call, in a module that is called as torch.compile calls the module inside."""
+    base = nn.ModuleDict({"_orig_mod": nn.Sequential(nn.Linear(5, 3))})
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["_orig_mod.0"], init_lora_weights=False))
+
+
 def adam_of_adapters(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
 
@@ -158,6 +164,18 @@ class OneProcessTest(unittest.TestCase):
         model, _ = self.fresh()
         fsdp_peft.load(self.folder / "theirs" / "adapter_model.safetensors", model)
         check_same("adapter", peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(self.model))
+
+    def test_a_module_that_is_called_like_a_wrappers_keeps_its_name(self) -> None:
+        model = of_own_name()
+        wrapped = torch.compile(model)
+        fsdp_peft.save(self.folder / "a", wrapped, adam_of_adapters(model))
+        wanted = peft.get_peft_model_state_dict(model)
+        self.assertTrue(all("._orig_mod." in key for key in wanted))
+        found = load_file(self.folder / "a" / "adapter_model.safetensors")
+        check_same("saved", in_order(found), in_order(wanted))
+        other = of_own_name()
+        fsdp_peft.load(self.folder / "a", other)
+        check_same("loaded", peft.get_peft_model_state_dict(other), wanted)
 
     def test_a_damaged_config_is_named(self) -> None:
         fsdp_peft.save(self.folder / "a", self.model, self.optim)
