@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_optim.dtensors import as_local, dtensor_like, is_dtensor, local_of, placement_of_value
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Placement, Shape
 from fsdp_optim.memory import flatten, is_plain, laid_out_like, own
@@ -105,12 +106,12 @@ class Handle:
         return False
 
     def is_marked(self, value: torch.Tensor) -> bool:
-        """Whether a state value records its own cut."""
-        return False
+        """Whether a state value records its own cut: a DTensor does, whatever its parameter is."""
+        return is_dtensor(value)
 
     def placement_of(self, value: torch.Tensor) -> Placement | None:
         """The placement of a state value that records a shape or a cut of its own; None for all other values."""
-        return None
+        return placement_of_value(value)
 
     def place_like(self, shape: Shape, cut: str = "") -> Placement | None:
         """How this wrapper would cut a value whose shape is not the parameter's; None where the wrapper cannot.
@@ -121,15 +122,28 @@ class Handle:
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's elements, as a 1-D tensor, of a value for which `placement_of` gives a placement."""
+        if is_dtensor(value):
+            return flatten(local_of(value))
         raise WrapperError(f"a {type(value).__name__} does not record where its elements live")
 
     def from_placed(self, flat: torch.Tensor, placement: Placement) -> torch.Tensor:
         """The inverse of `placed_local`."""
         raise WrapperError(f"this wrapper cannot place a value of shape {list(placement.shape)}")
 
+    def own_place(self, live: object) -> Placement | None:
+        """The placement of a live value with a cut of its own, by which a load cuts a value of the same name and shape.
+
+        None where nothing says so: the live value is cut like the parameter, or is no DTensor.
+        """
+        return self.placement_of(live) if is_dtensor(live) and not self.is_held(live) else None
+
+    def like_live(self, flat: torch.Tensor, live: Any) -> torch.Tensor:
+        """The value in the form of such a live value, from this rank's elements."""
+        return dtensor_like(flat, live)
+
     def unwrap(self, value: Any) -> Any:
         """An opaque value without references to objects of this process, so that it can be sent to another rank."""
-        return value
+        return as_local("an opaque value", value)
 
     def rewrap(self, value: Any) -> Any:
         """The inverse of `unwrap`."""

@@ -103,12 +103,13 @@ ARROWS: dict[str, set[str]] = {
     "layout": {"errors"},
     "plan": {"errors", "layout"},
     "memory": {"plan"},
-    "view": {"errors", "layout", "memory"},
-    "state": {"errors", "options", "layout", "plan", "memory", "view"},
-    "adapters": {"errors", "options", "layout", "memory", "view"},
+    "dtensors": {"errors", "layout", "memory"},
+    "view": {"errors", "layout", "memory", "dtensors"},
+    "state": {"errors", "options", "layout", "plan", "memory", "dtensors", "view"},
+    "adapters": {"errors", "options", "layout", "memory", "dtensors", "view"},
     "transport": {"errors", "options", "machine", "layout", "plan", "memory"},
     "storage": {"errors", "machine"},
-    "formats": {"errors", "layout", "memory", "storage"},
+    "formats": {"errors", "layout", "memory", "dtensors", "storage"},
     "move": {"errors", "layout", "plan", "memory", "transport"},
     "verbs": {
         *("errors", "speed", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move")
@@ -144,6 +145,11 @@ OF_DISTRIBUTED = {
         "torch.distributed.checkpoint",
         "torch.distributed.checkpoint.metadata",
     },  # pickled
+    f"{PACKAGE}.dtensors": {  # types alone
+        "torch.distributed.tensor",
+        "torch.distributed.tensor.placement_types",
+        "torch.distributed.device_mesh",
+    },
 }
 
 PROTOCOLS = {f"{PACKAGE}.storage.base", f"{PACKAGE}.storage.objects.base"}
@@ -410,6 +416,7 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}  # public, and nam
 PRIVATE_OF_TORCH = {
     "fsdp_optim.transport.rendezvous": {"_get_process_group_store"},
     "fsdp_optim.memory": {"_foreach_copy_"},
+    "fsdp_optim.dtensors": {"_local_tensor"},  # to_local() costs ten times as much
     "fsdp_optim.verbs.iterate": {"_version"},
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_optim.adapters.base import Adapter
-from fsdp_optim.adapters.mesh_cuts import grid_of
 from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.dtensors import grid_of
 from fsdp_optim.errors import LayoutError, WrapperError
 from fsdp_optim.layout import Block, Box, Boxes, Placement, Ranks, Shape, row_major_strides
 from fsdp_optim.memory import flatten, is_plain

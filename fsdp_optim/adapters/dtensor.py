@@ -6,16 +6,16 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdp_optim.adapters.base import Adapter, Place
-from fsdp_optim.adapters.mesh_cuts import Grid, grid_of, placement_of
 from fsdp_optim.adapters.tree import ModuleTree
+from fsdp_optim.dtensors import Grid, dtensor, grid_of, is_dtensor, is_loaded, local_of, placement_of
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of, row_major_strides
+from fsdp_optim.layout import OnMesh, Ranks, Shape, cut_named, cut_of
 from fsdp_optim.layout import Placement as Where
 from fsdp_optim.memory import flatten, is_plain, laid_out_like, within
 from fsdp_optim.view import Handle, LocalPart, Original
@@ -35,7 +35,7 @@ class DTensorAdapter(Adapter):
     name = "DTensor"
 
     def is_present(self) -> bool:
-        return _MODULE in sys.modules
+        return is_loaded()
 
     def rank_sets(self, tree: ModuleTree) -> Iterator[Ranks]:
         """The ranks of the mesh of every DTensor parameter."""
@@ -57,7 +57,7 @@ class DTensorAdapter(Adapter):
                 param.device_mesh,
                 param.placements,
                 tuple(param.shape),
-                tuple(_local_of(param).shape),
+                tuple(local_of(param).shape),
             )
             last = fsdp_dims.get(id(param))
             known = alike.get((mesh, spec, shape, last))
@@ -102,7 +102,7 @@ def _handle(
     return DTensorHandle(
         param=param,
         originals=(Original(*sites[0], placement),),
-        local_shape=tuple(_local_of(param).shape),
+        local_shape=tuple(local_of(param).shape),
         aliases=tuple((0, module, attribute) for module, attribute in sites[1:]),
         mesh=param.device_mesh,
         grid=grid,
@@ -116,7 +116,7 @@ def _check_local_shape(fqn: str, param: DTensor, placement: OnMesh) -> None:
     """Raise WrapperError where the computed shape of this rank's shard is not that of the DTensor's local tensor."""
     shard = placement.shard_of(torch.distributed.get_rank())
     computed = placement.local_shape(shard) if shard is not None else ()
-    held = _local_of(param)
+    held = local_of(param)
     if shard is not None and computed != tuple(held.shape) and (held.numel() or prod(computed)):
         raise WrapperError(
             f"{fqn}: the local tensor on rank {torch.distributed.get_rank()} has shape {list(held.shape)}, and "
@@ -183,12 +183,12 @@ class DTensorHandle(Handle):
     def install(self, flat: torch.Tensor) -> None:
         with torch.inference_mode(mode=self.param.is_inference()), torch.no_grad():
             if is_dtensor(self.param):
-                _local_of(self.param).copy_(flat.view(self.local_shape))
+                local_of(self.param).copy_(flat.view(self.local_shape))
 
     def held(self, value: torch.Tensor) -> torch.Tensor | None:
         if not is_dtensor(value):
             return super().held(value)
-        return _local_of(value).detach() if self.is_held(value) else None
+        return local_of(value).detach() if self.is_held(value) else None
 
     def is_held(self, value: torch.Tensor) -> bool:
         if not is_dtensor(value):
@@ -196,16 +196,16 @@ class DTensorHandle(Handle):
         if value.placements != self.spec or value.shape != self.shape:
             return False
         mesh = value.device_mesh
-        return (mesh is self.mesh or mesh == self.mesh) and is_plain(_local_of(value))
+        return (mesh is self.mesh or mesh == self.mesh) and is_plain(local_of(value))
 
     def from_local(self, flat: torch.Tensor) -> torch.Tensor:
-        if is_dtensor(self.param) and _local_of(self.param).shape == self.local_shape:
-            local = laid_out_like(flat, _local_of(self.param))
+        if is_dtensor(self.param) and local_of(self.param).shape == self.local_shape:
+            local = laid_out_like(flat, local_of(self.param))
             return self._dtensor(local, self.spec, self.shape, self.param.stride())
         return self._dtensor(flat.view(self.local_shape), self.spec, self.shape)
 
     def placement_of(self, value: torch.Tensor) -> Where | None:
-        if not is_dtensor(value) or not is_plain(_local_of(value)):
+        if not is_dtensor(value) or not is_plain(local_of(value)):
             return None
         return self._placed(tuple(value.shape), value.placements, value.device_mesh)
 
@@ -227,7 +227,7 @@ class DTensorHandle(Handle):
         return made if made.cuts == saved[1] else like
 
     def placed_local(self, value: torch.Tensor) -> torch.Tensor:
-        return flatten(_local_of(value)) if is_dtensor(value) else super().placed_local(value)
+        return flatten(local_of(value)) if is_dtensor(value) else super().placed_local(value)
 
     def from_placed(self, flat: torch.Tensor, placement: Where) -> torch.Tensor:
         if not isinstance(placement, OnMesh):
@@ -239,7 +239,7 @@ class DTensorHandle(Handle):
         if is_dtensor(value):
             shape = tuple(value.shape)
             where = self._placed(shape, value.placements, value.device_mesh)
-            return LocalPart(_local_of(value), cut_of(where), shape)
+            return LocalPart(local_of(value), cut_of(where), shape)
         return within(value, self.unwrap)
 
     def rewrap(self, value: object) -> object:
@@ -281,29 +281,4 @@ class DTensorHandle(Handle):
     def _dtensor(
         self, local: torch.Tensor, spec: tuple[Placement, ...], shape: Shape, strides: tuple[int, ...] | None = None
     ) -> torch.Tensor:
-        made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
-            local,
-            self.mesh,
-            spec,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=row_major_strides(shape) if strides is None else strides,
-        )
-        return made
-
-
-def _local_of(value: DTensor) -> torch.Tensor:
-    """The local tensor, without autograd, which would cost ten times as much."""
-    local = value._local_tensor
-    if type(local) is torch.Tensor:
-        return local
-    with torch.no_grad():  # to_local may have to wait for a collective operation
-        return value.to_local()
-
-
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a DTensor, without importing DTensor."""
-    if type(value) is torch.Tensor:  # most values are plain, and each is asked about more than once
-        return False
-    module = sys.modules.get(_MODULE)
-    return module is not None and isinstance(value, module.DTensor)
+        return dtensor(local, self.mesh, spec, shape, strides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -15,6 +16,7 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue, elements_i
 from fsdp_optim.checkpoint.targets import State, Weights
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import FormatReader
+from fsdp_optim.layout import Placement
 from fsdp_optim.memory import dtype_name, flat_slice
 from fsdp_optim.move import End, Key, Slice, move
 from fsdp_optim.options import LoadOptions
@@ -23,6 +25,7 @@ from fsdp_optim.state.local import LocalParam, Optimizers
 from fsdp_optim.state.local_dict import opaque_values
 from fsdp_optim.state.same import same
 from fsdp_optim.state.values import Scalar
+from fsdp_optim.transport.agree import compare
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.reports import exchange_reports
@@ -46,7 +49,11 @@ def check_bitwise(
     values: list[StoredValue] = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
     if state is not None:
         values = [value for value in values if not value.is_state or value.fqn not in state.fit.missing]
-    target = _CompareEnd(callers.rank, {}, frozenset())
+    target, loaded = _CompareEnd(callers.rank, {}, frozenset()), None
+    with failure:
+        if state is not None and optim is not None:
+            loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
+    values = _cut_as_live(callers, loaded, values, failure)
     with failure:
         checkpoint = loaded_from.verified()
         model = weights_of(reader, callers.ranks, options.call)
@@ -64,8 +71,7 @@ def check_bitwise(
                 else _is_cast(model, value, castable_with=options.cast)
             )
         )
-        if state is not None and optim is not None:
-            loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
+        if state is not None and loaded is not None:
             live.update((value.key, _held(loaded, value)) for value in values if value.is_state)
             read_constants(checkpoint, [stored for stored in checkpoint.optim.values() if not stored.shape])
             _check_scalars(state, loaded)
@@ -84,6 +90,29 @@ def check_bitwise(
         raise CheckpointError(
             f"{loaded_from.where}: {total} of {expected} bytes were found in the live model and optimizer"
         )
+
+
+def _cut_as_live(
+    callers: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
+) -> list[StoredValue]:
+    """The values where the live optimizer has them: DTensors in the state of parameters that are none have cuts of their own.
+
+    Called by all ranks, because the DTensors of a rank may be on one of several meshes.
+    """
+    mine: dict[Key, Placement] = {}
+    with failure:
+        for value in values if loaded is not None else ():
+            param = loaded.by_fqn.get(value.fqn) if value.is_state and loaded is not None else None
+            live = (param.state or {}).get(value.name) if param is not None else None
+            where = param.handle.own_place(live) if param is not None else None
+            mine.update({value.key: where} if where is not None else {})
+    content = pickle.dumps(mine) if mine else b""
+    places = dict(mine)
+    if not compare(callers, "cuts of the state", content, failure.error):
+        for report in exchange_reports(callers, content):
+            for key, where in (pickle.loads(report) if report else {}).items():
+                places[key] = places.get(key, where).join(where) or where
+    return [replace(value, placement=places[value.key]) if value.key in places else value for value in values]
 
 
 @dataclass
@@ -151,7 +180,10 @@ def _first_difference(live: torch.Tensor, saved: torch.Tensor) -> int | None:
 def _held(local: Local, value: StoredValue) -> torch.Tensor | None:
     """This rank's part of a value in memory; None if it has none, or no plain tensor."""
     param = _param_of(local, value)
-    return param.handle.held((param.state or {})[value.name]) if param is not None else None
+    live = (param.state or {})[value.name] if param is not None else None
+    if param is None or live is None:
+        return None
+    return param.handle.held(live) if param.handle.own_place(live) is None else param.handle.placed_local(live)
 
 
 def _param_of(local: Local, value: StoredValue) -> LocalParam | None:

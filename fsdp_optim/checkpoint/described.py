@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -74,15 +75,24 @@ class StateFiles(Protocol):
 
 
 def full_dict(
-    files: StateFiles, description: OptimDescription, names: Names, keys: dict[tuple[str, str], str]
+    files: StateFiles,
+    description: OptimDescription,
+    names: Names,
+    keys: dict[tuple[str, str], str],
+    off_mesh: Collection[str] = (),
 ) -> dict[str, Any]:
     """A full dict by name. Tensors whose elements are in files are meta tensors, whose keys are added to `keys`.
+
+    `off_mesh`: FQNs of parameters that are no DTensors: what was cut by itself and has their shape is cut like them
+    (`following_params`).
 
     Raises ValueError if the description and the files contradict each other.
     """
     reserved = [key for key in description.other_keys if key in RESERVED_KEYS]
     if reserved:
         raise ValueError(f"{reserved[0]!r} cannot be another key of an optimizer")
+    if off_mesh:
+        description = _following_params(files, description, names, off_mesh)
     small = [key for param in description.params.values() for _, kind, key in param.values if _is_read_at_once(kind)]
     constants = dict(zip(small, files.constants(small), strict=True))
     state: dict[str, dict[str, Any]] = {}
@@ -100,6 +110,21 @@ def full_dict(
     if description.optimizer_class is not None:
         of = {"optimizer_class": description.optimizer_class}
     return {**description.other_keys, **of, "state": state, "param_groups": groups, "kinds": kinds}
+
+
+def _following_params(
+    files: StateFiles, description: OptimDescription, names: Names, off_mesh: Collection[str]
+) -> OptimDescription:
+    def kind_of(shape: Shape, kind: str, content: Any) -> str:
+        return TENSOR if kind.partition(" ")[0] == PLACED and files.described(content)[0] == shape else kind
+
+    params = {
+        fqn: replace(param, values=tuple((name, kind_of(param.shape, kind, at), at) for name, kind, at in param.values))
+        if names.canonical(fqn) in off_mesh
+        else param
+        for fqn, param in description.params.items()
+    }
+    return replace(description, params=params)
 
 
 def _value(

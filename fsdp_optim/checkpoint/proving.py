@@ -51,7 +51,7 @@ def prove_loadable(state: SavedHalf, description: OptimDescription, given: Mappi
         live = replace(live, names=replace(live.names, given={**live.names.given, **given}))
         with distrusted("the optimizer"):
             by_key = {value.stored_name: value for value in state.tensors}
-            as_dict = full_dict(_PlannedFiles(by_key), description, live.names, {})
+            as_dict = full_dict(_PlannedFiles(by_key), description, live.names, {}, live.off_mesh)
         full, _ = live.fit(normalize(as_dict, live.names), strict=True)
         check_filled(full, summarize(full, live.shapes))
     except FsdpOptimError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,8 +47,11 @@ class StoredState:
         *,
         allow_pickle: bool = False,
         rename: Rename | None = None,
+        off_mesh: Collection[str] = (),
     ) -> StoredState:
         """The state for a model whose parameters have these names and shapes. Reads small tensors, on this rank.
+
+        `off_mesh`: as for `full_dict`.
 
         Raises StateError if no optimizer was saved, or if the checkpoint cannot say whose state it has.
         """
@@ -60,7 +63,7 @@ class StoredState:
         description = checkpoint.description(allow_pickle=allow_pickle, records=RECORDS)
         names = renamed_names(names, checkpoint, rename, description.params)
         with distrusted(f"{checkpoint.where}: the optimizer"):
-            as_dict = full_dict(_CheckpointFiles(checkpoint), description, names, keys)
+            as_dict = full_dict(_CheckpointFiles(checkpoint), description, names, keys, off_mesh)
         return cls(normalize(as_dict, names), {place: _stored(checkpoint, key) for place, key in keys.items()})
 
 

@@ -275,7 +275,12 @@ class State:
         )
         live = local.live_optimizer(picture)
         found = StoredState.of(
-            checkpoint, live.names, live.shapes, allow_pickle=options.allow_pickle, rename=options.rename
+            checkpoint,
+            live.names,
+            live.shapes,
+            allow_pickle=options.allow_pickle,
+            rename=options.rename,
+            off_mesh=live.off_mesh,
         )
         full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.groups)
         summaries = summarize(full, live.shapes)

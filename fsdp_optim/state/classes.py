@@ -35,6 +35,12 @@ def _inside(optim: Any) -> Iterator[Any]:
             yield value
 
 
+def has_own_form(optim: Any) -> bool:
+    """Whether the dict of an optimizer has the state as the innermost optimizer does: no wrapper of it has state of its own."""
+    found = layers(optim)
+    return all(getattr(layer, "state", None) is found[-1].state for layer in found[:-1]) if len(found) > 1 else True
+
+
 def is_of_torch(optim: Any) -> bool:
     """Whether the innermost optimizer is of a class of torch.optim, whose state values are known."""
     return type(innermost(optim)).__module__.startswith("torch.optim")

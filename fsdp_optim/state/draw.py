@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_optim.errors import RankError, StateError, counted_noun
-from fsdp_optim.layout import RankSet
+from fsdp_optim.layout import RankSet, Whole
 from fsdp_optim.state.merge import (
     Seen,
     all_listed,
@@ -41,13 +41,14 @@ def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
             live.append(param)
             for position, fqn in enumerate(param.fqns):
                 seen.setdefault(fqn, []).append(Seen(fqn, param, param.placements[position], ranks))
-    not_held = {fqn for report, _ in reports for fqn in report.not_held}
+    not_held = {fqn for report, _ in reports for fqn in frozenset(report.model_order).difference(report.order)}
     for fqn, items in seen.items():
-        if fqn not in not_held and all(item.live.loose for item in items):
+        if all(item.live.loose or (fqn in not_held and _is_complete(item)) for item in items):
             seen[fqn] = on_reporting_ranks(items)
         if any(item.placement.is_open for item in items):
             seen[fqn] = all_listed(fqn, items)
-    order, _ = merge_lists([report.order for report, _ in reports])
+    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in seen) for report, _ in reports]
+    order, _ = merge_lists(models)
     mismatched = tuple(fqn for fqn in order if fqn in seen and replicas_differ(seen[fqn])) if take_lowest_rank else ()
     lowest = frozenset(mismatched)
     first_ranks = RankSet(reports[0][1])
@@ -64,11 +65,20 @@ def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
         num_groups=len(reports[0][0].groups),
         mismatched=(*mismatched, *differing),
         counts=tuple(report.counted for report, _ in reports),
+        models=tuple(dict.fromkeys(models)),
         values=values,
         stateless=frozenset(fqn for report, _ in reports for fqn in report.stateless),
         module_values=module_values,
         module_takers=tuple(dict.fromkeys(path for report, _ in reports for path in report.module_takers)),
     )
+
+
+def _is_complete(item: Seen) -> bool:
+    """Whether the ranks that report a parameter have all of it, so that its state may be on some of its ranks only.
+
+    That is what ZeRO-1 by hand does: each rank gives its optimizer some of the parameters, and has their complete state.
+    """
+    return isinstance(item.placement, Whole)
 
 
 def _merge_module_values(

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from fsdp_optim.errors import StateError
+from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import GroupsFrom
 from fsdp_optim.state.class_fit import fit_class, lacking_values, live_groups
 from fsdp_optim.state.fits import Fit, check_fits
-from fsdp_optim.state.full import FullState
+from fsdp_optim.state.full import FullState, following_params
 from fsdp_optim.state.local import LocalOptim
 from fsdp_optim.state.names import Names
 
@@ -28,6 +28,7 @@ class LiveOptimizer:
         shapes: FQN -> shape of the parameter.
         with_state: FQNs that have state in the live optimizer.
         values: optimizer class -> names of its state values (on all ranks, if the ranks have met).
+        on_mesh: FQNs of the parameters that are DTensors, whose wrapper can place a value of another cut than theirs.
     """
 
     optim: LocalOptim
@@ -35,6 +36,11 @@ class LiveOptimizer:
     shapes: Mapping[str, Shape]
     with_state: frozenset[str]
     values: Mapping[str, frozenset[str]]
+    on_mesh: frozenset[str] = frozenset()
+
+    @property
+    def off_mesh(self) -> frozenset[str]:
+        return frozenset(self.shapes) - self.on_mesh
 
     def fit(
         self, full: FullState, *, strict: bool, groups: GroupsFrom = "saved", others: Collection[str] = ()
@@ -58,6 +64,7 @@ class LiveOptimizer:
             others=others,
             regroup=bool(self.optim.optimizers),
         )
+        full = self._with_followers(full)
         if unmatched.text:
             log.warning("%s; strict=False loads what both have", unmatched.text)
         return full, replace(
@@ -66,6 +73,24 @@ class LiveOptimizer:
             unmatched_values=unmatched.values,
             kept=unmatched.kept,
         )
+
+    def _with_followers(self, full: FullState) -> FullState:
+        """`following_params`, and a warning where the optimizer may expect DTensors and has none yet that show their mesh."""
+        followed = following_params(full, self.shapes, self.on_mesh)
+        alike = full.classes == tuple(known.name for known in self.optim.classes)
+        changed = [
+            fqn
+            for fqn, words in full.kinds.items()
+            if alike and fqn not in self.with_state and words != followed.kinds[fqn]
+        ]
+        if changed:
+            log.warning(
+                "the state of %s was saved as DTensors with a cut of their own, and this optimizer has no state yet that shows "
+                "a mesh, so it gets ordinary tensors: %s: if it keeps DTensors, let it make its state before the load (one step)",
+                counted_noun(len(changed), "parameter"),
+                shortened(changed),
+            )
+        return followed
 
     def _check_needed_values(self, full: FullState, kept: Mapping[str, frozenset[str]]) -> None:
         """Refuse state without the values that the live hyperparameters need (amsgrad, centered, momentum)."""

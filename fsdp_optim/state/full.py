@@ -6,12 +6,15 @@ other libraries, with the same `read` where the dicts are alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import torch
 
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape, cut_named
+from fsdp_optim.memory import is_plain
 from fsdp_optim.options import KeyBy
 from fsdp_optim.state.classes import class_names_read, class_names_written
 from fsdp_optim.state.kinds import NON_PARAM_KIND, Evidence, Kind, infer_kind, sight_of
@@ -96,6 +99,30 @@ class FullState:
         """The recorded cut of a placed value; "" for all other values."""
         word, _, cut = self.kinds.get(fqn, {}).get(name, "").partition(" ")
         return cut if word == Kind.PLACED.value else ""
+
+
+def following_params(full: FullState, shapes: Mapping[str, Shape], on_mesh: Collection[str]) -> FullState:
+    """The same state, in which values that were DTensors are cut like their parameters, where they can be.
+
+    A value with a cut of its own and the shape of its parameter has an element for each of the parameter's: a model in which the
+    parameter is no DTensor, on no mesh, has no other way to cut it. `on_mesh`: the parameters that are DTensors.
+    """
+    kinds = dict(full.kinds)
+    for fqn, words in full.kinds.items():
+        follows = {
+            name: Kind.SHARDED.value
+            for name, word in words.items()
+            if word.startswith(Kind.PLACED.value)
+            and fqn not in on_mesh
+            and _has_shape(full.state[fqn].get(name), shapes.get(fqn))
+        }
+        if follows:
+            kinds[fqn] = {**words, **follows}
+    return replace(full, kinds=kinds)
+
+
+def _has_shape(value: object, shape: Shape | None) -> bool:
+    return isinstance(value, torch.Tensor) and is_plain(value) and tuple(value.shape) == shape
 
 
 # ------------------------------------------------------------------------------------------- writing

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.classes import OptimizerClass
@@ -328,7 +329,8 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         for place, (named, local_id) in enumerate(zip(handles, ids, strict=True)):
             state = _state_of(saved["state"], local_id)
             if state is not None:
-                check_values(named.fqns[0] if named.fqns else f"parameter {place} of group {index}", state)
+                its_name = named.fqns[0] if named.fqns else f"parameter {place} of group {index}"
+                check_values(its_name, state, inner=not named.handle.marks)
             _check_master(named, state, optim)
             params.append(LocalParam(local_id, index, named, state, (0, local_id)))
     if all(isinstance(param.local_id, int) for param in params):
@@ -336,15 +338,20 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
     non_param = _non_param_state(saved["state"], [p.local_id for p in params], view)
     return LocalOptim(
         params=tuple(params),
-        groups=tuple({k: v for k, v in group.items() if k not in ("params", "param_names")} for group in packed),
+        groups=tuple(_hyperparameters(index, group) for index, group in enumerate(packed)),
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
         other_keys={
-            **{key: value for key, value in saved.items() if key not in RESERVED_KEYS},
-            **({NON_PARAM_STATE: non_param} if non_param else {}),
+            **{key: as_local(f"{key} of state_dict()", its) for key, its in saved.items() if key not in RESERVED_KEYS},
+            **({NON_PARAM_STATE: as_local("the state of no parameter", non_param)} if non_param else {}),
         },
         classes=(OptimizerClass.of(optim),) * len(packed),
     )
+
+
+def _hyperparameters(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
+    return {key: as_local(f"{key} of param group {index}", value) for key, value in kept}
 
 
 def _check_master(named: NamedHandle, state: Mapping[str, Any] | None, optim: OptimizerLike) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import StateError
-from fsdp_optim.layout import Shape, Whole
+from fsdp_optim.layout import Placement, Shape, Whole
 from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain, own
 from fsdp_optim.plan import copies_into
 from fsdp_optim.state.fits import Fit
@@ -118,16 +118,18 @@ def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
 
 
 def local_values(
-    param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any]
+    param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any], rank: int
 ) -> dict[str, Any]:
     """The state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
     scalars = dict(summary.scalars)
+
+    def in_live_form(name: str) -> torch.Tensor:
+        value = param.handle.from_local(tensors[name])
+        cut = _cut_as_live(param, name, value, rank) if holds_all(param.handle) else None
+        return value if cut is None else cut
+
     return {
-        name: param.handle.from_local(tensors[name])
-        if name in tensors
-        else opaque[name]
-        if name in opaque
-        else own(scalars[name].value)
+        name: in_live_form(name) if name in tensors else opaque[name] if name in opaque else own(scalars[name].value)
         for name in summary.names
         if name in tensors or name in opaque or name in scalars
     }
@@ -167,6 +169,9 @@ def _opaque(
     placements = tuple(original.placement for original in handle.originals)
     if isinstance(value, OpaqueShards):
         return handle.rewrap(copied(value.of_rank(fqn, name, placements, rank, alone=holds_all(handle))))
+    in_live_form = _cut_as_live(param, name, value, rank) if is_plain(value) else None
+    if in_live_form is not None:
+        return in_live_form
     if len(placements) == 1 and isinstance(placements[0], Whole):
         return copied(value)
     place = handle.place_like(tuple(value.shape), cut) if is_plain(value) else None
@@ -177,9 +182,24 @@ def _opaque(
             f"{fqn}: {name} is {OpaqueType.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "
             "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
         )
-    flat = empty((place.numel_on(rank),), value.dtype, handle.device)
-    copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(value), flat)
-    return handle.from_placed(flat, place)
+    return handle.from_placed(_cut_here(value, place, rank, handle.device), place)
+
+
+def _cut_as_live(param: LocalParam, name: str, value: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """This rank's part of a complete value, cut as the live value of the same name; None where that has no cut of its own."""
+    live = (param.state or {}).get(name)
+    place = param.handle.own_place(live)
+    if place is None or place.shape != value.shape:
+        return None
+    return param.handle.like_live(_cut_here(value, place, rank, param.handle.device), live)
+
+
+def _cut_here(value: torch.Tensor, place: Placement, rank: int, device: torch.device) -> torch.Tensor:
+    """This rank's elements of a complete value, 1-D."""
+    flat = empty((place.numel_on(rank),), value.dtype, device)
+    if len(flat):
+        copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(value), flat)
+    return flat
 
 
 Shard = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,6 +37,9 @@ def of_single_report(seen: list[Seen], ranks: RankSet) -> Param | None:
     """
     first = seen[0]
     if len(seen) > 1 or not first.is_sure or not ranks.includes_holders_of(first.placement):
+        return None
+    placed = first.live.summary.placed if first.live.summary is not None else ()
+    if not all(ranks.includes_holders_of(where) for _, (_, where) in placed):
         return None
     return Param(first.fqn, first.placement, first.live.group_index, first.live.summary)
 
@@ -126,6 +129,7 @@ def merge_param(seen: list[Seen], *, take_lowest_rank: bool) -> Param:
         return Param(first.fqn, first.placement, first.live.group_index, first.live.summary, variants)
     placement = _merge_placements(seen)
     _check_all_holders_report(first.fqn, placement, seen)
+    seen = _with_common_places(seen)
     if take_lowest_rank:
         placement = placement.on_lowest_ranks()
         seen = [item for item in seen if not set(item.ranks).isdisjoint(placement.ranks)]
@@ -148,6 +152,48 @@ def _merge_placements(seen: list[Seen]) -> Placement:
                 f"{format_ranks(by_placement[other].ranks)}{hint}"
             )
     return joined or first
+
+
+def _with_common_places(seen: list[Seen]) -> list[Seen]:
+    """The same reports with one placement for each value that records its own: on all its ranks, in all replicas.
+
+    Raises StateError where the placements of ranks contradict each other, or name ranks that do not report the value.
+    """
+    found: dict[str, list[tuple[Placement, tuple[int, ...]]]] = {}
+    for item in seen:
+        for name, (_, where) in item.live.summary.placed if item.live.summary is not None else ():
+            found.setdefault(name, []).append((where, item.ranks))
+    common = {name: _common_place(f"{seen[0].fqn}: {name}", places) for name, places in found.items()}
+    if all(where is common[name] for name, places in found.items() for where, _ in places):
+        return seen
+    return [item._replace(live=replace(item.live, summary=_placed_at(item.live.summary, common))) for item in seen]
+
+
+def _placed_at(summary: Summary | None, places: Mapping[str, Placement]) -> Summary | None:
+    if summary is None:
+        return None
+    return replace(summary, placed=tuple((name, (dtype, places[name])) for name, (dtype, _) in summary.placed))
+
+
+def _common_place(what: str, places: Sequence[tuple[Placement, tuple[int, ...]]]) -> Placement:
+    (joined, first_ranks), *others = places
+    for where, ranks in others:
+        both = joined if where == joined else joined.join(where)
+        if both is None:
+            raise StateError(
+                f"{what} is {joined} on {format_ranks(first_ranks)} and {where} on {format_ranks(ranks)}: make the DTensor "
+                "alike on all ranks, on one mesh, or on meshes of one shape with the complete value on each"
+            )
+        joined = both
+    reporting = {rank for _, ranks in places for rank in ranks}
+    silent = tuple(rank for rank in joined.ranks if rank not in reporting and joined.numel_on(rank))
+    if silent:
+        raise StateError(
+            f"{what} is {joined} and {format_ranks(silent)} should have a part of it, but only "
+            f"{ranks_have(tuple(sorted(reporting)))} this value in the call: make the call on all ranks of the mesh, and give "
+            "process_group= if nothing else in the model shows them"
+        )
+    return joined
 
 
 def _replicas(seen: list[Seen]) -> Iterator[tuple[Seen, Seen]]:
@@ -256,10 +302,15 @@ def _compare(first: Seen, a: Summary, other: Seen, b: Summary) -> None:
     for name in {**on_first, **on_other}:
         if name not in on_first or name not in on_other or on_first[name] != on_other[name]:
             raise StateError(
-                f"{first.fqn}: {name} is {on_first.get(name, 'absent')} on {format_ranks(first.ranks)} and "
-                f"{on_other.get(name, 'absent')} on {format_ranks(other.ranks)}"
+                f"{first.fqn}: {name} is {_shown(on_first.get(name, 'absent'))} on {format_ranks(first.ranks)} and "
+                f"{_shown(on_other.get(name, 'absent'))} on {format_ranks(other.ranks)}"
                 f"{NAME_OF if first.placement != other.placement else ''}"
             )
+
+
+def _shown(description: object) -> str:
+    """A description as an error shows it; that of a DTensor with its own cut is its dtype and placement."""
+    return " ".join(map(str, description)) if isinstance(description, tuple) else str(description)
 
 
 def ranks_have(ranks: tuple[int, ...]) -> str:

@@ -106,16 +106,22 @@ def as_ids_count(listed: Sequence[str], wrapped: Sequence[str], place: Mapping[s
     return by_model if list(listed) in (by_model, unit_after_unit) else None
 
 
-def merge(counts: Sequence[Counted], model_order: Sequence[str]) -> Counted:
-    """The merge of several ranks' orders of one group. `model_order`: the order to use where no order is known."""
+def merge(counts: Sequence[Counted], model_order: Sequence[str], models: Sequence[tuple[str, ...]] = ()) -> Counted:
+    """The merge of several ranks' orders of one group. `model_order`: the order to use where no order is known.
+
+    `models`: the orders of the ranks' models, which also tell the order of parameters that are in different ranks' optimizers.
+    """
     distinct = tuple(dict.fromkeys(counts))
     if len(distinct) == 1:
         return distinct[0]
     unknown = next((counted.unknown for counted in distinct if counted.unknown), "")
     own_order = any(counted.own_order for counted in distinct)
     known = {fqn for counted in distinct for fqn in counted.fqns}
+    lists = [counted.fqns for counted in distinct]
+    if not own_order:
+        lists += [tuple(fqn for fqn in names if fqn in known) for names in models]
     try:
-        merged, unrelated = merge_lists([counted.fqns for counted in distinct])
+        merged, unrelated = merge_lists(lists)
     except StateError as error:
         return Counted(tuple(fqn for fqn in model_order if fqn in known), unknown or str(error), own_order)
     for a, b in unrelated:

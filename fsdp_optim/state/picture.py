@@ -45,6 +45,7 @@ class Picture:
         live: every live parameter.
         num_groups: the number of param groups.
         counts: the order of ids in each distinct report, group by group.
+        models: the order of the parameters in the model of each distinct report, also of those that only other optimizers have.
         mismatched: FQNs whose replicas differ, so that only the replicas of the lowest rank count.
         values: optimizer class -> names of the state values on any rank.
         stateless: parameters without state on ranks that could have state for them.
@@ -56,6 +57,7 @@ class Picture:
     live: tuple[LiveParam, ...] = ()
     num_groups: int = 0
     counts: tuple[tuple[Counted, ...], ...] = ()
+    models: tuple[tuple[str, ...], ...] = ()
     mismatched: tuple[str, ...] = ()
     values: Mapping[str, frozenset[str]] = field(default_factory=dict)
     stateless: frozenset[str] = frozenset()
@@ -72,7 +74,7 @@ class Picture:
         """Each group's parameters on all ranks together, in the order of their ids."""
         order = tuple(self.params)
         return tuple(
-            merge([counts[index].only(self.params) for counts in self.counts], order)
+            merge([counts[index].only(self.params) for counts in self.counts], order, self.models)
             for index in range(self.num_groups)
         )
 

@@ -49,7 +49,8 @@ class RankReport:
         params: the live parameters.
         groups: each group's hyperparameters, as pairs of texts.
         counted: each group's original parameters, in the order of their ids.
-        not_held: the model's other original parameters, which the optimizer does not have.
+        model_order: all original parameters, in the unwrapped model's order, where the optimizer does not have all of them; else
+            empty.
         other_keys: the other keys of the optimizer's own dict, as pairs of texts.
         classes: the class of each group's optimizer.
         values: optimizer class -> names of the state values, where the call needs them.
@@ -65,7 +66,7 @@ class RankReport:
     params: tuple[LiveParam, ...] = ()
     groups: tuple[tuple[tuple[str, str], ...], ...] = ()
     counted: tuple[Counted, ...] = ()
-    not_held: tuple[str, ...] = ()
+    model_order: tuple[str, ...] = ()
     other_keys: tuple[tuple[str, str], ...] = ()
     classes: tuple[OptimizerClass, ...] = ()
     values: tuple[tuple[str, tuple[str, ...]], ...] = ()

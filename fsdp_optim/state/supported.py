@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 
+from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.memory import is_plain, tensors_in
 
@@ -30,14 +31,20 @@ def check_supported(optim: object) -> None:
         )
 
 
-def check_values(fqn: str, state: Mapping[str, object]) -> None:
+def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
     """Refuse state values whose elements cannot be gathered: partial sums, sparse tensors, and tensors on the meta device.
+
+    `inner`: also refuse DTensors inside containers of which this rank has only a part. A DTensor that is a value by itself is
+    gathered by its own cut; one inside a dict or list is part of an opaque value, of which every rank that has the parameter must
+    have all, unless the parameter is a DTensor itself.
 
     Raises WrapperError that names the parameter, the value and the way out.
     """
     for name, value in state.items():
         if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
             continue
+        if inner and not isinstance(value, torch.Tensor):
+            as_local(f"{fqn}: {name}", value)
         if is_sparse(value):
             raise WrapperError(sparse(fqn, name, value))
         for tensor in _tensors(value):

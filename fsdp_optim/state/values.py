@@ -164,6 +164,12 @@ class Summary:
         kept = tuple(pair for pair in self.sharded if pair[0] not in names)
         return replace(self, sharded=kept, opaque=(*self.opaque, *opaque), unsure=())
 
+    def as_sharded(self, names: Collection[str]) -> Summary:
+        """The same summary with some of the placed values as sharded values."""
+        sharded = tuple((name, dtype) for name, (dtype, _) in self.placed if name in names)
+        kept = tuple(pair for pair in self.placed if pair[0] not in names)
+        return replace(self, placed=kept, sharded=(*self.sharded, *sharded))
+
     @property
     def kinds(self) -> tuple[tuple[str, str], ...]:
         """The kind of each value, as a full dict records it."""

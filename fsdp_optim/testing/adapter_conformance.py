@@ -32,8 +32,8 @@ from fsdp_optim.testing.fairscale_cpu import fairscale_on_cpu
 from fsdp_optim.testing.ranks import run_on_ranks
 from fsdp_optim.view import ModelView, NamedHandle
 
-VALUE = "momentum_buffer"
-"""A name that the library knows as that of a value which is cut like its parameter."""
+VALUES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+"""Names that the library knows as those of values which are cut like their parameter: what SGD and Adam need to step."""
 
 Made = tuple[nn.Module, Any]
 """A wrapped model, and its optimizer."""
@@ -282,8 +282,8 @@ def check_gather(made: Made, reader: ModelReader) -> None:
         if named is None:
             raise AssertionError(f"a parameter of the optimizer (shape {list(param.shape)}) has no Handle")
         if not named.handle.skipped:
-            doubled = named.handle.from_local(2.0 * _local(named).reshape(-1).float())
-            optim.state[param] = {"step": torch.tensor(3.0), VALUE: doubled}
+            doubled = {name: named.handle.from_local(2.0 * _local(named).reshape(-1).float()) for name in VALUES}
+            optim.state[param] = {"step": torch.tensor(3.0), **doubled}
     full = gather_full_optim_state_dict(model, optim, None, "name") or {}
     _check_doubled("gathered", full)
     shard = get_shard_from_optim_state_dict(model, optim, full)
@@ -295,6 +295,7 @@ def check_gather(made: Made, reader: ModelReader) -> None:
 
 def _check_doubled(what: str, full: Any) -> None:
     for fqn, whole in _plain().items():
-        got = full["state"].get(fqn, {}).get(VALUE)
-        same = got is not None and torch.equal(got, 2.0 * whole)
-        _expect(same, f"{fqn}: {what}: {got}, not {2.0 * whole}")
+        for name in VALUES:
+            got = full["state"].get(fqn, {}).get(name)
+            same = got is not None and torch.equal(got, 2.0 * whole)
+            _expect(same, f"{fqn}: {what}: {name} is {got}, not {2.0 * whole}")

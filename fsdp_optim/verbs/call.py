@@ -14,7 +14,7 @@ import torch
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun, shortened
-from fsdp_optim.layout import RankSet, Shape
+from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
 from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
 from fsdp_optim.speed import speed_of
 from fsdp_optim.state.draw import draw
@@ -87,10 +87,17 @@ class Local:
     def live_optimizer(self, picture: Picture | None = None) -> LiveOptimizer:
         """The optimizer that a full state has to fit, as this rank sees it or, with a picture, as all ranks see it."""
         if picture is None:
-            return LiveOptimizer(self.optim, self.names, self.shapes, self.with_state, self.optim.values_by_class)
+            places = {fqn: place for param in self.optim.params for fqn, place in param.named.placements.items()}
+            live = self.with_state, self.optim.values_by_class, _on_mesh(places)
+            return LiveOptimizer(self.optim, self.names, self.shapes, *live)
         shapes = {fqn: param.placement.shape for fqn, param in picture.params.items()}
         names = names_of_picture(picture, self.view)
-        return LiveOptimizer(self.optim, names, shapes, picture.with_state, picture.values)
+        on_mesh = _on_mesh({fqn: param.placement for fqn, param in picture.params.items()})
+        return LiveOptimizer(self.optim, names, shapes, picture.with_state, picture.values, on_mesh)
+
+
+def _on_mesh(places: Mapping[str, Placement]) -> frozenset[str]:
+    return frozenset(fqn for fqn, place in places.items() if isinstance(place, OnMesh))
 
 
 def read_local(reader: ModelReader, optim: Optimizers, options: Options, ranks: tuple[int, ...] | None = None) -> Local:
@@ -286,7 +293,7 @@ def _report(
         ),
         other_keys=_compared_values("the optimizer", optim.other_keys, callers) if with_state else (),
         counted=local.counted,
-        not_held=tuple(fqn for fqn in local.view.order if fqn not in local.by_fqn),
+        model_order=local.view.order if any(fqn not in local.by_fqn for fqn in local.view.order) else (),
         classes=optim.classes,
         values=()
         if with_state

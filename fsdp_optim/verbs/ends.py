@@ -22,15 +22,15 @@ _CPU = torch.device("cpu")
 class LiveEnd(End):
     """The state of a live optimizer, or the weights of a live model, in memory.
 
-    `layout`: the placements of the values, by FQN, if the moved values have the placements of another model.
+    `layout`: the placements of the values, by FQN and name, if the moved values have the placements of another model.
     """
 
     local: Local
-    layout: Mapping[str, Placement] | None = None
+    layout: Mapping[tuple[str, str], Placement] | None = None
     _held: dict[tuple[LocalId, str], torch.Tensor] = field(default_factory=dict)
 
     def placement(self, value: StateValue) -> Placement:
-        return value.placement if self.layout is None else self.layout[value.fqn]
+        return value.placement if self.layout is None else self.layout[value.fqn, value.name]
 
     def memory(self, value: StateValue) -> torch.Tensor:
         param = self.local.by_fqn[value.fqn]

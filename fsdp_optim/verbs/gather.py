@@ -23,6 +23,7 @@ from fsdp_optim.transport.failure import Failure
 from fsdp_optim.verbs.call import Local, calling, log_summary, meet, read_local
 from fsdp_optim.verbs.ends import LiveEnd, WholeEnd
 from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
+from fsdp_optim.verbs.replicas import compare_unsharded
 from fsdp_optim.verbs.synchronize import synchronize
 
 
@@ -69,6 +70,7 @@ def begin(reader: ModelReader, callers: RankGroup, optim: Optimizers, options: G
     synchronize(callers, optim)
     mismatch = options.call.on_replica_mismatch
     local, picture = meet(callers, read, options, with_state=True, on_replica_mismatch=mismatch)
+    picture = compare_unsharded(callers, local, picture, mismatch)
     recipients = callers.ranks if recipient_rank is None else (recipient_rank,)
     if options.key_by == "id":
         _check_ids(picture, recipients)

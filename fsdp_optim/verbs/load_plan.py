@@ -45,8 +45,9 @@ class LoadPlan:
         other_keys: Mapping[str, Any],
     ) -> Shard | list[Shard]:
         """The optimizer's own dict. `tensors`: the filled local tensors, by local id and value name."""
+        rank = self.local.view.rank
         state: dict[LocalId, Mapping[str, Any]] = {
-            param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id])
+            param.local_id: local_values(param, summary, tensors[param.local_id], self.opaque[param.local_id], rank)
             for param, summary in self.receiving
         }
         for param in self.local.optim.params:

@@ -12,7 +12,7 @@ import torch
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
 from fsdp_optim.memory import tensors_in, within
 from fsdp_optim.state.class_fit import lacking_values
-from fsdp_optim.state.classes import OptimizerClass
+from fsdp_optim.state.classes import OptimizerClass, has_own_form
 from fsdp_optim.state.full import RESERVED_KEYS
 from fsdp_optim.state.local import OptimizerLike
 from fsdp_optim.state.local_dict import INCOMPATIBLE
@@ -220,6 +220,8 @@ def _refuse_full(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
 
 def check_needed_values(optim: LoadableOptimizer, shard: Mapping[str, Any]) -> None:
     """Raise StateError for state without the values that the optimizer's next step needs, with the groups of the shard."""
+    if not has_own_form(optim):
+        return  # the values of a wrapper that names them otherwise are not those of the optimizer inside
     of = OptimizerClass.of(optim)
     for group in shard["param_groups"]:
         hyperparameters = {key: value for key, value in group.items() if key != "params"}

@@ -64,7 +64,9 @@ class OwnLoad:
     @property
     def _hooked(self) -> list[torch.optim.Optimizer]:
         """The optimizers of torch, outermost first, whose load has hooks."""
-        return [optim for optim in layers(self.optim) if isinstance(optim, torch.optim.Optimizer)]
+        return [
+            optim for optim in layers(self.optim) if isinstance(optim, torch.optim.Optimizer) and _takes_hooks(optim)
+        ]
 
     def _changing(self) -> Iterator[tuple[torch.Tensor, Any, Any, Any]]:
         """The values that torch's load would change: (parameter, local id, name, value)."""
@@ -120,6 +122,15 @@ def _values_put_right(optim: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _takes_hooks(optim: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer was made by torch's constructor, without which a wrapper has no hooks."""
+    try:
+        optim.register_load_state_dict_post_hook(lambda _: None).remove()
+    except AttributeError:
+        return False
+    return True
 
 
 def _of_torch(function: object) -> bool:

@@ -15,6 +15,7 @@ from fsdp_optim.layout import Placement
 from fsdp_optim.options import OnReplicaMismatch
 from fsdp_optim.state.picture import Param, Picture
 from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
+from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import MeetingResult, compare, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
@@ -27,9 +28,9 @@ _NONE = bytes(_NBYTES)  # the digest of a rank that holds nothing
 
 @dataclass(frozen=True)
 class _Shared:
-    """Something that several ranks hold replicas of: a live parameter, or one placed value of its state.
+    """Something that several ranks hold replicas of: a live parameter, or one value of its state that is not cut like it.
 
-    `fqns`: its original parameters. `value`: the name of the placed value; None for the parameter.
+    `fqns`: its original parameters. `value`: the name of the value; None for the parameter.
     """
 
     fqns: tuple[str, ...]
@@ -60,7 +61,34 @@ def compare_shards(
 
     Raises StateError on all ranks if replicas differ; with "lowest_rank", returns the picture with the lowest ranks' replicas.
     """
-    shared = _shared_in(picture)
+    return _compared(callers, local, picture, on_replica_mismatch, what, _shared_in(picture))
+
+
+def compare_unsharded(
+    callers: RankGroup, local: Local, picture: Picture, on_replica_mismatch: OnReplicaMismatch
+) -> Picture:
+    """As `compare_shards`, but only for values that are not cut like their parameter.
+
+    Wrappers keep gradients equal, and so what an optimizer computes from them element by element. Other values can be anything,
+    and a gather takes those of one rank. Without such values nothing is compared.
+    """
+    shared = []
+    for fqn, param in picture.params.items():
+        if param.summary is not None and not param.variants:
+            if param.placement.has_replicas:
+                shared += [_Shared((fqn,), name, param.placement) for name, _ in param.summary.opaque]
+            shared += _placed_in(fqn, param.summary)
+    return _compared(callers, local, picture, on_replica_mismatch, STATE, shared)
+
+
+def _compared(
+    callers: RankGroup,
+    local: Local,
+    picture: Picture,
+    on_replica_mismatch: OnReplicaMismatch,
+    what: str,
+    shared: Sequence[_Shared],
+) -> Picture:
     if not shared:
         return picture
     leaders = [one.leader(callers.rank) for one in shared]
@@ -93,10 +121,12 @@ def _shared_in(picture: Picture) -> list[_Shared]:
             continue
         if fqn in unprinted and param.placement.has_replicas:
             shared.append(_Shared(unprinted[fqn], None, param.placement))
-        for name, (_, placement) in param.summary.placed:
-            if placement.has_replicas:
-                shared.append(_Shared((fqn,), name, placement))
+        shared += _placed_in(fqn, param.summary)
     return shared
+
+
+def _placed_in(fqn: str, summary: Summary) -> list[_Shared]:
+    return [_Shared((fqn,), name, placement) for name, (_, placement) in summary.placed if placement.has_replicas]
 
 
 def _differing(result: MeetingResult, digests: Sequence[bytes], leaders: Sequence[int | None], rank: int) -> list[int]:

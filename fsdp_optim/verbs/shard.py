@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_optim.adapters import ModelReader
-from fsdp_optim.errors import WrapperError
+from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Model, Options
@@ -47,6 +47,8 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
         local = read_local(ModelReader(model, world_here().rank), optim, options)
         state = normalize(full, local.names)
     shapes = local.shapes
+    if options.strict and optim is not None:
+        _check_shared_out(local, state)
     others = _of_other_ranks(local.view, state, options)
     state, fit = local.live_optimizer().fit(state, strict=options.strict, groups=options.groups, others=others)
     warn_of_uncollected(local, state.uncollected)
@@ -101,6 +103,27 @@ def _shard_of_stages(
             lambda value: Whole(value.placement.shape, callers.ranks), lambda fqn, name: state.state[fqn][name]
         )
         return deliver(callers, local, picture, contents, source)
+
+
+def _check_shared_out(local: Local, full: FullState) -> None:
+    """Refuse a full dict with parameters that only the optimizers of other ranks may have, as in ZeRO-1 by hand.
+
+    Raises StateError: this rank alone cannot tell such a parameter from one that no optimizer has.
+    """
+    saved = {fqn for _, fqns in full.groups for fqn in fqns} - set(local.by_fqn)
+    found = [
+        fqn
+        for named in local.view.handles
+        for fqn, placement in named.placements.items()
+        if fqn in saved and isinstance(placement, Whole) and len(placement.ranks) > 1
+    ]
+    if found:
+        raise StateError(
+            f"{found[0]}: the full dict has state for this parameter, this rank's optimizer does not have it "
+            f"({counted_noun(len(found), 'such parameter')}): if the ranks share out the parameters among their optimizers, call "
+            "scatter_full_optim_state_dict on all of them, where the ranks tell each other who has which; else build the "
+            "optimizer with the parameters of the saved one, or give strict=False, which passes over the rest"
+        )
 
 
 def _without_optimizer(model: Model, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:

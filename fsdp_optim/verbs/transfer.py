@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
-from fsdp_optim.layout import cut_of
+from fsdp_optim.layout import OnMesh, Placement, cut_of
 from fsdp_optim.options import Model, Options
 from fsdp_optim.state.fits import LIVE_GROUPS, Fit
 from fsdp_optim.state.full import FullState
@@ -25,6 +25,7 @@ from fsdp_optim.verbs.ends import LiveEnd
 from fsdp_optim.verbs.gather import Gathering, move_unsharded
 from fsdp_optim.verbs.load_on_all import load_on_all
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer
+from fsdp_optim.verbs.replicas import compare_unsharded
 from fsdp_optim.verbs.scatter import FullContents, deliver
 from fsdp_optim.verbs.synchronize import synchronize
 
@@ -59,6 +60,7 @@ def _transfer(
         with_state=True,
         on_replica_mismatch=options.on_replica_mismatch,
     )
+    picture = compare_unsharded(callers, local, picture, options.on_replica_mismatch)
     dst_local, dst_picture = meet(
         callers,
         lambda: read_local(dst, dst_optim, everything, callers.ranks),
@@ -70,10 +72,34 @@ def _transfer(
     _check_same(picture, dst_picture, strict=options.strict, regroup=regroup)
     live = replace(dst_local.live_optimizer(dst_picture), with_state=frozenset())
     full, fit = live.fit(_described(local, picture), strict=options.strict, groups=options.groups)
-    contents = _contents(callers, local, picture, dst_picture, full, fit)
-    source = LiveEnd(local, {fqn: param.placement for fqn, param in picture.params.items()})
+    source = LiveEnd(local, _places(picture))
+    contents = _contents(callers, local, _following_params(picture, dst_picture), dst_picture, full, fit)
     shard = deliver(callers, dst_local, dst_picture, contents, source)
     return load_on_all(callers, dst_optim, shard)
+
+
+def _places(picture: Picture) -> dict[tuple[str, str], Placement]:
+    """Where the values of the source are that have an element for each of their parameter's, by FQN and name."""
+    places = {}
+    for fqn, param in picture.params.items():
+        if param.summary is not None:
+            places.update({(fqn, name): param.placement for name, _ in param.summary.sharded})
+            places.update({(fqn, name): placement for name, (_, placement) in param.summary.placed})
+    return places
+
+
+def _following_params(src: Picture, dst: Picture) -> Picture:
+    """The picture of the source, in which values that were cut by themselves are cut like their parameters in the target.
+
+    The same rule as `following_params` of full dicts.
+    """
+    params = dict(src.params)
+    for fqn, param in src.params.items():
+        theirs = dst.params.get(fqn)
+        if theirs is not None and param.summary is not None and not isinstance(theirs.placement, OnMesh):
+            follows = {name for name, (_, where) in param.summary.placed if where.shape == theirs.placement.shape}
+            params[fqn] = replace(param, summary=param.summary.as_sharded(follows)) if follows else param
+    return replace(src, params=params)
 
 
 def _described(local: Local, picture: Picture) -> FullState:

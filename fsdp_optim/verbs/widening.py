@@ -27,10 +27,12 @@ def widened(
     state: dict[Any, Any] = {}
     notes: dict[str, None] = {}
     for local_id, values in shard["state"].items():
-        param = params.get(local_id)
         changed = {}
+        if (param := params.get(local_id)) is None:
+            state[local_id] = values  # of no parameter, and can be anything
+            continue
         for name, value in values.items():
-            if param is None or not _is_unlike(param, name, value) or not follows.parameter(name, value.dtype):
+            if not _is_unlike(param, name, value) or not follows.parameter(name, value.dtype):
                 continue
             if torch.promote_types(value.dtype, param.dtype) == value.dtype:
                 continue  # wider

@@ -1,19 +1,121 @@
-"""Where the elements of a DTensor live: its placements on its mesh, as cuts in the order in which they were made."""
+"""DTensors: where their elements live, as cuts in the order in which they were made, and their local tensors.
+
+A DTensor says by itself how it is cut, whatever it belongs to: a parameter of fully_shard, state of a parameter that is no
+DTensor, a number in a param group. Nothing here imports DTensor or makes a collective call.
+"""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from fsdp_optim.errors import WrapperError
-from fsdp_optim.layout import MeshBoxes, OnMesh, Ranks, Shape, StridedBoxes, contiguous_order, ranks_in_order
+from fsdp_optim.layout import (
+    MeshBoxes,
+    OnMesh,
+    Ranks,
+    Shape,
+    StridedBoxes,
+    contiguous_order,
+    ranks_in_order,
+    row_major_strides,
+)
+from fsdp_optim.memory import is_plain, laid_out_like
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
+
+_MODULE = "torch.distributed.tensor"
+
+
+def is_loaded() -> bool:
+    """Whether DTensor is loaded in this process."""
+    return _MODULE in sys.modules
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor, without importing DTensor."""
+    if type(value) is torch.Tensor:  # most values are plain, and each is asked about more than once
+        return False
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(value: DTensor) -> torch.Tensor:
+    """The local tensor, without autograd, which would cost ten times as much."""
+    local = value._local_tensor
+    if type(local) is torch.Tensor:
+        return local
+    with torch.no_grad():  # to_local may have to wait for a collective operation
+        return value.to_local()
+
+
+def dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    spec: tuple[Placement, ...],
+    shape: Shape,
+    strides: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """The DTensor with a local tensor. `strides`: those of the unsharded tensor; None: row-major."""
+    made: torch.Tensor = sys.modules[_MODULE].DTensor.from_local(
+        local,
+        mesh,
+        spec,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=row_major_strides(shape) if strides is None else strides,
+    )
+    return made
+
+
+def is_complete(value: DTensor) -> bool:
+    """Whether this rank has the complete tensor: it is replicated, or alone on every mesh dimension that cuts it."""
+    sizes = value.device_mesh.shape
+    return value.device_mesh.get_coordinate() is not None and all(
+        placement.is_replicate() or (size == 1 and not placement.is_partial())
+        for placement, size in zip(value.placements, sizes, strict=True)
+    )
+
+
+def placement_of_value(value: torch.Tensor) -> OnMesh | None:
+    """Where the elements of a state value live that says so by itself; None for any other value."""
+    if not is_dtensor(value) or not is_plain(local_of(value)):
+        return None
+    return placement_of("a state value", tuple(value.shape), grid_of(value.device_mesh), value.placements)
+
+
+def dtensor_like(flat: torch.Tensor, live: DTensor) -> torch.Tensor:
+    """The DTensor of these local elements, 1-D, with mesh and placements of `live`."""
+    local = laid_out_like(flat, local_of(live))
+    return dtensor(local, live.device_mesh, live.placements, tuple(live.shape), live.stride())
+
+
+def as_local(where: str, value: Any) -> Any:
+    """A value without DTensors, also inside containers: complete ones become their local tensors.
+
+    Raises WrapperError, which names the value as `where`, for a DTensor of which this rank has only a part. Nothing is
+    redistributed, because that is a collective call, which not all ranks may make.
+    """
+    if is_dtensor(value):
+        if not is_complete(value):
+            raise WrapperError(
+                f"{where} is a DTensor with the placements {value.placements} on a mesh of shape "
+                f"{list(value.device_mesh.shape)}, of which each rank has only a part: store .full_tensor() of the DTensor (and "
+                ".item() of a number), or .redistribute() it to Replicate"
+            )
+        return local_of(value).detach()
+    if type(value) is dict:
+        return {key: as_local(f"{where}[{key!r}]", item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([as_local(f"{where}[{index}]", item) for index, item in enumerate(value)])
+    return value
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,329 @@
+"""Values that are cut by themselves: what is refused by name, what counts as replicas, and what is compared."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit.compare import check_same, error_text, refused_on_ranks
+from kit.wraps import in_ddp, in_hsdp
+from parameterized import parameterized
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import fsdp_optim
+from fsdp_optim.testing import run_on_ranks
+
+WORLD = 4
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(3, 5, bias=False)
+        self.last = nn.Linear(5, 2)
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps what `make(param)` gives; its dict has `tops` beside the state, and `loose` in the state of no parameter."""
+
+    def __init__(self, params: Any, make: Any = None, tops: Any = None, loose: Any = None) -> None:
+        super().__init__(params, lr=0.5)
+        self.make, self.tops, self.loose = make, tops or {}, loose or {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            self.state[param] = self.make(param)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return {**found, "state": {**found["state"], **self.loose}, **self.tops}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.tops = {key: value for key, value in state_dict.items() if key in self.tops}
+
+
+def like(param: Any, add: float = 0.0) -> torch.Tensor:
+    return torch.arange(float(param.numel())).reshape(param.shape) + add
+
+
+def mesh_of(*shape: int) -> Any:
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def cut(value: torch.Tensor, mesh: Any, *spec: Any) -> Any:
+    whole = DTensor.from_local(value.clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, spec)
+
+
+def gathered(model: Any, optim: Any, **options: Any) -> Any:
+    return fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name", **options)
+
+
+def every_read(model: Any, optim: Any, folder: str) -> dict[str, Any]:
+    """The calls that read an optimizer's state."""
+    return {
+        "gather": lambda: gathered(model, optim),
+        "save": lambda: fsdp_optim.save(folder, model, optim),
+        "transfer": lambda: fsdp_optim.transfer_optim_state(model, optim, model, optim),
+        "iter": lambda: list(fsdp_optim.iter_full_optim_state(model, optim)),
+    }
+
+
+def check_training_goes_on() -> None:
+    """No call has left a message behind that the next collective call of the training would take for its own."""
+    one = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(one)
+    check_same("all_reduce", one, torch.tensor([WORLD * (WORLD + 1) / 2]))
+
+
+# ------------------------------------------------------------------------------------------- replicas
+
+
+def opaque_under_ddp(folder: str) -> None:
+    model = in_ddp(Two())
+    rank = dist.get_rank()
+    alike = Keeps(model.parameters(), lambda param: {"history": [1, torch.ones(2)], "name": "a"})
+    alike.step()
+    check_same(
+        "equal values", gathered(model, alike)["state"]["last.bias"], {"history": [1, torch.ones(2)], "name": "a"}
+    )
+    for what, make in {
+        "a list": lambda param: {"history": [1, torch.full((2,), float(rank))]},
+        "a tensor of another shape": lambda param: {"history": torch.full((7,), float(rank))},
+    }.items():
+        optim = Keeps(model.parameters(), make)
+        optim.step()
+        for call, read in every_read(model, optim, folder).items():
+            refused_on_ranks(f"{what}, {call}", read, "StateError", "first.weight", "not the same on rank 0")
+        full = gathered(model, optim, on_replica_mismatch="lowest_rank")
+        found = full["state"]["last.weight"]["history"]
+        check_same(
+            f"{what}, lowest rank", found[1] if what == "a list" else found, torch.zeros(2 if what == "a list" else 7)
+        )
+    check_training_goes_on()
+
+
+def opaque_under_hsdp(folder: str) -> None:
+    """The replicas of one shard may have different values that no wrapper keeps equal."""
+    model = in_hsdp(Two(), (2, 2))
+    optim = Keeps(model.parameters(), lambda param: {"history": [dist.get_rank() // 2, [0, 1, 2]]})
+    optim.step()
+    for call, read in every_read(model, optim, folder).items():
+        refused_on_ranks(call, read, "StateError", "first.weight", "not the same on", "rank 2")
+    check_training_goes_on()
+
+
+def moments_on_shard(folder: str) -> None:
+    """HSDP whose moments are on mesh["shard"]: each replica group has the complete state."""
+    model = in_hsdp(Two(), (2, 2))
+    line = mesh_of(2, 2)["shard"]
+
+    def make(param: Any, add: float = 0.0) -> dict[str, Any]:
+        return {"moment": cut(like(param, add), line, Shard(0)), "step": torch.tensor(3.0)}
+
+    optim = Keeps(model.parameters(), make)
+    optim.step()
+    wanted = {name: {"moment": like(param), "step": torch.tensor(3.0)} for name, param in Two().named_parameters()}
+    full = gathered(model, optim)
+    check_same("gathered", full["state"], wanted)
+    fsdp_optim.save(folder, model, optim)
+    for what in ("shard", "load", "transfer"):
+        again = Keeps(model.parameters(), lambda param: make(param, 100.0))
+        again.step()
+        if what == "shard":
+            again.load_state_dict(fsdp_optim.get_shard_from_optim_state_dict(model, again, full))
+        elif what == "load":
+            fsdp_optim.load(folder, model, again, check="bitwise")
+        else:
+            fsdp_optim.transfer_optim_state(model, optim, model, again)
+        for param in model.parameters():
+            mine, theirs = again.state[param]["moment"], optim.state[param]["moment"]
+            check_same(f"{what}: mesh", mine.device_mesh == theirs.device_mesh, True)
+            check_same(f"{what}: shard", mine.to_local(), theirs.to_local())
+    differing = Keeps(model.parameters(), lambda param: make(param, float(dist.get_rank() // 2)))
+    differing.step()
+    for call, read in every_read(model, differing, folder + "2").items():
+        kind, text = error_text(read)
+        shown = [word for word in ("first.weight", "moment", "rank 0", "rank 2", "not replicas") if word not in text]
+        check_same(
+            f"{call}: {kind} {text}", (kind, shown, "OnMesh(" in text or "MeshBoxes" in text), ("StateError", [], False)
+        )
+    lowest = gathered(model, differing, on_replica_mismatch="lowest_rank")
+    check_same("lowest rank", lowest["state"], wanted)
+    check_training_goes_on()
+
+
+def on_one_rank_each(folder: str) -> None:
+    """Each parameter's value is on a mesh of one rank, the others have an empty DTensor of that mesh: blocks of Shampoo."""
+    model = in_ddp(Two())
+    params = list(model.parameters())
+    meshes = [dist.device_mesh.DeviceMesh("cpu", [rank]) for rank in range(WORLD)]
+
+    def make(param: Any) -> dict[str, Any]:
+        owner = [param is one for one in params].index(True)
+        local = like(param) if dist.get_rank() == owner else torch.empty(0)
+        shape, strides = param.shape, param.stride()
+        return {
+            "block": DTensor.from_local(
+                local, meshes[owner], [Replicate()], run_check=False, shape=shape, stride=strides
+            )
+        }
+
+    optim = Keeps(params, make)
+    optim.step()
+    wanted = {name: {"block": like(param)} for name, param in Two().named_parameters()}
+    full = gathered(model, optim)
+    check_same("gathered", full["state"], wanted)
+    fsdp_optim.save(folder, model, optim)
+    for what in ("shard", "load"):
+        again = Keeps(params, make)
+        again.step()
+        for values in again.state.values():
+            values["block"].to_local().fill_(-1)
+        if what == "shard":
+            again.load_state_dict(fsdp_optim.get_shard_from_optim_state_dict(model, again, full))
+        else:
+            fsdp_optim.load(folder, model, again, check="bitwise")
+        for owner, param in enumerate(params):
+            block = again.state[param]["block"]
+            check_same(
+                f"{what}: {owner}", block.to_local(), like(param) if dist.get_rank() == owner else torch.empty(0)
+            )
+
+
+def beyond_the_call() -> None:
+    """A plain model, and state over ranks that nothing in the model shows."""
+    model, mesh = Two(), mesh_of(WORLD)
+    optim = Keeps(model.parameters(), lambda param: {"moment": cut(like(param), mesh, Shard(0))})
+    optim.step()
+    kind, text = error_text(lambda: gathered(model, optim))
+    check_same(text, (kind, "first.weight: moment" in text, "process_group=" in text), ("StateError", True, True))
+    check_same(
+        "with the group",
+        gathered(model, optim, process_group=dist.group.WORLD)["state"]["last.bias"]["moment"],
+        like(model.last.bias),
+    )
+    check_training_goes_on()
+
+
+# ------------------------------------------------------------------------------------------- refused by name
+
+
+def inner_values(folder: str) -> None:
+    """DTensors inside containers of the state of a parameter that is no DTensor."""
+    model, mesh = in_ddp(Two()), mesh_of(WORLD)
+    whole = Keeps(model.parameters(), lambda param: {"blocks": [cut(like(param), mesh, Replicate())]})
+    whole.step()
+    for read in (lambda: gathered(model, whole)["state"]["last.bias"]["blocks"],):
+        found = read()
+        check_same("a replicated one", found, [like(model.module.last.bias)])
+        check_same("its class", type(found[0]), torch.Tensor)
+    part = Keeps(model.parameters(), lambda param: {"blocks": {"a": [0, cut(like(param), mesh, Shard(0))]}})
+    part.step()
+    for mismatch in ("error", "lowest_rank"):
+        call = lambda: gathered(model, part, on_replica_mismatch=mismatch)  # noqa: B023, E731
+        refused_on_ranks(f"a part, {mismatch}", call, "WrapperError", "first.weight: blocks['a'][1]", "full_tensor()")
+    check_training_goes_on()
+
+
+PLACES = ["group", "top", "loose"]
+
+
+def outside_of_state(place: str, folder: str) -> None:
+    """A DTensor in a param group, at the top of the dict, or in state of no parameter."""
+    model, mesh = in_ddp(Two()), mesh_of(WORLD)
+    rank = dist.get_rank()
+
+    def made(value: Any) -> Keeps:
+        loose = {"shared": {"norm": [value]}} if place == "loose" else None
+        optim = Keeps(
+            model.parameters(),
+            lambda param: {"moment": like(param)},
+            {"norm": value} if place == "top" else None,
+            loose,
+        )
+        optim.step()
+        if place == "group":
+            optim.param_groups[0]["norm"] = {"of": (value, 1)}
+        return optim
+
+    def found(full: Any) -> Any:
+        if place == "group":
+            return full["param_groups"][0]["norm"]["of"][0]
+        return full["norm"] if place == "top" else full["state"]["shared"]["norm"][0]
+
+    whole = made(DTensor.from_local(torch.tensor(2.5), mesh, [Replicate()], run_check=False))
+    value = found(gathered(model, whole))
+    check_same("a replicated one", (value, type(value)), (torch.tensor(2.5), torch.Tensor))
+    fsdp_optim.save(folder, model, whole)
+    fsdp_optim.load(folder, model, whole, check="bitwise")
+    fsdp_optim.transfer_optim_state(model, whole, model, whole)
+    full = gathered(model, whole)
+    shard = fsdp_optim.get_shard_from_optim_state_dict(model, whole, full, groups="live")
+    check_same("live groups", type(found(shard)), torch.Tensor)
+    for what, one in {
+        "Partial": DTensor.from_local(torch.tensor(float(rank)), mesh, [Partial()], run_check=False),
+        "Shard": DTensor.from_local(torch.tensor([float(rank)]), mesh, [Shard(0)], run_check=False),
+    }.items():
+        optim = made(one)
+        calls = every_read(model, optim, folder + "2")
+        if place == "group":
+            calls["get_shard"] = lambda optim=optim: fsdp_optim.get_shard_from_optim_state_dict(
+                model, optim, full, groups="live"
+            )
+        for call, read in calls.items():
+            refused_on_ranks(f"{what}, {call}", read, "WrapperError", "norm", what, "full_tensor()")
+        # One rank alone has it: the others are told, and nobody waits.
+        alone = made(one if rank == 1 else 1.0)
+        kind, text = error_text(lambda alone=alone: gathered(model, alone))
+        check_same(f"{what} on rank 1: {text}", (kind, "full_tensor()" in text), ("WrapperError", True))
+        check_training_goes_on()
+
+
+def extras(folder: str) -> None:
+    """Values of the trainer: a replicated DTensor is its local tensor, a part of one is refused by name."""
+    model, mesh = in_ddp(Two()), mesh_of(WORLD)
+    whole = DTensor.from_local(torch.tensor([2.5]), mesh, [Replicate()], run_check=False)
+    fsdp_optim.save(folder, model, extra={"norm": [whole]})
+    check_same("replicated", dict(fsdp_optim.load(folder, model)), {"norm": [torch.tensor([2.5])]})
+    for what, spec in {"Partial": Partial(), "Shard": Shard(0)}.items():
+        part = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
+        for argument in ("extra", "per_rank_extra"):
+            call = lambda: fsdp_optim.save(folder + "2", model, **{argument: {"norm": [part]}})  # noqa: B023, E731
+            kind, text = error_text(call)
+            seen = "norm" in text and what in text and "full_tensor()" in text
+            check_same(f"{what} in {argument}: {kind}: {text}", (kind, seen), ("CheckpointError", True))
+        check_training_goes_on()
+
+
+class OwnCutsTest(unittest.TestCase):
+    @parameterized.expand(
+        [
+            (opaque_under_ddp,),
+            (opaque_under_hsdp,),
+            (moments_on_shard,),
+            (on_one_rank_each,),
+            (inner_values,),
+            (extras,),
+        ],
+        name_func=lambda function, _, case: f"{function.__name__}_{case.args[0].__name__}",
+    )
+    def test_values(self, case: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(case, WORLD, f"{folder}/c")
+
+    @parameterized.expand(PLACES)
+    def test_outside_of_state(self, place: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(outside_of_state, WORLD, place, f"{folder}/c")
+
+    def test_a_call_without_all_ranks_of_the_mesh(self) -> None:
+        run_on_ranks(beyond_the_call, WORLD)
