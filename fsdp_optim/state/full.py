@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape, cut_named
 from fsdp_optim.memory import is_plain
@@ -220,14 +221,18 @@ def read(
         state=state,
         groups=tuple(
             (
-                {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                {
+                    key: as_local(f"{key} of param group {index} of the dict", value)
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                },
                 tuple(to_name[key] for key in group["params"]),
             )
-            for group in groups
+            for index, group in enumerate(groups)
         ),
         other_keys={
-            **{key: value for key, value in full.items() if key not in RESERVED_KEYS},
-            **({NON_PARAM_STATE: non_param} if non_param else {}),
+            **{key: as_local(f"{key} of the dict", value) for key, value in full.items() if key not in RESERVED_KEYS},
+            **({NON_PARAM_STATE: as_local("the state of the dict", non_param)} if non_param else {}),
         },
         uncollected=frozenset(
             to_name[key] for key, local_id in local_of.items() if local_id in uncollected and key in to_name

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import KeyBy, Model, check_one_of
@@ -138,8 +139,12 @@ def for_fairscale(full: Mapping[str, Any]) -> FullDict:
         for key, values in full["state"].items()
     }
     groups = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "param_names"}
-        for group in full["param_groups"]
+        {
+            key: copy.deepcopy(as_local(f"{key} of param group {index}", value))
+            for key, value in group.items()
+            if key != "param_names"
+        }
+        for index, group in enumerate(full["param_groups"])
     ]
     dropped = ("num_padded", "local_ids", "optimizer_class", "kinds")
     kept = {key: value for key, value in full.items() if key not in dropped}

@@ -288,6 +288,36 @@ def outside_of_state(place: str, folder: str) -> None:
         check_training_goes_on()
 
 
+def given_dicts(folder: str) -> None:
+    """A DTensor in the groups or at the top of a dict that the caller gives, as torch's own dicts may have them."""
+    model, mesh = in_ddp(Two()), mesh_of(WORLD)
+    optim = Keeps(model.parameters(), lambda param: {"moment": like(param)})
+    optim.step()
+    full = gathered(model, optim)
+    for what, spec in {"Partial": Partial(), "Shard": Shard(0), "Replicate": Replicate()}.items():
+        value = DTensor.from_local(
+            torch.tensor([1.0 + dist.get_rank() * (what != "Replicate")]), mesh, [spec], run_check=False
+        )
+        in_group = {**full, "param_groups": [{**full["param_groups"][0], "norm": [value]}]}
+        for place, given in {"group": in_group, "top": {**full, "norm": [value]}}.items():
+            for call, read in {
+                "get_shard": lambda given=given: fsdp_optim.get_shard_from_optim_state_dict(model, optim, given),
+                "scatter": lambda given=given: fsdp_optim.scatter_full_optim_state_dict(
+                    model, optim, given if dist.get_rank() == 0 else None
+                ),
+                "rekey": lambda given=given: fsdp_optim.rekey_optim_state_dict(given, model, "id"),
+            }.items():
+                if what != "Replicate":
+                    kind, text = error_text(read)
+                    seen = [word for word in ("norm", what, "full_tensor()") if word not in text]
+                    check_same(f"{what}, {place}, {call}: {text}", (kind, seen), ("WrapperError", []))
+                else:
+                    found = read()
+                    found = found["param_groups"][0]["norm"] if place == "group" else found["norm"]
+                    check_same(f"{place}, {call}", (found, type(found[0])), ([torch.tensor([1.0])], torch.Tensor))
+        check_training_goes_on()
+
+
 def extras(folder: str) -> None:
     """Values of the trainer: a replicated DTensor is its local tensor, a part of one is refused by name."""
     model, mesh = in_ddp(Two()), mesh_of(WORLD)
@@ -312,6 +342,7 @@ class OwnCutsTest(unittest.TestCase):
             (moments_on_shard,),
             (on_one_rank_each,),
             (inner_values,),
+            (given_dicts,),
             (extras,),
         ],
         name_func=lambda function, _, case: f"{function.__name__}_{case.args[0].__name__}",
