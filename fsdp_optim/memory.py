@@ -307,6 +307,8 @@ def own(value: Any) -> Any:
         return {key: own(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(own, value))
+    if isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "to_local"):
+        return _own_dtensor(value)
     try:
         return deepcopy(value)
     except NotImplementedError:  # a tensor subclass without clone(), such as those of torchao
@@ -315,6 +317,14 @@ def own(value: Any) -> Any:
         names, context = value.__tensor_flatten__()
         parts = {name: own(getattr(value, name)) for name in names}
         return type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
+
+
+def _own_dtensor(value: Any) -> Any:
+    """A copy of a DTensor on this rank alone. A deepcopy of a partial one would call a collective, which others may not make."""
+    with torch.no_grad():
+        local = value.to_local().clone()
+    of_all = {"shape": value.shape, "stride": value.stride()}
+    return type(value).from_local(local, value.device_mesh, value.placements, run_check=False, **of_all)
 
 
 def within(value: Any, change: Callable[[Any], Any]) -> Any:

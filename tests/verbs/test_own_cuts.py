@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import fsdp_optim
+from fsdp_optim.memory import own
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 4
@@ -318,6 +319,22 @@ def given_dicts(folder: str) -> None:
         check_training_goes_on()
 
 
+def copies_of_one_rank(folder: str) -> None:
+    """A copy of a DTensor is no call between ranks, wherever it is: an object of the trainer is copied before it is loaded."""
+    mesh = mesh_of(WORLD)
+    for spec in (Partial(), Shard(0), Replicate()):
+        value = DTensor.from_local(torch.tensor([1.0 + dist.get_rank()]), mesh, [spec], run_check=False)
+        if dist.get_rank() == 1:
+            copy = own({"of": [value]})["of"][0]
+            check_same(
+                f"{spec}",
+                (copy.to_local(), copy.placements, copy.shape),
+                (value.to_local(), value.placements, value.shape),
+            )
+            check_same(f"{spec}: memory", copy.to_local().data_ptr() == value.to_local().data_ptr(), False)
+        check_training_goes_on()
+
+
 def extras(folder: str) -> None:
     """Values of the trainer: a replicated DTensor is its local tensor, a part of one is refused by name."""
     model, mesh = in_ddp(Two()), mesh_of(WORLD)
@@ -343,6 +360,7 @@ class OwnCutsTest(unittest.TestCase):
             (on_one_rank_each,),
             (inner_values,),
             (given_dicts,),
+            (copies_of_one_rank,),
             (extras,),
         ],
         name_func=lambda function, _, case: f"{function.__name__}_{case.args[0].__name__}",
