@@ -63,6 +63,24 @@ def connections_to(port: int) -> Iterator[int]:
                 yield int(fd)
 
 
+def listens_on(port: int) -> bool:
+    """Whether this process serves a TCP port. False on systems without /proc."""
+    listening = "0A"
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            lines = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
+            links = {
+                f"socket:[{words[9]}]"
+                for words in lines
+                if words[3] == listening and int(words[1].rpartition(":")[2], 16) == port
+            }
+            for fd in os.listdir("/proc/self/fd") if links else []:
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    if os.readlink(f"/proc/self/fd/{fd}") in links:
+                        return True
+    return False
+
+
 def _sockets_to(port: int, table: str) -> Iterator[str]:
     """The inodes of the sockets of this network namespace whose other end has a port. `table`: of /proc/net, see proc(5)."""
     with contextlib.suppress(OSError):

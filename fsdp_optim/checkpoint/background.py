@@ -16,7 +16,7 @@ from fsdp_optim.checkpoint.begin import begin
 from fsdp_optim.checkpoint.finish import finish
 from fsdp_optim.checkpoint.job import Job, abandoned_on_failure, encode_written, log_saved
 from fsdp_optim.checkpoint.keeping import ManagedSave
-from fsdp_optim.checkpoint.local_extents import ExtentsByFile, snapshot_of
+from fsdp_optim.checkpoint.local_extents import ExtentsByFile, is_all_of, snapshot_of
 from fsdp_optim.checkpoint.pending import SaveHandle, pending
 from fsdp_optim.checkpoint.progress import Progress
 from fsdp_optim.checkpoint.results import Saved
@@ -30,7 +30,7 @@ from fsdp_optim.options import Model, SaveOptions
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.completion import Completion
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import RANK_ERRORS, Failure
 from fsdp_optim.verbs.call import calling
 
 log = logging.getLogger("fsdp_optim")
@@ -59,7 +59,7 @@ def async_save(
 
                 def keep(parts: Sequence[Slice]) -> None:
                     extents = writer.extents_of(parts)
-                    snapshot.append(extents if all(part.is_own for part in parts) else snapshot_of(extents))
+                    snapshot.append(extents if is_all_of(extents, parts) else snapshot_of(extents))
 
                 with failure:
                     completion = held.enter_context(closing(job.completion()))
@@ -69,7 +69,8 @@ def async_save(
                     raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
         held.pop_all()
     del live  # so that the background neither reads the live tensors nor keeps them alive
-    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion), logs_waits=job.leads)
+    owner = managed.known if managed is not None else None
+    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion), logs_waits=job.leads, owner=owner)
     try:
         pending.begin(handle)
     except BaseException as error:  # no thread could be started: the other ranks learn this through the store
@@ -93,8 +94,8 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
                     progress.up_to(writer.nbytes * num)
                 writer.finish()
                 completion.done(encode_written(job, writer))
-            except Exception as error:
-                failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            except RANK_ERRORS as error:
+                failed = _why(job, error)
                 completion.failed(failed)
             finally:
                 writer.discard()
@@ -110,6 +111,17 @@ def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Complet
     return job.saved(writer.nbytes)
 
 
+def _why(job: Job, error: BaseException) -> str:
+    """The error of this rank's part, for the other ranks."""
+    if isinstance(error, StoreLostError):
+        return _lost(job, error)
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _lost(job: Job, error: StoreLostError) -> str:
+    return f"rank {job.callers.rank}: {job.callers.turn.call} of {job.path}: {error}"
+
+
 def _wait(job: Job, completion: Completion) -> None:
     """Wait for the end of the save, on a rank that does not lead it.
 
@@ -120,7 +132,7 @@ def _wait(job: Job, completion: Completion) -> None:
             completion.wait_for_end()
         except StoreLostError as error:
             if not waited_for(lambda: is_there(job.store, job.format, job.token), SEEN_WITHIN):
-                text = f"{job.path}: this rank does not know how the save has ended: {error}"
+                text = f"{_lost(job, error)}; this rank does not know how the save has ended"
                 raise CheckpointError(text) from error
             log.warning("%s is complete, though %s", job.path, error)
     except BaseException:
@@ -136,9 +148,12 @@ def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
     """
     try:
         if failed is not None:
-            raise CheckpointError(f"rank {job.callers.rank}: {failed}")
-        small = finish(job, completion.wait_for_all(), completion.commit)
-    except Exception as error:
+            raise CheckpointError(f"rank {job.callers.rank}: {failed.removeprefix(f'rank {job.callers.rank}: ')}")
+        try:
+            small = finish(job, completion.wait_for_all(), completion.commit)
+        except StoreLostError as error:
+            raise CheckpointError(_lost(job, error)) from error
+    except RANK_ERRORS as error:
         ours = isinstance(error, FsdpOptimError)
         text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
         all_have_stopped = completion.not_saved(text)

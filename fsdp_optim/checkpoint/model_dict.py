@@ -12,9 +12,9 @@ import torch
 from fsdp_optim.adapters.module_values import is_extra_state
 from fsdp_optim.checkpoint import module_values
 from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
+from fsdp_optim.checkpoint.installing import install_all
 from fsdp_optim.checkpoint.local_extents import bytes_of
 from fsdp_optim.checkpoint.reading import FlatsEnd, stored_value
-from fsdp_optim.checkpoint.restore import install_values
 from fsdp_optim.checkpoint.targets import Weights
 from fsdp_optim.errors import RankError, StateError
 from fsdp_optim.formats.base import MODULES, UNKNOWN_WEIGHTS, ExtraValues, SavedWeights, StoredTensor
@@ -80,10 +80,7 @@ def scatter_model(model: Model, full: Mapping[str, Any] | None, source_rank: int
         failure = Failure()
         move(list(weights.stored_values()), _GivenEnd(given, source_rank), FlatsEnd(), callers, callers.budget, failure)
         agree(callers, "received", failure.error, fatal=failure.fatal)
-        install_values(callers, weights)
-        weights.install()
-        reader.reshard()
-        agree(callers, "installed")
+        install_all(callers, weights, reader, None, None, (), None)
     return Incompatible(weights.missing, weights.unexpected)
 
 

@@ -25,14 +25,17 @@ class SaveHandle:
         path: the path of the checkpoint.
     """
 
-    def __init__(self, path: Path | str, write: Callable[[], Saved], *, logs_waits: bool = False) -> None:
-        """`logs_waits`: log how long this process waits for the save; True on one rank."""
+    def __init__(
+        self, path: Path | str, write: Callable[[], Saved], *, logs_waits: bool = False, owner: object = None
+    ) -> None:
+        """`logs_waits`: log how long this process waits for the save; True on one rank. `owner`: the manager's, or None."""
+        self.owner = owner
         self.path = path
         self._logs_waits = logs_waits
         self._write: Callable[[], Saved] | None = write
         self._saved: Saved | None = None
         self._error: BaseException | None = None
-        self._is_reported = False  # whether the caller has seen the error
+        self.is_reported = False  # whether the caller has seen the error
         # A daemon thread, because the interpreter joins other threads before it runs `settle` at exit, which reports errors.
         self._thread = threading.Thread(target=self._run, name=f"fsdp_optim: {path}", daemon=True)
 
@@ -50,7 +53,7 @@ class SaveHandle:
             RankTimeoutError: the save did not end in time; it goes on.
         """
         self.join(timeout)
-        self._is_reported = True
+        self.is_reported = True
         if self._error is not None:
             raise self._error
         if self._saved is None:
@@ -78,7 +81,7 @@ class SaveHandle:
     def error(self) -> BaseException | None:
         """Wait for the end of the save; return its error if the caller has not seen the error yet."""
         self._join(None)
-        is_reported, self._is_reported = self._is_reported, True
+        is_reported, self.is_reported = self.is_reported, True
         return None if is_reported else self._error
 
     def start(self) -> None:
@@ -123,16 +126,17 @@ def _call_before_pools_end(call: Callable[[], None]) -> None:
 
 
 class Pending:
-    """The slot for one background save."""
+    """The slot for one background save, and the saves that have failed and whose owners have not heard it."""
 
     def __init__(self) -> None:
         self._handle: SaveHandle | None = None
+        self._unheard: list[SaveHandle] = []
         self._waits_at_exit = False
 
     def begin(self, handle: SaveHandle) -> None:
         """Start a save. The caller has settled the previous one."""
         if not self._waits_at_exit:
-            atexit.register(self.settle)
+            atexit.register(self.raise_all)
             _call_before_pools_end(self._join)
             self._waits_at_exit = True
         handle.start()
@@ -147,14 +151,33 @@ class Pending:
         handle = self._handle
         if handle is not None:
             handle.join(timeout)
-            self.settle()
+        self.raise_all()
 
-    def settle(self) -> None:
-        """Wait for the save under way, and raise its error if the caller has not seen the error yet."""
+    def settle(self, owner: object = None) -> None:
+        """Wait for the save under way, and raise the error of a save of this owner, if the owner has not seen the error yet.
+
+        Another owner's error stays for a call of that owner: a save that is asked for now must not fail for it.
+        """
+        self._collect()
+        self._raise([one for one in self._unheard if one.owner is owner])
+
+    def raise_all(self) -> None:
+        """As `settle`, for the saves of all owners."""
+        self._collect()
+        self._raise(self._unheard)
+
+    def _collect(self) -> None:
         handle, self._handle = self._handle, None
-        error = handle.error() if handle is not None else None
-        if error is not None:
-            raise error
+        if handle is not None:
+            handle.join(None)
+            self._unheard.append(handle)
+        self._unheard = [one for one in self._unheard if one.has_failed and not one.is_reported]
+
+    def _raise(self, handles: list[SaveHandle]) -> None:
+        for handle in handles:
+            error = handle.error()
+            if error is not None:
+                raise error
 
 
 pending = Pending()

@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Protocol
 
 from fsdp_optim.checkpoint.checking import check_bitwise
 from fsdp_optim.checkpoint.formats import open_checkpoint
+from fsdp_optim.checkpoint.installing import TrainerObjects, Trainers, install_all
 from fsdp_optim.checkpoint.opening import open_on_all
 from fsdp_optim.checkpoint.pending import pending
 from fsdp_optim.checkpoint.places import common_store
@@ -18,7 +18,7 @@ from fsdp_optim.checkpoint.reading import CheckpointEnd, FlatsEnd
 from fsdp_optim.checkpoint.restored import Restored, read_extras
 from fsdp_optim.checkpoint.results import LoadSummary
 from fsdp_optim.checkpoint.stores import Place, name_of, store_at, with_cache
-from fsdp_optim.checkpoint.targets import State, Weights, check_halves, has_optim_only
+from fsdp_optim.checkpoint.targets import State, Weights, check_halves
 from fsdp_optim.errors import ReplacedError, StateError, WrapperError, shortened
 from fsdp_optim.formats.base import Format, FormatReader
 from fsdp_optim.move import move
@@ -29,19 +29,7 @@ from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.call import calling
-from fsdp_optim.verbs.load_on_all import load_on_all
 from fsdp_optim.verbs.load_state import LoadableOptimizer
-
-
-class TrainerObjects(Protocol):
-    """Objects of the trainer that are loaded together with the model and the optimizer."""
-
-    def check(self, restored: Restored) -> None:
-        """Raise an error if the values of the trainer are not those of these objects. Nothing is loaded yet."""
-
-    def install(self, restored: Restored) -> None:
-        """Load the objects, after all ranks have read the model and the optimizer, and before these are changed."""
-
 
 _LOOKS = 5  # times, for a path where another checkpoint replaces the one that is being loaded
 
@@ -99,8 +87,7 @@ def _restore(
         weights = Weights.meet(reader, callers, checkpoint, options, about)
         state = State.meet(reader, optim, callers, checkpoint, options, weights) if optim is not None else None
         restored = read_extras(checkpoint, store, callers.position, options, format)
-        if objects is not None:
-            objects.check(restored)
+        trainers = Trainers(objects, restored) if objects is not None else None
         values = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
         total = sum(value.nbytes_on(callers.rank) for value in values)
         failure = Failure()
@@ -115,20 +102,7 @@ def _restore(
                     shard = state.dict_of() if state is not None else None
             agree(callers, "read", failure.error, fatal=failure.fatal)
             progress.done()
-        previous = install_values(callers, weights)
-        try:
-            if objects is not None:
-                with failure:
-                    objects.install(restored)
-                agree(callers, "objects loaded", failure.error)
-            if optim is not None and shard is not None:
-                load_on_all(callers, optim, shard, options.keep)
-        except BaseException:
-            weights.module_values.put_back(previous)
-            raise
-        weights.install()
-        reader.reshard()
-        agree(callers, "installed")
+        install_all(callers, weights, reader, optim, shard, options.keep, trainers)
         if options.check == "bitwise":
             check_bitwise(reader, optim, callers, checkpoint, weights, state, options)
     return _summarized(restored, checkpoint, weights, state, options, source.nbytes, callers, len(values), begun)
@@ -144,24 +118,6 @@ def _position(options: LoadOptions) -> int:
             "rank, or none"
         )
     return position
-
-
-def install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
-    """Load the values of modules on all ranks. If a module refuses on any rank, all modules get back their previous values.
-
-    Returns the previous values.
-    """
-    if not weights.picture.module_values and not weights.picture.module_takers:
-        return {}
-    failure, previous = Failure(), weights.module_values.before()
-    with failure:
-        weights.module_values.install()
-    try:
-        agree(callers, "modules loaded", failure.error)
-    except Exception:
-        weights.module_values.put_back(previous)
-        raise
-    return previous
 
 
 def _summarized(
@@ -184,8 +140,6 @@ def _summarized(
     restored.missing = _each_once(weights.missing, state.fit.missing if state is not None else ())
     restored.unexpected = _each_once(weights.unexpected, state.fit.unexpected if state is not None else ())
     restored.summary = LoadSummary(num_tensors, nbytes, absent, checkpoint.world_size, checkpoint.step)
-    if callers.rank == callers.ranks[0] and has_optim_only(checkpoint) and options.weights != "none":
-        log.warning("%s has an optimizer and no weights: those of the model stay as they are", checkpoint.where)
     if callers.rank == callers.ranks[0]:
         log.info(
             "loaded %s, saved by %d ranks, on %d: %d tensors, %d bytes read on this rank, in %s; without optimizer state: %s",

@@ -8,6 +8,7 @@ import logging
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import torch
 
 from fsdp_optim.checkpoint.restored import Restored
 from fsdp_optim.errors import StateError
-from fsdp_optim.memory import is_plain
+from fsdp_optim.memory import is_plain, own
 
 STATE, RANDOM, RANK = "state", "random", "rank"
 """The keys of `extra` and `per_rank_extra`."""
@@ -98,6 +99,9 @@ class LoadedState:
                 )
             if differing and self.position == 0:
                 log.warning("%s: %s is not loaded, because only one side has it", argument, ", ".join(differing))
+        mine = self._random_in(restored)
+        if mine is not None and mine.get(RANK) == self.position:
+            _check_random(self.position, mine[RANDOM])
 
     def install(self, restored: Restored) -> None:
         """As `TrainerObjects.install`."""
@@ -106,12 +110,31 @@ class LoadedState:
                 if name in saved:
                     _load(f"{argument}[{name!r}]", one, saved[name])
 
+    def before(self, restored: Restored) -> dict[tuple[str, str], Any]:
+        """As `TrainerObjects.before`. An object whose state_dict() fails before its first load has no state to get back."""
+        previous = {}
+        for argument, objects, saved in self._halves(restored):
+            for name, one in objects.items():
+                if name in saved:
+                    with suppress(Exception):
+                        previous[argument, name] = own(one.state_dict())
+        return previous
+
+    def put_back(self, previous: Any) -> None:
+        """As `TrainerObjects.put_back`."""
+        of = {"state": self.objects.common, "per_rank_state": self.objects.per_rank}
+        for (argument, name), state in previous.items():
+            try:
+                of[argument][name].load_state_dict(state)
+            except Exception:
+                log.exception("the previous state of %s[%r] could not be restored", argument, name)
+
     def install_random(self, restored: Restored) -> None:
         """Set the random states. A rank that had none at the save keeps its own, so that no two ranks draw the same numbers."""
         if not self.objects.rng:
             return
-        mine = restored.per_rank if isinstance(restored.per_rank, dict) else {}
-        if RANDOM not in mine:
+        mine = self._random_in(restored)
+        if mine is None:
             log.warning("the checkpoint has no random states (it was saved with rng=False), so they stay as they are")
         elif mine.get(RANK) != self.position:
             log.warning(
@@ -120,6 +143,11 @@ class LoadedState:
             )
         else:
             set_random_states(mine[RANDOM])
+
+    def _random_in(self, restored: Restored) -> Mapping[str, Any] | None:
+        """The values of a rank with its random states; None where there are none, or they are not asked for."""
+        mine = restored.per_rank if isinstance(restored.per_rank, dict) else {}
+        return mine if self.objects.rng and RANDOM in mine else None
 
     def _halves(self, restored: Restored) -> list[tuple[str, Mapping[str, Stateful], Mapping[str, Any]]]:
         per_rank = restored.per_rank if isinstance(restored.per_rank, dict) else {}
@@ -177,7 +205,21 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
+def _check_random(position: int, states: Mapping[str, Any]) -> None:
+    """Raise StateError for random states that cannot be set. Those of this process stay."""
+    now = random_states()
+    try:
+        set_random_states(states, warns=False)
+    except Exception as error:
+        raise StateError(
+            f"the random states of rank {position} in the checkpoint cannot be set here: {type(error).__name__}: {error}: give "
+            "the manager rng=False to leave those of this process as they are"
+        ) from error
+    finally:
+        set_random_states(now, warns=False)
+
+
+def set_random_states(states: Mapping[str, Any], *, warns: bool = True) -> None:
     """Set the states that `random_states` returned. Those of a device that is not here are passed by, with a warning."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
@@ -188,7 +230,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     for name in set(states) - {"python", "torch", "numpy"}:
         if device is not None and device[0] == name:
             device[1].set_rng_state(states[name])
-        else:
+        elif warns:
             log.warning("the random state of %s is not loaded, because this process does not use such a device", name)
 
 

@@ -24,7 +24,7 @@ from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.transport.agree import tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.completion import Completion
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import RANK_ERRORS, Failure
 
 _PIECE_NBYTES = 1 << 20
 """Bytes that are read from the folder at once."""
@@ -101,7 +101,7 @@ class Upload:
             try:
                 with self._opened(source) as opened:
                     self.completion.done(self._send_all(opened, small))
-            except Exception as error:
+            except RANK_ERRORS as error:
                 failed = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
                 self.completion.failed(failed)
             if self.staging is not None:
@@ -158,7 +158,7 @@ class Upload:
             with self._opened(source) as opened:
                 manifest = self.format.judge.manifest
                 staging.commit(manifest, opened.read_whole(manifest), durable=True)
-        except Exception as error:
+        except RANK_ERRORS as error:
             ours = isinstance(error, FsdpOptimError)
             why = str(error) if ours else f"rank {self.group.rank}: {type(error).__name__}: {error}"
             text = f"{source.where}: is saved, but it was not uploaded to {self.store.where}: {why}"

@@ -11,15 +11,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from fsdp_optim import errors
-from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError
+from fsdp_optim.errors import FsdpOptimError, RankError, RankTimeoutError, StoreLostError
 from fsdp_optim.memory import Budget
 from fsdp_optim.transport.base import Item, RankGroup
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import INTERRUPTS, RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.turns import Turn, refusal
 from fsdp_optim.transport.verdict import Reason, Statement
 
 
-def agree(group: RankGroup, step: str, error: Exception | None = None, *, fatal: bool = False) -> None:
+def agree(group: RankGroup, step: str, error: BaseException | None = None, *, fatal: bool = False) -> None:
     """Meet the other ranks at one step of a call, or report `error` to them. All ranks go on, or all ranks raise.
 
     Called by all ranks of `group`, the same number of times on each rank.
@@ -31,12 +31,13 @@ def agree(group: RankGroup, step: str, error: Exception | None = None, *, fatal:
     Raises:
         The error that ranks have brought, on all ranks alike. Its class is that of the failed ranks' errors where they
         have the same class of this library, else RankError. The message names the failed ranks and their reasons.
+        KeyboardInterrupt, SystemExit: `error` is one, on this rank only; the others raise RankError.
         RankTimeoutError: some ranks did not come within the timeout; the message names these ranks.
     """
     tell(group, step, b"", error=error, fatal=fatal)
 
 
-def compare(group: RankGroup, step: str, compared: bytes, error: Exception | None = None) -> bool:
+def compare(group: RankGroup, step: str, compared: bytes, error: BaseException | None = None) -> bool:
     """The same as `agree`; returns, on all ranks alike, whether `compared` is equal on all ranks."""
     return tell(group, step, b"", compared, error).alike
 
@@ -61,7 +62,7 @@ def tell(
     step: str,
     content: bytes,
     compared: bytes = b"",
-    error: Exception | None = None,
+    error: BaseException | None = None,
     *,
     fatal: bool = False,
 ) -> MeetingResult:
@@ -74,7 +75,17 @@ def tell(
         if error is not None:
             raise error
         return MeetingResult(True, lambda rank: content)
-    verdict = group.world.control.meet(group, Statement(f"{group.turn.call}: {step}", compared, content, error, fatal))
+    statement = Statement(f"{group.turn.call}: {step}", compared, content, error, fatal)
+    try:
+        verdict = group.world.control.meet(group, statement)
+    except StoreLostError as lost:  # there is no way to tell the others
+        raise _on_all_ranks(StoreLostError(f"rank {group.rank}: {group.turn.call}: {lost}")) from lost
+    has_failed = bool(verdict.missing or verdict.reasons)
+    group.turn.num_met += not has_failed
+    interrupt = error if is_interrupt(error) else verdict.interrupt
+    if interrupt is not None:  # where the meeting has failed, none of the others waits for this rank any more
+        interrupt.on_all_ranks = has_failed  # type: ignore[attr-defined]
+        raise interrupt
     if group.rank in verdict.missing:
         raise _on_all_ranks(RankTimeoutError(f"rank {group.rank} came too late: {verdict.text}"))
     if verdict.missing:
@@ -96,18 +107,27 @@ def exchange(group: RankGroup, items: Iterable[Item], failure: Failure, budget: 
     Holds at most `budget`, which is equal on all ranks, beyond the items' own tensors.
     """
     send = group.world.transport.prepare(group, items, failure, budget)
-    agree(group, "ready to move", failure.error)
+    num_met = group.turn.num_met
+    try:
+        agree(group, "ready to move", failure.error)
+    except INTERRUPTS as interrupt:
+        if group.turn.num_met == num_met:
+            raise
+        failure.note(interrupt)  # the others are about to wait for this rank's messages
     send(failure)
 
 
 @contextmanager
 def all_hear(group: RankGroup) -> Iterator[None]:
-    """Report an exception that this rank raises between two meetings in the next meeting, to which all ranks come."""
+    """Report an exception that this rank raises between two meetings in the next meeting, to which all ranks come.
+
+    A rank with an interrupt does not wait for them: it has to end, and the others may have made this call to its end.
+    """
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, FsdpOptimError) or not error.on_all_ranks:
-            agree(group, "failed", error)
+    except RANK_ERRORS as error:
+        if not getattr(error, "on_all_ranks", False):
+            agree(group, "failed", error, fatal=is_interrupt(error))
         raise
 
 
@@ -130,7 +150,11 @@ def in_turn(group: RankGroup) -> Iterator[None]:
         with group.world.pulse.beating():
             yield
     finally:
-        group.world.turns.leave(turn)
+        try:
+            group.world.turns.leave(turn)
+        except INTERRUPTS:  # a call that seemed to be in flight would refuse all that follow
+            group.world.turns.leave(turn)
+            raise
 
 
 def _end(other: Turn, group: RankGroup, error: FsdpOptimError) -> None:
@@ -161,7 +185,7 @@ def _common_error(reasons: tuple[Reason, ...], num_ranks: int) -> FsdpOptimError
     cls: type[FsdpOptimError] = known if ours and known is not None else RankError
     by_reason: dict[str, list[int]] = {}
     for rank, name, message in reasons:
-        by_reason.setdefault(message if ours else f"{name}: {message}", []).append(rank)
+        by_reason.setdefault(message if ours else f"{name}: {message}".rstrip(": "), []).append(rank)
     if ours and len(by_reason) == 1 and len(reasons) == num_ranks:
         return cls(next(iter(by_reason)))
     return cls(

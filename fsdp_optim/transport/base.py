@@ -39,7 +39,8 @@ class Control(Protocol):
         at another step than the first rank counts as a rank with an error. A waiting rank looks for missing ranks that wait
         for this rank in another meeting, and logs a warning after half a minute. The resources of a meeting are freed when the
         next meeting of the same ranks has ended. A rank that comes too late finds itself among `missing`; where the others
-        have gone on to a later meeting, the late rank goes to that meeting.
+        have gone on to a later meeting, the late rank goes to that meeting. A KeyboardInterrupt or SystemExit of this rank during
+        the meeting becomes its error, or the `interrupt` of its verdict where the others cannot be told any more.
         """
 
     def claim(self, who: str, place: str) -> str:

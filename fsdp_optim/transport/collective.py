@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdp_optim.errors import RankError
 from fsdp_optim.memory import Budget, copy_all, empty, in_pages
 from fsdp_optim.transport.base import Item, RankGroup, Send
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import INTERRUPTS, RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.messages import Message, Round, Streams, rounds_of
 
 _PEERS_AT_ONCE = 16
@@ -58,7 +58,16 @@ def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failu
         if len(in_flight) == _ROUNDS_IN_FLIGHT:
             for work, posting in zip(*in_flight.pop(0), strict=True):
                 try:
-                    work.wait(timedelta(seconds=group.timeout))
+                    while True:
+                        try:
+                            work.wait(timedelta(seconds=group.timeout))
+                            break
+                        except INTERRUPTS as interrupt:  # this rank continues: its peers wait for its messages
+                            failure.note(interrupt)
+                            if (
+                                work.is_completed()
+                            ):  # a signal is heard when Gloo has ended its only wait for the message
+                                break
                 except Exception as error:
                     lost.add(posting.peer)
                     with failure:
@@ -73,9 +82,11 @@ def _post(group: RankGroup, rounds: Sequence[Sequence[_Posting]], failure: Failu
         if postings:
             try:
                 works = dist.batch_isend_irecv([posting.operation for posting in postings])
-            except Exception as error:
+            except RANK_ERRORS as error:
                 peers = {posting.peer for posting in postings}
                 lost |= peers
+                if is_interrupt(error):
+                    failure.note(error)
                 with failure:
                     failure.note(_connection_lost(group, peers, error), fatal=True)
         if len(works) == 1:  # NCCL gives one handle for the whole batch
@@ -144,7 +155,7 @@ def _unpack(posting: _Posting, failure: Failure) -> None:
         copy_all(_blocks(posting.message, posting.buffer))
 
 
-def _connection_lost(group: RankGroup, peers: set[int], error: Exception) -> RankError:
+def _connection_lost(group: RankGroup, peers: set[int], error: BaseException) -> RankError:
     names = ", ".join(f"rank {peer}" for peer in sorted(peers))
     log.error("rank %d lost the connection to %s: %s", group.rank, names, error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

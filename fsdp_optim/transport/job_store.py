@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from fsdp_optim.errors import StoreLostError
 from fsdp_optim.machine import connections_to, limit_silence
 from fsdp_optim.transport.attempt import Attempt
+from fsdp_optim.transport.leaving import Leaving
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -45,21 +47,26 @@ class JobStore:
 
     Args:
         find: gives the store of the job, which stays as it is. It is kept, so that a store which this process serves stays there.
+        leaving: what the objects of one rank share.
 
     Attributes:
         neighbours: the ranks on the host of the store, as text for errors.
         last_meetings: what this rank knows of its last meeting with the same ranks, by the prefix of its keys (`Meeting`).
     """
 
-    def __init__(self, find: Callable[[], Store]) -> None:
+    def __init__(self, find: Callable[[], Store], leaving: Leaving | None = None) -> None:
         self._find = find
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._origin: Store | None = None
         self._attempt: Attempt[Store] | None = None
+        self._parked: tuple[Attempt[None], Store] | None = None  # a connection on which a key is still waited for
+        self._leaving = leaving or Leaving()
+        self._leaving.num_users += 1
+        weakref.finalize(self, self._leaving.end)
         self._prefix = ""
         self._where = self.neighbours = ""
-        self._has_asked = False
+        self._has_asked = self._has_told = False
         self.last_meetings: dict[str, Any] = {}
 
     @property
@@ -105,18 +112,44 @@ class JobStore:
         return bool(self._call("delete_key", key))
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Wait for a key for at most `seconds`; return whether it is there. Other threads that use this object wait too."""
+        """Wait for a key for at most `seconds`; return whether it is there. Other threads that use this object wait too.
+
+        Where the key does not come in time, its connection waits on in a thread of its own, and is used again when the key is
+        there: torch writes warnings to stderr where a wait of its client ends without the key.
+        """
         with self._lock:
             store = self._connected()
+            is_served = bool(self._where)  # else it is a file, or memory: a wait ends in time, without a warning
+            limit = timedelta(days=1) if is_served else timedelta(seconds=seconds)
+            waiting = Attempt(lambda: store.wait([key], limit), seconds if is_served else 2 * seconds)
             try:
-                store.wait([key], timedelta(seconds=seconds))
+                waiting.result()
+                return True
             except dist.DistNetworkError as error:
                 raise self._gave_up() from error
             except RuntimeError:
                 pass  # it is not there, or the store is gone, as the next call shows
-            else:
-                return True
+            except BaseException as error:  # TimeoutError, or an interrupt of this rank
+                self._park(waiting, store)
+                if not isinstance(error, TimeoutError):
+                    raise
         return self.check([key])
+
+    def _park(self, waiting: Attempt[None], store: Store) -> None:
+        """Leave the connection to a call that still waits on it, and go back to the one of an earlier call that has ended."""
+        self._leaving.let_go(store)
+        earlier, self._parked, self._store = self._parked, (waiting, store), None
+        self._take_back(earlier)
+
+    def _take_back(self, parked: tuple[Attempt[None], Store] | None) -> bool:
+        """Use a connection on which a call has waited, if the call has ended and the store is still there."""
+        if parked is None or not parked[0].has_ended:
+            return False
+        with contextlib.suppress(RuntimeError):
+            parked[0].result()
+            self._store = parked[1]
+            self._leaving.use(parked[1])
+        return True
 
     def note_neighbours(self) -> str:
         """The ranks on the host of the store as text, for errors; "" where nobody knows. They are read once.
@@ -140,6 +173,7 @@ class JobStore:
 
     def _gave_up(self) -> StoreLostError:
         """Drop the connection, because an old answer may still come on it; the next call makes a new one."""
+        self._leaving.let_go(self._store)
         self._store = None
         return self._lost()
 
@@ -150,6 +184,8 @@ class JobStore:
         )
 
     def _connected(self) -> Store:
+        if self._store is None and self._take_back(self._parked):
+            self._parked = None
         if self._store is None:
             if self._attempt is None:
                 patience = min(_AGAIN_WITHIN, GIVE_UP_AFTER) if self._where else GIVE_UP_AFTER
@@ -183,7 +219,11 @@ class JobStore:
         )
         store = PrefixStore(f"{_OWN}/{self._prefix}", made)
         for fd in set(connections_to(root.port)) - before:
-            if limit_silence(fd, GIVE_UP_AFTER) and dist.is_initialized():
+            if limit_silence(fd, GIVE_UP_AFTER) and dist.is_initialized() and not self._has_told:
                 with contextlib.suppress(RuntimeError):  # a store in which nothing can be appended
                     store.append(_NEIGHBOURS, f"{dist.get_rank()},")  # type: ignore[attr-defined]
+                self._has_told = True
+        if dist.is_initialized():
+            self._leaving.joins(origin, dist.get_rank(), dist.get_world_size(), root.port)
+            self._leaving.use(store)
         return store

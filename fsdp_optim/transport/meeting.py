@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_optim.errors import class_name
 from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import INTERRUPTS, Failure
 from fsdp_optim.transport.job_store import JobStore
 from fsdp_optim.transport.pulse import Watch, lost_ranks
 from fsdp_optim.transport.stored_verdict import CONTENT, STEP, Notes, StoredVerdict, note_line
@@ -62,7 +63,6 @@ class Meeting:
         if prefix not in store.last_meetings:  # those of an earlier process group may have used this store
             store.last_meetings[prefix] = int(store.read(_at(prefix, group.rank)) or 0), None
         number, previous = store.last_meetings[prefix]
-        store.last_meetings[prefix] = number + 1, None
         store.set(_at(prefix, group.rank), str(number + 1))
         return cls(group, store, prefix, number + 1, previous)
 
@@ -81,22 +81,52 @@ class Meeting:
 
         return content
 
-    def conclude(self, statement: Statement) -> StoredVerdict:
-        """Publish this rank's statement, wait for the other ranks, and read the verdict."""
-        self._publish(statement)
-        number = self.store.add(self.key("here"), 1 if statement.error is None else 1 + _FAILED)
-        is_last = number % _FAILED == len(self.group.ranks)
-        if number < _DECIDED if is_last else statement.fatal and self.decides():
-            verdict = self._made(is_last, has_errors=number % _DECIDED >= _FAILED)
-            self.write(verdict)
-        else:
-            if not self._sees_verdict(_QUIET):
-                _Wait(self, statement, watches=number % _FAILED <= _WATCHERS).until_verdict()
-            verdict = StoredVerdict.decoded(self._read("verdict"))
-        if verdict.whole and self.group.position == 0:
-            self._forget_the_previous()
+    def conclude(self, statement: Statement) -> tuple[StoredVerdict, BaseException | None]:
+        """Publish this rank's statement, wait for the other ranks, and read the verdict.
+
+        An interrupt of this rank is its error, as long as the others can be told of it in this meeting. Later the rank does its
+        part of the meeting first, and returns the interrupt with the verdict.
+        """
+        held, self.store.last_meetings[self.prefix] = Failure(), (self.number, None)
+        try:
+            number = self._come(statement)
+            makes = number % _FAILED == len(self.group.ranks) and number < _DECIDED
+        except INTERRUPTS as error:  # it may have come already, which nobody can tell
+            held.note(error)
+            number = self._come(statement._replace(error=error))
+            makes = number % _FAILED >= len(self.group.ranks)
+        is_last, verdict = makes, None
+        while verdict is None:
+            try:
+                makes = makes or ((statement.fatal or held.error is not None) and self.decides())
+                if makes:
+                    verdict = self._made(is_last, has_errors=held.error is not None or number % _DECIDED >= _FAILED)
+                    self.write_if_missing(verdict) if held.error is not None else self.write(verdict)
+                elif not self._sees_verdict(_QUIET):
+                    _Wait(self, statement, watches=number % _FAILED <= _WATCHERS).until_verdict()
+                if not makes or held.error is not None:
+                    verdict = StoredVerdict.decoded(self._read("verdict"))
+            except INTERRUPTS as error:
+                if held.error is None and statement.error is None:
+                    self._state_late(error)
+                held.note(error)
+                verdict = None
+        self.group.turn.num_met += not (verdict.missing or verdict.reasons)
+        with held:
+            if verdict.whole and self.group.position == 0:
+                self._forget_the_previous()
         self.store.last_meetings[self.prefix] = self.number, verdict
-        return verdict
+        return verdict, held.error
+
+    def _come(self, statement: Statement) -> int:
+        """Publish this rank's statement, and count it as come."""
+        self._publish(statement)
+        return self.store.add(self.key("here"), 1 if statement.error is None else 1 + _FAILED)
+
+    def _state_late(self, error: BaseException) -> None:
+        """State the error of this rank, which has come without one."""
+        self._put_reason(error)
+        self.store.add(self.key("here"), _FAILED)
 
     def _publish(self, statement: Statement) -> None:
         """Put this rank's statement into the store."""
@@ -106,11 +136,13 @@ class Meeting:
             if statement.content:
                 self._put(statement.content)
         else:
-            index = self.store.add(self.key("errors"), 1)
-            if index <= _MAX_REASONS:
-                reason = (self.group.rank, class_name(error), str(error))
-                self.store.set(self.key(f"error/{index}"), json.dumps(reason))
+            self._put_reason(error)
         self._note(STEP, step, digest)
+
+    def _put_reason(self, error: BaseException) -> None:
+        index = self.store.add(self.key("errors"), 1)
+        if index <= _MAX_REASONS:
+            self.store.set(self.key(f"error/{index}"), json.dumps((self.group.rank, class_name(error), str(error))))
 
     def _note(self, kind: str, one: object, two: object) -> None:
         self.store.append(self.key("notes"), note_line(kind, self.group.rank, one, two))

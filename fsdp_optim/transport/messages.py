@@ -18,7 +18,7 @@ from fsdp_optim import memory
 from fsdp_optim.memory import copy_all
 from fsdp_optim.plan import RankPlan, Way, Ways
 from fsdp_optim.transport.base import Item
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import RANK_ERRORS, Failure
 
 _ALONE_FROM = 1 << 20  # bytes; a longer run is a message by itself, without packing
 
@@ -131,7 +131,7 @@ class Streams:
                         view = _run(flat, source_at if is_sent else target_at, numel)
                     else:
                         view = _source_view(way, flat) if is_sent else _target_view(way, flat)
-                except Exception as error:  # the message keeps its place, so that both ends stay in step
+                except RANK_ERRORS as error:  # the message keeps its place, so that both ends stay in step
                     failure.note(error)
             (self._to if is_sent else self._from)[peer].add(way, dtype, view)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from fsdp_optim.errors import StoreLostError, shortened
 from fsdp_optim.machine import identity_of_process, is_gone
 from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.leaving import pulse_key
 
 LOST_AFTER = 20.0
 """Seconds without a beat, as a rank that looks has seen them, after which a rank counts as lost."""
@@ -26,16 +27,12 @@ _RANKS_PER_SECOND = 1000  # that beat; where there are more, each beats less oft
 _MOST_SEEN = 2.0  # seconds between two looks that count: a rank that was stopped itself has not looked meanwhile
 
 
-def _key(rank: int) -> str:
-    return f"pulse/{rank}"
-
-
 class Pulse:
     """The beats of this rank. `num_ranks`: of the job, for the time between beats."""
 
     def __init__(self, store: JobStore, rank: int, num_ranks: int) -> None:
         self.store = store
-        self._key = _key(rank)
+        self._key = pulse_key(rank)
         self._every = max(_BEAT_EVERY, num_ranks / _RANKS_PER_SECOND)
         self._changed = threading.Condition()
         self._num_holders = self._number = 0
@@ -145,11 +142,13 @@ class Watch:
         """The last beats of the ranks, without those that have never introduced themselves."""
         ranks = self._ranks
         if len(ranks) == 1:
-            value = self._store.read(_key(ranks[0]))
+            value = self._store.read(pulse_key(ranks[0]))
             return {} if value is None else {ranks[0]: value}
-        if not self._store.check([_key(rank) for rank in ranks]):
-            ranks = [rank for rank in ranks if self._store.check([_key(rank)])]
-        return dict(zip(ranks, self._store.multi_get([_key(rank) for rank in ranks]), strict=True)) if ranks else {}
+        if not self._store.check([pulse_key(rank) for rank in ranks]):
+            ranks = [rank for rank in ranks if self._store.check([pulse_key(rank)])]
+        return (
+            dict(zip(ranks, self._store.multi_get([pulse_key(rank) for rank in ranks]), strict=True)) if ranks else {}
+        )
 
 
 def lost_ranks(lost: dict[int, str]) -> str:

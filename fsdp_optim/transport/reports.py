@@ -9,7 +9,7 @@ from fsdp_optim.transport.failure import Failure
 _LENGTH = 8  # bytes of a report's length
 
 
-def exchange_reports(group: RankGroup, content: bytes, error: Exception | None = None) -> list[bytes]:
+def exchange_reports(group: RankGroup, content: bytes, error: BaseException | None = None) -> list[bytes]:
     """The reports of all ranks, in the order of `group.ranks`. An `error` of any rank is raised on all ranks.
 
     The lowest rank joins the reports, so the bytes that are read grow with the number of ranks, not with its square.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import INTERRUPTS
 from fsdp_optim.transport.job_store import JobStore
 from fsdp_optim.transport.meeting import Meeting
 from fsdp_optim.transport.verdict import Statement, Verdict
@@ -22,10 +23,13 @@ class StoreControl:
         """As `Control.meet`."""
         while True:
             meeting = Meeting.enter(group, self._calls)
-            record = meeting.conclude(statement)
+            record, interrupt = meeting.conclude(statement)
             if group.rank not in record.missing or not meeting.catch_up(record):
                 break
-        self._board.neighbours = self._calls.note_neighbours()
+        try:
+            self._board.neighbours = self._calls.note_neighbours()
+        except INTERRUPTS as error:
+            interrupt = interrupt or error
         return Verdict(
             record.alike,
             record.reasons,
@@ -33,6 +37,7 @@ class StoreControl:
             record.text,
             record.is_early,
             meeting.reader(record),
+            interrupt,
         )
 
     def claim(self, who: str, place: str) -> str:

@@ -23,6 +23,7 @@ class Turn:
         ended_by: the error that ended this call on all ranks while it was suspended.
         is_suspended: whether this call is an iterator that the caller has not resumed.
         has_met: whether all ranks have come to a meeting of this call, so that each of them is in the call.
+        num_met: a number that grows when a meeting of this call has ended well.
         running: a lock that is held except while this call is suspended.
     """
 
@@ -33,6 +34,7 @@ class Turn:
     ended_by: Exception | None = None
     is_suspended: bool = False
     has_met: bool = False
+    num_met: int = 0
     running: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ class Statement(NamedTuple):
     step: str
     compared: bytes = b""
     content: bytes = b""
-    error: Exception | None = None
+    error: BaseException | None = None
     fatal: bool = False
 
 
@@ -45,6 +45,7 @@ class Verdict:
         or
             are lost.
         content_of: the content of a rank's statement, which can be read until this rank comes to its next meeting.
+        interrupt: what came to this rank alone when it had stated that it goes on, and the others could not be told any more.
     """
 
     alike: bool = False
@@ -53,6 +54,7 @@ class Verdict:
     text: str = ""
     is_early: bool = False
     content_of: Callable[[int], bytes] = _nothing
+    interrupt: BaseException | None = None
 
 
 def at_another_step(step: str, rank: int, other: str) -> str:
@@ -95,6 +97,6 @@ def deadlock(first: Waiting, second: Waiting) -> str:
     return f"{text}: they wait for each other; every rank has to make the same call, with the same process_group="
 
 
-def reason_of(error: Exception | None) -> str:
+def reason_of(error: BaseException | None) -> str:
     """The error of a rank as text, for the other ranks."""
     return f"{type(error).__name__}: {error}" if error is not None else ""

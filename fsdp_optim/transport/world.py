@@ -15,6 +15,7 @@ from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.collective import CollectiveTransport
 from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.leaving import Leaving
 from fsdp_optim.transport.pulse import Pulse
 from fsdp_optim.transport.rendezvous import rendezvous_store
 from fsdp_optim.transport.store_control import StoreControl
@@ -28,7 +29,8 @@ class _Lasting:
 
     def __init__(self, rank: int, size: int) -> None:
         self.turns, self.plans = Turns(), Plans()
-        self.calls, self.board = JobStore(rendezvous_store), JobStore(rendezvous_store)
+        leaving = Leaving()
+        self.calls, self.board = JobStore(rendezvous_store, leaving), JobStore(rendezvous_store, leaving)
         self.pulse = Pulse(self.board, rank, size)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
 from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
@@ -29,7 +30,7 @@ from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of, same
 from fsdp_optim.state.values import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
 from fsdp_optim.transport.base import RankGroup, World
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt
 from fsdp_optim.transport.reports import exchange_reports
 from fsdp_optim.transport.world import world_here
 from fsdp_optim.verbs.arguments import check_model, check_optimizers
@@ -176,6 +177,7 @@ def _read_callers(
 ) -> tuple[list[ModelReader], RankGroup]:
     world = world_here()
     try:
+        check_no_fake_mode()
         for model in models:
             check_model(model)
         readers = [ModelReader(model, world.rank) for model in models]
@@ -188,9 +190,14 @@ def _read_callers(
         else:
             ranks = {rank for reader in readers for rank in reader.ranks}
         return readers, _group(world, options, call, tuple(ranks))
-    except Exception as error:
+    except RANK_ERRORS as error:
         if world.is_initialized:  # the ranks of the call are unknown, so the error goes to all ranks of the job
-            agree(_group(world, replace(options, process_group=None), call, range(world.size)), "failed", error)
+            agree(
+                _group(world, replace(options, process_group=None), call, range(world.size)),
+                "failed",
+                error,
+                fatal=is_interrupt(error),
+            )
         raise
 
 

@@ -16,15 +16,19 @@ def load_on_all(
     optim: LoadableOptimizer | Sequence[LoadableOptimizer],
     shard: Shard | list[Shard],
     keep: Sequence[str] = (),
+    before: Before | None = None,
 ) -> Incompatible:
-    """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state."""
-    before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
+    """Load the optimizer on all ranks. If one fails, the optimizers of all ranks get back their previous state.
+
+    `before`: that of the caller, who can put the state back later too.
+    """
+    before = before or Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
     failure, incompatible = Failure(), Incompatible()
     with failure:  # on an error, load_shard itself restores the optimizer of this rank
         incompatible = load_shard(optim, shard, keep, logs=callers.rank == callers.ranks[0])
     try:
         agree(callers, "optimizer loaded", failure.error)
-    except Exception:
+    except BaseException:
         if failure.error is None:
             before.put_back()
         raise

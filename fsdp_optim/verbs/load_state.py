@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
 from fsdp_optim.memory import tensors_in, within
 from fsdp_optim.state.class_fit import lacking_values
@@ -117,6 +118,7 @@ def load_shard(
     check_optimizers(optim, loadable=True)
     for listed in shard if isinstance(shard, (list, tuple)) else [shard]:
         check_shard(listed)
+        check_elements("the shard", listed)
     if isinstance(keep, str):
         raise StateError(f"keep has to be a list of names of hyperparameters, as in keep=['lr'], not {keep!r}")
     optims: list[LoadableOptimizer] = list(optim) if isinstance(optim, (list, tuple)) else [optim]  # type: ignore[list-item]

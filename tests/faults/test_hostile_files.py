@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.hostile import KINDS, WEIGHTS, Pair, damage
+from kit.hostile import BY_BYTES, KINDS, WEIGHTS, Pair, damage, damage_bytes
+from kit.peaks import MIB, Peak
 from parameterized import parameterized
 
 import fsdp_optim
@@ -21,6 +22,7 @@ from fsdp_optim.errors import FsdpOptimError
 from fsdp_optim.formats.torch_shards import DTensorFields, Fields, shards_of
 
 SOON, LATER = 3, 150  # changes of each kind
+MOST_MIB, TIMES = 160, 80  # of memory: in all, and for each byte of the files
 SECONDS = 60  # far more than any call takes
 
 
@@ -101,6 +103,27 @@ class HostileTest(unittest.TestCase):
     @pytest.mark.slow
     def test_one_value_is_another_often(self, kind: str) -> None:
         self.check_some(kind, range(SOON, LATER))
+
+    def check_bytes(self, kind: str, seeds: range) -> None:
+        """As `check`; and no call takes much more memory than the file has bytes."""
+        {**KINDS, **BY_BYTES}[kind](self.root / "sound")
+        for seed in seeds:
+            shutil.copytree(self.root / "sound", self.place)
+            what = f"{kind}: {damage_bytes(self.place, seed)}"
+            nbytes = sum(path.stat().st_size for path in self.place.rglob("*") if path.is_file())
+            with Peak() as peak:
+                self.check(what)
+            self.assertLess(peak.mib, MOST_MIB + TIMES * nbytes / MIB, what)
+            shutil.rmtree(self.place)
+
+    @parameterized.expand([*KINDS, *BY_BYTES])
+    def test_bytes_are_others(self, kind: str) -> None:
+        self.check_bytes(kind, range(2 * SOON))
+
+    @parameterized.expand([*KINDS, *BY_BYTES])
+    @pytest.mark.slow
+    def test_bytes_are_others_often(self, kind: str) -> None:
+        self.check_bytes(kind, range(2 * SOON, LATER))
 
     @parameterized.expand(
         [

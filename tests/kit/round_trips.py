@@ -40,9 +40,11 @@ class RoundTrips:
         self.of_call = self.in_background = 0
 
     def note(self, name: str, args: tuple[Any, ...]) -> None:
-        """Count an operation of this thread."""
+        """Count an operation of this thread. The wait for a verdict, in a thread of its own, is counted by `note_meeting`."""
+        if name == "wait":
+            return
         if threading.current_thread() is self._main:
-            self.of_call += OF_OPERATION[name] if name != "wait" else 0  # counted by `note_meeting`
+            self.of_call += OF_OPERATION[name]
         elif not _only_looks(name, args):
             self.in_background += OF_OPERATION[name]
 

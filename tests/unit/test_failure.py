@@ -22,13 +22,23 @@ def test_the_first_error_is_kept() -> None:
 
 
 def test_what_is_not_kept() -> None:
-    """What all ranks raise alike, and what ends the process."""
+    """What all ranks raise alike, also an interrupt that they have been told of, and the end of a generator."""
     failure, of_all = Failure(), RankError("on all ranks")
     of_all.on_all_ranks = True
-    for error in (of_all, KeyboardInterrupt()):
+    told = KeyboardInterrupt()
+    told.on_all_ranks = True  # type: ignore[attr-defined]
+    for error in (of_all, told, GeneratorExit()):
         with pytest.raises(type(error)), failure:
             raise error
     assert failure.error is None
+
+
+def test_interrupts_are_kept_until_the_ranks_meet() -> None:
+    for error in (KeyboardInterrupt(), SystemExit(3)):
+        failure = Failure()
+        with failure:
+            raise error
+        assert failure.error is error
 
 
 def test_calls_that_would_mix() -> None:

@@ -221,7 +221,8 @@ class VerbsOnThreadsTest(unittest.TestCase):
                 for bad in range(3):
                     errors = run_on_threads(load_again, 3, f"{folder}/step")
                     self.assertEqual(len(set(errors)), 1, errors)
-                    self.assertIn(f"rank {bad}: OSError: the device is gone", errors[0][1])
+                    why = "the weights could not be written into the model: OSError: the device is gone"
+                    self.assertIn(f"rank {bad}: {why}", errors[0][1])
 
     def test_a_transfer_that_cannot_be_loaded_on_each_rank_in_turn(self) -> None:
         real = load_on_all.load_shard
