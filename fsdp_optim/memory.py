@@ -187,7 +187,18 @@ def flatten(value: torch.Tensor) -> torch.Tensor:
     if type(value) is not torch.Tensor or value.requires_grad or value.is_conj() or value.is_neg():
         value = _resolved(value)
     value = value.contiguous()
-    return value if value.dim() == 1 else value.view(-1)
+    return _in_a_row(value if value.dim() == 1 else value.view(-1))
+
+
+def _in_a_row(flat: torch.Tensor) -> torch.Tensor:
+    """A contiguous 1-D tensor with the stride 1: one of at most one element may have any, with which its bytes are no view."""
+    return flat if flat.stride(0) == 1 else flat.as_strided((len(flat),), (1,))
+
+
+def bytes_in_memory(value: torch.Tensor) -> bytes:
+    """The elements of a tensor on the CPU in row-major order, as bytes."""
+    data: bytes = flatten(value).view(torch.uint8).numpy().tobytes()
+    return data
 
 
 def _resolved(value: torch.Tensor) -> torch.Tensor:
@@ -202,7 +213,7 @@ def pieces(value: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Te
     """
     value = _resolved(value)
     if value.is_contiguous():
-        yield 0, value.view(-1)
+        yield 0, _in_a_row(value.view(-1))
         return
     for start in range(0, value.numel(), most_numel):
         piece = torch.empty(min(most_numel, value.numel() - start), dtype=value.dtype, device=value.device)
@@ -230,7 +241,7 @@ def flat_slice(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of a tensor in row-major order, 1-D: a view of a contiguous tensor, else a copy of this range."""
     value = _resolved(value)
     if value.is_contiguous():
-        return value.view(-1)[start:stop]
+        return _in_a_row(value.view(-1))[start:stop]
     piece = torch.empty(stop - start, dtype=value.dtype, device=value.device)
     _copy_elements(value, start, piece)
     return piece

@@ -90,10 +90,6 @@ class End:
         """This rank's elements of a value, in any shape and strides, or contiguous memory to fill; None without elements."""
         return None
 
-    def takes_whole(self, value: StateValue) -> bool:
-        """Whether a stored target takes all contiguous live memory of a value at once, because it makes no copy of it."""
-        return True
-
     def fill(self, slices: Sequence[Slice], /) -> None:
         """Read some slices, as a stored source: fill their memory."""
 
@@ -123,7 +119,7 @@ def move(
         if failure.error is not None:
             pass  # nothing is read or written after an error
         elif target.is_stored:
-            for slices in _slices(direct, source, target, group.rank, budget):
+            for slices in _slices(direct, source, group.rank, budget):
                 if source.is_stored:
                     source.fill(slices)
                 target.drain(slices)
@@ -185,7 +181,7 @@ def _items(values: Sequence[StateValue], source: End, target: End, plans: _Plans
         yield Item(planned, value.dtype, outgoing, incoming)
 
 
-def _slices(routes: Sequence[_Route], source: End, target: End, rank: int, budget: Budget) -> Iterator[list[Slice]]:
+def _slices(routes: Sequence[_Route], source: End, rank: int, budget: Budget) -> Iterator[list[Slice]]:
     """Slices for a stored target, in the source's cut: a batch of values at a time, or windows of a value that is larger.
 
     Slices of contiguous live memory are views. No messages are needed, so the sizes may differ between ranks.
@@ -199,7 +195,7 @@ def _slices(routes: Sequence[_Route], source: End, target: End, rank: int, budge
             continue
         start, stop = next(at)
         width = budget.share(2, "a window, and what the target makes of it").nbytes // batch[0].value.dtype.itemsize
-        if not source.is_stored and target.takes_whole(batch[0].value):
+        if not source.is_stored:  # what is contiguous there is no copy
             held = source.memory(batch[0].value)
             width = stop - start if held is not None and held.is_contiguous() else width
         for first in range(start, max(stop, start + 1), max(width, 1)):

@@ -19,6 +19,9 @@ from fsdp_optim.errors import CheckpointError, StateError
 BUCKET_NBYTES = 64 << 20
 """Bytes that a rank may hold for temporary buffers while a call moves data."""
 
+LEAST_BUCKET_NBYTES = 4 << 10
+"""With fewer bytes a call would do nothing but talk: every few elements would be a message, and a range of a file."""
+
 CONVERT_NBYTES, LEAST_CONVERT_NBYTES = 512 << 20, 16 << 20
 """Bytes that a process may hold for the elements of a checkpoint that it converts."""
 
@@ -173,7 +176,7 @@ class Options(Arguments):
         check_one_of("groups", self.groups, ("saved", "live"))
         check_one_of("on_replica_mismatch", self.on_replica_mismatch, ("error", "lowest_rank"))
         check_callable("name_of", self.name_of)
-        check_at_least("bucket_nbytes", self.bucket_nbytes, 1)
+        check_at_least("bucket_nbytes", self.bucket_nbytes, LEAST_BUCKET_NBYTES, " bytes")
         seconds_of(self.timeout)
 
     @property

@@ -103,20 +103,35 @@ ARROWS: dict[str, set[str]] = {
     "layout": {"errors"},
     "plan": {"errors", "layout"},
     "memory": {"plan"},
+    "elements": {"errors"},
     "dtensors": {"errors", "layout", "memory"},
     "view": {"errors", "layout", "memory", "dtensors"},
-    "state": {"errors", "options", "layout", "plan", "memory", "dtensors", "view"},
-    "adapters": {"errors", "options", "layout", "memory", "dtensors", "view"},
+    "state": {"errors", "elements", "options", "layout", "plan", "memory", "dtensors", "view"},
+    "adapters": {"errors", "elements", "options", "layout", "memory", "dtensors", "view"},
     "transport": {"errors", "options", "machine", "layout", "plan", "memory"},
     "storage": {"errors", "machine"},
-    "formats": {"errors", "layout", "memory", "dtensors", "storage"},
+    "formats": {"errors", "elements", "layout", "memory", "dtensors", "storage"},
     "move": {"errors", "layout", "plan", "memory", "transport"},
     "verbs": {
-        *("errors", "speed", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move")
+        *(
+            "errors",
+            "elements",
+            "speed",
+            "options",
+            "layout",
+            "plan",
+            "memory",
+            "dtensors",
+            "view",
+            "state",
+            "adapters",
+            "transport",
+            "move",
+        )
     },
     "checkpoint": {
         *("errors", "speed", "options", "layout", "plan", "memory", "view", "state", "adapters", "transport", "move"),
-        "verbs",
+        *("elements", "verbs"),
         *("storage", "formats"),
     },
     "api": {"errors", "options", "memory", "state", "storage", "verbs", "checkpoint"},
@@ -421,6 +436,7 @@ PRIVATE_OF_TORCH = {
     "fsdp_optim.checkpoint.module_values": {"_version"},
     "fsdp_optim.state.classes": {"_optimizer"},  # of a wrapper around an optimizer
     "fsdp_optim.checkpoint.pending": {"_register_atexit"},  # of threading: before pools of threads end
+    "fsdp_optim.transport.leaving": {"_register_atexit"},  # of threading: forked processes have no other end
     # The keys of values in files of others.
     "fsdp_optim.formats.olmo_local": {
         *("_flat_param", "_fqns", "_shapes", "_shard_indices", "_shard_param_offsets", "_shard_param_infos"),

@@ -17,7 +17,9 @@ from fsdp_optim.adapters.module_values import read_module_values
 from fsdp_optim.adapters.naming import Naming
 from fsdp_optim.adapters.registry import all_adapters
 from fsdp_optim.adapters.slices import as_declared, has_declared
+from fsdp_optim.adapters.transformers_names import StoredNames, stored_names_of
 from fsdp_optim.adapters.tree import TRANSPARENT_CHILDREN, IsWrapperChild, ModuleTree
+from fsdp_optim.elements import is_fake, is_lazy, why_without_elements
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.layout import Ranks
 from fsdp_optim.options import Model, NameOf
@@ -84,6 +86,7 @@ class ModelReader:
         return with_masters(view, masters, Naming(self._tree, name_of)) if masters else view
 
     def _read(self, everyone: tuple[int, ...], name_of: NameOf | None) -> ModelView:
+        self._check_elements()
         tree, handles = self._tree, self._handles(everyone)
         naming = Naming(tree, name_of)
         named = [naming.name(handle) for handle in handles]
@@ -101,6 +104,13 @@ class ModelReader:
             wrapper_parts=self._wrapper_parts,
             given_names=naming.given_names,
         )
+
+    def _check_elements(self) -> None:
+        """Raise WrapperError for a parameter or buffer without a shape, or of FakeTensorMode."""
+        params = ((self._tree.fqn(*sites[0]), param) for param, sites in self._tree.params())
+        for fqn, value in (*params, *((fqn, buffer) for fqn, buffer, _ in self._tree.buffers())):
+            if is_lazy(value) or is_fake(value) or (type(value) in (torch.Tensor, nn.Parameter) and value.is_nested):
+                raise WrapperError(f"{fqn}: on rank {self._rank} this tensor {why_without_elements(value)}")
 
     def _handles(self, everyone: tuple[int, ...]) -> list[Handle]:
         """The Handle of every live parameter, from the first adapter that claims it; the last adapter claims the rest."""
@@ -140,6 +150,10 @@ class ModelReader:
     def unsaved_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers with persistent=False by FQN, which no checkpoint has."""
         return self._tree.unsaved_buffers()
+
+    def stored_names(self) -> StoredNames | None:
+        """What transformers does with the names of the model's weights in its files; None where they are those of the model."""
+        return stored_names_of(self._tree.root.modules())
 
     def module_values(self, view: ModelView, name_of: NameOf | None = None) -> ModuleValues:
         """The entries of state_dict() that are neither parameters nor buffers."""

@@ -61,7 +61,8 @@ def convert(
         dst: the place of the new checkpoint: a path, or a URL as for `save`.
         format: "safetensors": this library's own; "dcp" and "torchtitan": as save writes these; "torch": a folder with
             `model.pt` and `optim.pt`, the dicts that an unwrapped model and its optimizer load; "torch_file": a folder with
-            `checkpoint.pt`, one file `{"model": ..., "optimizer": ...}` that also has the trainer's values; "fairscale": as
+            `checkpoint.pt`, one file `{"model": ..., "optimizer": ...}` that also has the trainer's values; if `dst` ends
+            like a file (`out.pt`) and is no folder and no URL, this file alone; "fairscale": as
             "torch", with the optimizer's dict for fairscale's own `get_shard_from_optim_state_dict`, if the root alone is
             wrapped; "fairscale_shards": a file for each of `world_size` ranks, as fairseq and metaseq write it, for fairscale's
             own `load_local_state_dict` and the rank's optimizer.
@@ -71,7 +72,8 @@ def convert(
             (names, shapes) comes on top, and for each thread one tensor of those that torch files have compressed, or not in
             row-major order.
         names: the FQNs of the optimizer's parameters in the order of their ids, for checkpoints that have ids without names.
-        model: in the place of `names`: a model whose parameters have this order; it may be on the meta device.
+        model: in the place of `names`: a model whose parameters have this order; it may be on the meta device. For several param
+            groups, each in this order, the shapes of the state have to leave one way to share the parameters out.
         units: for "fairscale_shards", if `src` is of another format: the FQNs that each FSDP unit flattens, in order, by the
             path of the module that is wrapped, in the order of the wrapped model's parameters(), such as
             `{"": ["stem.weight"], "block.0": ["block.0.weight", "block.0.bias"]}`.
@@ -120,8 +122,9 @@ def verify(
     """Read every byte of a checkpoint of any format that `load` reads, without a model, on all cores. No communication.
 
     Data with checksums are compared with these checksums: every byte of this library's own checkpoints, unless they were saved
-    with `checksums=False`. Formats of other libraries have no checksums: there everything is read, so that files are found that
-    are missing, are cut short or contradict each other, but changed bytes are not found. Nothing is unpickled.
+    with `checksums=False`, and every record of a file of `torch.save` that has a CRC32, also in a DCP folder. Other formats have
+    no checksums: there everything is read, so that files are found that are missing, are cut short or contradict each other, but
+    changed bytes are not found. Nothing is unpickled.
 
     Args:
         path: as for `save`.

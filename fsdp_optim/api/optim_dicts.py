@@ -67,7 +67,7 @@ def gather_full_optim_state_dict(
             rank that holds the parameter.
         process_group: the ranks that make this call, if the model does not show them (None: all ranks of its wrappers).
         timeout: seconds to wait for a missing rank, or a timedelta (None: 600 seconds).
-        bucket_nbytes: the memory for elements that move between ranks, in bytes.
+        bucket_nbytes: the memory for elements that move between ranks, in bytes: at least 4096.
         on_replica_mismatch: the reaction to different state on ranks that hold the same part of a parameter, such as norms next
             to tensor parallel layers, which no wrapper keeps equal: "error", or "lowest_rank", which uses the state of the
             lowest rank and logs a warning.

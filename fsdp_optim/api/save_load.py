@@ -84,7 +84,8 @@ def save(
             over.
         strategy: "in_place": all ranks write into the same files. "per_rank_files": each rank first gets whole tensors and then
             writes its own files, for file systems without sparse files. "auto" finds out which one the file system needs.
-        max_file_size: the most bytes of one file. A larger half is split into several files with an index, as Hugging Face does.
+        max_file_size: the most bytes of a file with tensors, with its header. A larger half is split into several files with an
+            index, as Hugging Face does. A tensor that is larger than that is in a file of its own.
         checksums: write a table of checksums next to each file, so that readers can verify the bytes that they read.
         durable: return only when the bytes are on the disk. A save that replaces or removes another checkpoint is flushed to the
             disk before that in any case.
@@ -260,7 +261,8 @@ def load(
     Args:
         path: as for `save`. If another save replaces the checkpoint meanwhile, all loaded values are from one of the two.
         model: as for `save`. None, with `optim` None: the extras only, on this process alone (the index of this process in
-            `process_group` then selects the `per_rank_extra`).
+            `process_group` then selects the `per_rank_extra`). Buffers with persistent=False are in no checkpoint: after
+            `to_empty()` compute them anew; a warning names those that evidently nothing has filled.
         optim: as for `save`. None: weights and buffers only.
         weights: the weights that this load has to fill, of any checkpoint that has them. "all": all of the model. "trainable":
             the parameters that require gradients now, and buffers and values of modules; frozen parameters stay as they are.

@@ -1,14 +1,20 @@
-"""Casts at a load: of weights to the model's floating dtype, and of state values whose dtype follows that of the weights."""
+"""Casts at a load: of weights to the model's floating dtype, and of state values whose dtype follows that of the weights.
+
+At a save: of weights to the dtype in which they are saved.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
-from fsdp_optim.checkpoint.contents import is_buffer
+from fsdp_optim.checkpoint.contents import SavedValue, is_buffer
+from fsdp_optim.errors import CheckpointError, counted_noun
 from fsdp_optim.formats.base import StoredTensor
-from fsdp_optim.memory import dtype_named, flatten
+from fsdp_optim.memory import dtype_name, dtype_named, flatten
+from fsdp_optim.move import Slice
 from fsdp_optim.state.local import LocalOptim, LocalParam
 from fsdp_optim.state.packed import LocalId
 from fsdp_optim.view import Handle
@@ -24,6 +30,31 @@ def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
     if not (param.is_floating_point() and saved.is_floating_point):
         return False
     return cast or (is_buffer(param) and (handle.cast_by_wrapper or _has_all_of(param.dtype, saved)))
+
+
+def cast_part(value: SavedValue | None, part: Slice) -> Slice:
+    """Elements in the dtype in which they are saved. `value`: that is saved; None: the elements are saved as they are.
+
+    Raises CheckpointError for a number that becomes infinite.
+    """
+    if value is None:
+        return part
+    if part.flat is None:
+        return replace(part, value=value)
+    cast = part.flat.detach().to(value.dtype)
+    if torch.finfo(value.dtype).max < torch.finfo(part.flat.dtype).max:
+        too_large = int((cast.isinf() & ~part.flat.isinf()).sum())
+        if too_large:
+            raise CheckpointError(
+                f"{value.fqn}: {counted_noun(too_large, 'element')} of its {dtype_name(part.flat.dtype)} elements would "
+                f"become infinite in {dtype_name(value.dtype)}: save with another weights_dtype, or without one"
+            )
+    return Slice(value, part.cut, cast, part.start, is_own=True)
+
+
+def nbytes_to_cast(before: torch.dtype, after: torch.dtype) -> int:
+    """The bytes of memory that a cast of one element takes: the new one, its magnitude, and four truth values."""
+    return after.itemsize + max(before.itemsize, after.itemsize) + 4
 
 
 def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.buffers import TwinsHandle
 from fsdp_optim.checkpoint import module_values
+from fsdp_optim.elements import check_weight
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.formats.base import Half, PlannedTensor
 from fsdp_optim.formats.bools import check_bools_of
@@ -107,7 +108,12 @@ def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options, wh
     order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
     everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
     values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()
-    return Local(everything, _as_optimizer(everything, which), values)
+    optim = _as_optimizer(everything, which)
+    for param in optim.params:
+        if param.state is not None:
+            fqn = param.named.fqns[0] if param.named.fqns else "a parameter"
+            check_weight(f"{fqn}: this tensor on rank {view.rank}", param.handle.param, WrapperError)
+    return Local(everything, optim, values)
 
 
 def checked_weights_of(

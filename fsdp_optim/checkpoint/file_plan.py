@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
-
+from fsdp_optim.checkpoint.casting import cast_part, nbytes_to_cast
 from fsdp_optim.checkpoint.contents import SavedHalf, SavedValue
 from fsdp_optim.checkpoint.files import File, planned_files, written_cut
 from fsdp_optim.checkpoint.parts import FramesOfParts, HeadOfParts, PartedFile, Stretch, cuts_of, stretches_on
-from fsdp_optim.errors import CheckpointError, counted_noun
+from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import FormatWriter, Half
 from fsdp_optim.layout import Placement
-from fsdp_optim.memory import dtype_name
+from fsdp_optim.memory import Budget, in_batches
 from fsdp_optim.move import End, Key, Slice, StateValue
 from fsdp_optim.options import SaveOptions
 from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
@@ -70,8 +69,7 @@ class FilePlan:
                 continue
             most = options.max_file_size
             if strategy == PER_RANK:
-                total = sum(tensor.nbytes for tensor in contents.tensors)
-                most = min(most, max(-(-total // len(ranks)), 1))
+                most = min(most, _share(writer, half, contents, shared, len(ranks)))
             files += planned_files(writer, half, contents.tensors, shared, most_nbytes=most, num_ranks=len(ranks))
         assigned, loads = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)  # bytes
         owners, parted = {}, []
@@ -118,6 +116,18 @@ class FilePlan:
         return cut if cut is not None else written_cut(value, placement, self._owner_of.get(value.key))
 
 
+def _share(writer: FormatWriter, half: Half, contents: SavedHalf, shared: str, num_ranks: int) -> int:
+    """The bytes of a file where each rank writes one."""
+    whole, empty = (
+        sum(
+            file.plan.nbytes
+            for file in planned_files(writer, half, tensors, shared, most_nbytes=1 << 62, num_ranks=num_ranks)
+        )
+        for tensors in (contents.tensors, ())
+    )
+    return empty - (-whole // num_ranks)
+
+
 def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
     """Create files in their full length, with their headers."""
     for file in files:
@@ -126,34 +136,43 @@ def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
 
 @dataclass(frozen=True)
 class FilesEnd(End):
-    """The target of a save. `take` gets this rank's elements. `cast`: the values that are cast as they are written."""
+    """The target of a save.
+
+    Attributes:
+        take: gets this rank's elements, several times a value.
+        cast: the values that are cast as they are written.
+        cast_budget: for what they are cast to, of which `take` gets as much at a time.
+    """
 
     plan: FilePlan
     take: Callable[[Sequence[Slice]], None]
-    cast: Mapping[Key, SavedValue] = field(default_factory=dict)
+    cast: Mapping[Key, SavedValue]
+    cast_budget: Budget
 
     is_stored = True
-
-    def takes_whole(self, value: StateValue) -> bool:
-        return value.key not in self.cast
 
     def io_placement(self, value: StateValue, other: Placement) -> Placement:
         return self.plan.cut(value, other)
 
     def drain(self, parts: Sequence[Slice]) -> None:
-        self.take([self._cast(part) for part in parts] if self.cast else parts)
+        if not self.cast:
+            self.take(parts)
+            return
+        pieces = (piece for part in parts for piece in self._pieces(part))
+        for batch in in_batches(pieces, self._nbytes_for, self.cast_budget.nbytes):
+            self.take([cast_part(self.cast.get(part.value.key), part) for part in batch])
 
-    def _cast(self, part: Slice) -> Slice:
-        """The elements in the dtype in which they are saved. Raises CheckpointError for a number that becomes infinite."""
+    def _pieces(self, part: Slice) -> Iterator[Slice]:
+        """A part, in pieces that can be cast within the budget."""
         value = self.cast.get(part.value.key)
         if value is None or part.flat is None:
-            return part if value is None else replace(part, value=value)
-        cast = part.flat.detach().to(value.dtype)
-        if torch.finfo(value.dtype).max < torch.finfo(part.flat.dtype).max:
-            too_large = int((cast.isinf() & ~part.flat.isinf()).sum())
-            if too_large:
-                raise CheckpointError(
-                    f"{value.fqn}: {counted_noun(too_large, 'element')} of its {dtype_name(part.flat.dtype)} elements would "
-                    f"become infinite in {dtype_name(value.dtype)}: save with another weights_dtype, or without one"
-                )
-        return Slice(value, part.cut, cast, part.start, is_own=True)
+            yield part
+            return
+        width = max(self.cast_budget.num_fitting(nbytes_to_cast(part.flat.dtype, value.dtype)), 1)
+        for first in range(0, len(part.flat), width):
+            yield replace(part, flat=part.flat[first : first + width], start=part.start + first)
+
+    def _nbytes_for(self, part: Slice) -> int:
+        """The bytes of memory that a cast of a piece takes."""
+        value = self.cast.get(part.value.key)
+        return len(part.flat) * nbytes_to_cast(part.flat.dtype, value.dtype) if value and part.flat is not None else 0

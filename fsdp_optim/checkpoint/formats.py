@@ -158,13 +158,23 @@ def open_checkpoint(store: Store, *, verify: bool, format: Format | None = None)
         try:
             return found.open(opened, verify=verify)
         except BaseException as error:
-            was_replaced = isinstance(error, CheckpointError) and opened.was_replaced()
-            opened.close()
+            try:
+                was_replaced = isinstance(error, CheckpointError) and _is_replaced(opened)
+            finally:
+                opened.close()
             if not was_replaced:
                 raise
             if attempt == _LOOKS:
                 raise replaced_error(opened.where) from error
     raise ReplacedError(f"{store.where}: unreachable")
+
+
+def _is_replaced(opened: Opened) -> bool:
+    """Whether another checkpoint has taken the place; False where the store cannot tell, so that its first error is raised."""
+    try:
+        return opened.was_replaced()
+    except OSError:
+        return False
 
 
 def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
@@ -184,10 +194,14 @@ def _opened(store: Store, format: Format | None) -> tuple[Opened, Format]:
     except BaseException:
         opened.close()
         raise
-    if foreign is not None:
+    if foreign is None:
+        return opened, found or OURS
+    try:
         opened.close()
-        return foreign
-    return opened, found or OURS
+    except BaseException:
+        foreign[0].close()
+        raise
+    return foreign
 
 
 def _foreign(store: Store) -> tuple[Opened, Format] | None:

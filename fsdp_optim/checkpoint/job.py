@@ -66,12 +66,13 @@ class Job:
         return self.plan.files
 
     @property
+    def _cast_budget(self) -> Budget:
+        return self.callers.budget.share(4, "what elements are cast to, part by part")
+
+    @property
     def _whole_budget(self) -> Budget:
         whole = self.callers.budget
-        if self.cast:
-            grown = max(-(-value.dtype.itemsize // value.live.dtype.itemsize) for value in self.cast.values())
-            whole = whole.share(1 + grown, "elements, and what they are cast to")
-        return whole
+        return Budget(whole.nbytes - self._cast_budget.nbytes, "all but what is cast") if self.cast else whole
 
     @property
     def budget(self) -> Budget:
@@ -154,7 +155,7 @@ class Job:
 
     def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
         """The files as the target of a move. `take` gets this rank's elements."""
-        return FilesEnd(self.plan, take, self.cast)
+        return FilesEnd(self.plan, take, self.cast, self._cast_budget)
 
     def start(self, writer: StoreWriter) -> None:
         """Write the bytes of this rank besides tensors and the frames between them: new files, and small files.

@@ -10,6 +10,7 @@ import torch
 
 from fsdp_optim.formats.extents import Extent
 from fsdp_optim.memory import Budget, empty, in_batches
+from fsdp_optim.move import Slice
 from fsdp_optim.plan import Copy
 
 _CPU = torch.device("cpu")
@@ -133,6 +134,14 @@ def _host_memory(extents: Iterable[LocalExtent]) -> torch.Tensor:
         if pinned
         else empty((nbytes,), torch.uint8, _CPU)
     )
+
+
+def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice]) -> bool:
+    """Whether extents can be kept as they are: they are of parts with memory of their own, and of all its bytes."""
+    if not all(part.is_own for part in parts):
+        return False
+    kept = sum(len(extent.memory) for its in extents.values() for extent in its)
+    return kept == sum(part.flat.nbytes for part in parts if part.flat is not None)
 
 
 def snapshot_of(live: ExtentsByFile) -> dict[str, list[Extent]]:

@@ -15,12 +15,15 @@ from fsdp_optim.checkpoint.stores import Place, StorageOptions, store_at
 from fsdp_optim.checkpoint.units import plan_units
 from fsdp_optim.errors import CheckpointError, counted_noun, shortened
 from fsdp_optim.formats.base import FormatReader, Half, PlannedFile, StoredTensor
+from fsdp_optim.formats.foreign import ForeignReader
+from fsdp_optim.formats.record_sums import Sums, archives_of
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Budget, dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
 from fsdp_optim.storage.base import StoreWriter
 
+_NUM_THREADS = 4  # that compare checksums of torch, each of which is of a whole tensor
 _MOST_NAMED = 20  # damaged places in an error
 
 
@@ -32,8 +35,9 @@ class Verified:
         path: where the checkpoint is.
         format: the name of its format.
         num_tensors, nbytes: the tensors that were read, and their bytes.
-        has_checksums: whether every byte was compared with a checksum. False: the format has none, or the save wrote none. Then
-            everything is there and can be read, but changed bytes do not show.
+        has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
+            of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
+            but changed bytes do not show.
         num_extras: the number of other values that were read: those of the trainer, of ranks and of modules.
     """
 
@@ -59,8 +63,16 @@ def verify(
         unit_nbytes = unit_nbytes_in(budget)
         files, stored = _files(checkpoint)
         nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
-        with Progress(progress, "verifying", nbytes, shown=True) as shown:
+        archives = archives_of(checkpoint) if isinstance(checkpoint, ForeignReader) else []
+        of_archives = sum(archive.nbytes for archive in archives)
+        with Progress(progress, "verifying", of_archives + nbytes, shown=True) as shown:
             problems += _read_small(checkpoint)
+            has_sums = checkpoint.has_checksums
+            if isinstance(checkpoint, ForeignReader):
+                sums = Sums(checkpoint, shown.up_to)
+                sums.compare(archives, _NUM_THREADS)
+                problems += sums.problems
+                has_sums = sums.is_whole
             share = Share(
                 checkpoint,
                 stored,
@@ -70,7 +82,7 @@ def verify(
                 staged=None,
                 has_journal=False,
                 unit_nbytes=unit_nbytes,
-                shown=shown.up_to,
+                shown=lambda num: shown.up_to(of_archives + num),
                 failed=lambda error: problems.append(str(error)),
             )
             share.run(Nowhere(), num_lanes_in(budget, unit_nbytes, stored))
@@ -82,7 +94,7 @@ def verify(
             checkpoint.format_name,
             len(stored),
             nbytes,
-            checkpoint.has_checksums,
+            has_sums,
             len(checkpoint.extras),
         )
 

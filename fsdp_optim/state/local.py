@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import WrapperError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.state.classes import OptimizerClass
@@ -18,7 +17,7 @@ from fsdp_optim.state.full import NON_PARAM_STATE, RESERVED_KEYS
 from fsdp_optim.state.kinds import Evidence, Kind, Sight, is_scalar
 from fsdp_optim.state.packed import LocalId, packed_ids
 from fsdp_optim.state.same import Incomparable, key_of, same
-from fsdp_optim.state.supported import check_supported, check_values
+from fsdp_optim.state.supported import check_supported, check_values, copyable
 from fsdp_optim.state.values import Scalar, Scalars, Summary
 from fsdp_optim.view import Handle, ModelView, NamedHandle
 
@@ -342,8 +341,8 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
         group_ids=tuple(tuple(group["params"]) for group in packed),
         group_param_names=tuple(group.get("param_names") for group in packed),
         other_keys={
-            **{key: as_local(f"{key} of state_dict()", its) for key, its in saved.items() if key not in RESERVED_KEYS},
-            **({NON_PARAM_STATE: as_local("the state of no parameter", non_param)} if non_param else {}),
+            **{key: copyable(f"{key} of state_dict()", its) for key, its in saved.items() if key not in RESERVED_KEYS},
+            **({NON_PARAM_STATE: copyable("the state of no parameter", non_param)} if non_param else {}),
         },
         classes=(OptimizerClass.of(optim),) * len(packed),
     )
@@ -351,7 +350,7 @@ def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
 
 def _hyperparameters(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
-    return {key: as_local(f"{key} of param group {index}", value) for key, value in kept}
+    return {key: copyable(f"{key} of param group {index}", value) for key, value in kept}
 
 
 def _check_master(named: NamedHandle, state: Mapping[str, Any] | None, optim: OptimizerLike) -> None:

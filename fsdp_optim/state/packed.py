@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fsdp_optim.errors import WrapperError
+from fsdp_optim.state.wrapped_names import WrappedNames
 from fsdp_optim.view import ModelView, NamedHandle
 
 LocalId = int | str
@@ -25,9 +26,11 @@ def packed_ids(
     if not any(isinstance(local_id, str) for local_id in packed):
         return list(packed)
     known = _names_of(optim, view)
+    names = WrappedNames(known, view.wrapper_parts)
     by_param: dict[int, LocalId] = {}
     for name in packed:
-        param = known.get(_clean(name, view)) if isinstance(name, str) else None
+        found = names.find(name) if isinstance(name, str) else None
+        param = known[found] if found is not None else None
         if param is None or param in by_param or param not in {id(named.handle.param) for named in handles}:
             raise WrapperError(
                 f"group {group_index} of {type(optim).__name__} lists {name!r} in its state_dict(), which is not the name of a "
@@ -44,7 +47,7 @@ def _names_of(optim: object, view: ModelView) -> dict[str, int]:
         if len(named.fqns) == 1:
             found[named.fqns[0]] = id(named.handle.param)
     found.update({alias: found[fqn] for alias, fqn in view.aliases.items() if fqn in found})
-    found.update({_clean(name, view): id(param) for name, param in given_names(optim).items()})
+    found.update({name: id(param) for name, param in given_names(optim).items()})
     return found
 
 
@@ -57,7 +60,3 @@ def given_names(optim: object) -> dict[str, torch.Tensor]:
             if isinstance(name, str) and isinstance(param, torch.Tensor):
                 found[name] = param
     return found
-
-
-def _clean(name: str, view: ModelView) -> str:
-    return ".".join(part for part in name.split(".") if part not in view.wrapper_parts)

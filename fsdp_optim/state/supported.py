@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
 from fsdp_optim.dtensors import as_local
+from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.memory import is_plain, tensors_in
+
+_USUAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool})
 
 
 def check_supported(optim: object) -> None:
@@ -41,8 +44,9 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
     Raises WrapperError that names the parameter, the value and the way out.
     """
     for name, value in state.items():
-        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+        if type(value) is torch.Tensor and _is_usual(value):  # nearly every value, and there are many
             continue
+        check_elements(f"{fqn}: {name}", value, WrapperError)
         if inner and not isinstance(value, torch.Tensor):
             as_local(f"{fqn}: {name}", value)
         if is_sparse(value):
@@ -59,6 +63,16 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
                     "reduction (as in the norm of a DTensor); store .full_tensor() of the DTensor in the optimizer's state, or "
                     ".redistribute() it to Replicate or Shard"
                 )
+
+
+def _is_usual(value: torch.Tensor) -> bool:
+    return value.is_cpu and value.dtype in _USUAL and value.layout is torch.strided and not value.is_nested
+
+
+def copyable(where: str, value: Any) -> Any:
+    """A value of a param group, or of no parameter, without DTensors. Raises StateError for a part that cannot be copied."""
+    check_elements(where, value)
+    return as_local(where, value)
 
 
 def is_sparse(value: object) -> TypeGuard[torch.Tensor]:

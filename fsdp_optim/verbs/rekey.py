@@ -14,7 +14,7 @@ from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import KeyBy, Model, check_one_of
-from fsdp_optim.state.dialects import normalize
+from fsdp_optim.state.dialects import given_dict
 from fsdp_optim.state.fits import check_fits
 from fsdp_optim.state.full import FullDict, FullState, kinds_of, records_kinds, write
 from fsdp_optim.state.local import Optimizers, read_optimizer
@@ -39,7 +39,7 @@ def rekey(full: Mapping[str, Any], model: Model, key_by: KeyBy, optim: Optimizer
         check_optimizers(optim)
     view = ModelReader(model).read(optim=optim)
     local = Local(view, read_optimizer(optim, view)) if optim is not None else None
-    state = normalize(full, local.names if local is not None else names_of_model(full, view))
+    state = given_dict(full, local.names if local is not None else names_of_model(full, view))
     unknown = [fqn for _, fqns in state.groups for fqn in fqns if fqn not in view.place_of]
     if unknown:
         raise StateError(

@@ -16,7 +16,7 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Slabs, own
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import Model, Options, ScatterOptions
-from fsdp_optim.state.dialects import normalize
+from fsdp_optim.state.dialects import given_dict
 from fsdp_optim.state.fits import Fit
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
@@ -123,10 +123,17 @@ def _send_contents(
     state, content = None, b""
     if callers.rank == source_rank and full is not None:
         live = local.live_optimizer(picture)
-        state = normalize(full, live.names)
+        state = given_dict(full, live.names)
         _check_whole(state, local.order, source_rank)
         state, fit = live.fit(state, strict=options.strict, groups=options.groups)
-        content = pickle.dumps(_contents(state, summarize(state, live.shapes), fit))
+        found = _contents(state, summarize(state, live.shapes), fit)
+        try:
+            content = pickle.dumps(found)
+        except AttributeError as error:  # of torch, which has no storage for some dtypes: float4, complex32
+            raise StateError(
+                "a tensor in a param group of the dict, or in a value of no parameter, has a dtype that torch cannot send to "
+                f"other ranks: give its view(torch.uint8) ({error})"
+            ) from error
     contents: FullContents = pickle.loads(tell(callers, "contents", content).content_of(source_rank))
     opaque = _scatter_opaque(callers, picture, state, contents, source_rank)
     return state, replace(contents, opaque=opaque, is_own=state is None)

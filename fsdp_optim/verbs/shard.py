@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_optim.adapters import ModelReader
+from fsdp_optim.elements import check_no_fake_mode
 from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Model, Options
-from fsdp_optim.state.dialects import normalize
+from fsdp_optim.state.dialects import given_dict
 from fsdp_optim.state.expected import expected_optimizer
 from fsdp_optim.state.fits import check_shapes
 from fsdp_optim.state.full import FullState
@@ -32,6 +33,7 @@ from fsdp_optim.view import ModelView, check_materialized
 
 def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], options: Options) -> Shard | list[Shard]:
     """The optimizer's own dict for this rank; without `optim`, that of an optimizer built from the model's parameters()."""
+    check_no_fake_mode()
     if isinstance(model, (list, tuple)) and not (optim is not None and is_sharded(full)):
         return _shard_of_stages(model, optim, full, options)
     check_model(model)
@@ -45,7 +47,7 @@ def shard(model: Model, optim: Optimizers | None, full: Mapping[str, Any], optio
         local, state = _without_optimizer(model, full, options)
     else:
         local = read_local(ModelReader(model, world_here().rank), optim, options)
-        state = normalize(full, local.names)
+        state = given_dict(full, local.names)
     shapes = local.shapes
     if options.strict and optim is not None:
         _check_shared_out(local, state)
@@ -93,7 +95,7 @@ def _shard_of_stages(
         )
         live, failure = local.live_optimizer(picture), Failure()
         with failure:
-            state = normalize(full, live.names)
+            state = given_dict(full, live.names)
             state, fit = live.fit(state, strict=options.strict, groups=options.groups)
             summaries = summarize(state, live.shapes)
             opaque = {(fqn, name): state.state[fqn][name] for fqn, s in summaries.items() for name, _ in s.opaque}
@@ -129,7 +131,7 @@ def _check_shared_out(local: Local, full: FullState) -> None:
 def _without_optimizer(model: Model, full: Mapping[str, Any], options: Options) -> tuple[Local, FullState]:
     view = ModelReader(model, world_here().rank).read(name_of=options.name_of)
     check_materialized(view.handles, view.rank)
-    state = normalize(full, names_of_model(full, view))
+    state = given_dict(full, names_of_model(full, view))
     check_shapes(state, {fqn: place.shape for named in view.handles for fqn, place in named.placements.items()})
     others = _of_other_ranks(view, state, options)
     return Local(view, expected_optimizer(view, state, others=bool(others))), state

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters.sharded_values import is_sharded_value, read_sharded_value
+from fsdp_optim.elements import MOST_DEEP
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Model, Options
-from fsdp_optim.state.dialects import normalize
+from fsdp_optim.state.dialects import given_dict
 from fsdp_optim.state.full import FullState
 from fsdp_optim.state.local import Optimizers
 from fsdp_optim.state.local_dict import Shard, Summaries, summarize
@@ -38,8 +39,10 @@ _State = Mapping[str, Mapping[str, ValuePart]]
 def is_sharded(full: Any) -> bool:
     """Whether a dict has values that are spread over ranks (DTensor, ShardedTensor), so that all ranks have to meet."""
 
-    def any_sharded(value: Any) -> bool:
-        return any(map(any_sharded, value.values())) if isinstance(value, Mapping) else is_sharded_value(value)
+    def any_sharded(value: Any, depth: int = 0) -> bool:
+        if isinstance(value, Mapping):  # what is deeper is refused later, on all ranks alike
+            return depth < MOST_DEEP and any(any_sharded(item, depth + 1) for item in value.values())
+        return is_sharded_value(value)
 
     return isinstance(full, Mapping) and any_sharded(full.get("state", full))
 
@@ -51,7 +54,7 @@ def redistribute(model: Model, optim: Optimizers, sharded: Mapping[str, Any], op
             callers, lambda: read_local(reader, optim, options), options, "of a sharded dict", with_state=False
         )
         live = local.live_optimizer(picture)
-        mine, here = normalize(sharded, replace(live.names, given=local.view.given_names)), _Here()
+        mine, here = given_dict(sharded, replace(live.names, given=local.view.given_names)), _Here()
         state, members = join(_tell(callers, _part(mine, callers, here)))
         described = replace(
             mine,

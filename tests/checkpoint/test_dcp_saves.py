@@ -169,7 +169,8 @@ class FolderTest(unittest.TestCase):
     def test_latest_counts_both_formats(self) -> None:
         """The one that was saved last, whatever it is; torch's own do not count."""
         dcp.save({"model": model_of()[0].state_dict()}, checkpoint_id=self.root / "torchs", no_dist=True)
-        self.assertIsNone(fsdp_optim.latest(self.root))
+        with self.assertRaisesRegex(CheckpointError, r"those of other programs: .*torchs"):
+            fsdp_optim.latest(self.root)
         for number, format in enumerate(("dcp", "safetensors", "torchtitan", "dcp")):
             path = self.save(f"step-{number}", format=format, step=number)
             self.assertEqual(fsdp_optim.latest(self.root), path)

@@ -1,1 +1,10 @@
-"""The common code of the tests: models, wrappings, training, oracles, comparisons, and independent readers of files."""
+"""The common code of the tests: models, wrappings, training, oracles, comparisons, and independent readers of files.
+
+In the processes of the tests a bucket may have any number of bytes, so that few elements already need many buckets. The least
+value that users may give is put back in `tests/verbs/test_least_bucket.py`.
+"""
+
+from fsdp_optim import options
+
+LEAST_OF_USERS = options.LEAST_BUCKET_NBYTES
+options.LEAST_BUCKET_NBYTES = 1

@@ -23,6 +23,7 @@ READING = ("read", "pread", "preadv", "stat", "lstat", "scandir", "listdir", "fs
 LOCKING = ("flock",)
 
 SHORT = 0  # instead of an error, the call reads or writes only a part
+INTERRUPT = -1  # instead of an error of the system, a KeyboardInterrupt
 
 # The possible faults of each call. EMFILE, ENOSPC and EACCES usually last; EIO may pass.
 OUTCOMES: dict[int, tuple[str, ...]] = {
@@ -46,7 +47,7 @@ class Fault:
     lasts: bool
 
     def __str__(self) -> str:
-        name = errno.errorcode[self.number] if self.number else "a short one"
+        name = {SHORT: "a short one", INTERRUPT: "an interrupt"}.get(self.number) or errno.errorcode[self.number]
         return f"{name} in call {self.nth} of {'/'.join(self.functions)}{' and later ones' if self.lasts else ''}"
 
 
@@ -87,6 +88,8 @@ class Calls:
                 return real(args[0], _less(name, args[1]), *args[2:], **kwargs)
             if name == "close":
                 real(*args)  # the system closes the descriptor even where close() fails
+            if self._fault.number == INTERRUPT:
+                raise KeyboardInterrupt
             raise OSError(self._fault.number, os.strerror(self._fault.number), str(where))
 
         return call

@@ -150,7 +150,7 @@ GOOD: dict[str, Callable[[Calls], Any]] = {
         calls.path / "saved", calls.fresh.model, calls.fresh.optim, check="bitwise"
     ),
     "resume": lambda calls: fsdp_optim.resume(calls.path, calls.fresh.model, calls.fresh.optim),
-    "resume from nothing": lambda calls: fsdp_optim.resume(calls.path / "saved", calls.fresh.model, calls.fresh.optim),
+    "resume from nothing": lambda calls: fsdp_optim.resume(calls.path / "none", calls.fresh.model, calls.fresh.optim),
     "manager": managed,
     "different reports, opaque values": opaque,
     "late": late,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.base import Capabilities, Judge, Opened, Store
+from fsdp_optim.storage.base import Capabilities, Judge, Opened, Store, check_not_reserved
 from fsdp_optim.storage.objects.base import Bucket, MissingObjectError
 from fsdp_optim.storage.objects.kept import ResumedStaging, noted_parts, resumed
 from fsdp_optim.storage.objects.keys import Place
@@ -70,6 +70,7 @@ class ObjectStore(Store):
 
     def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
         """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
+        check_not_reserved(self.where, self.where.split("/"))
         return ObjectStaging.begun(
             self.bucket,
             self.place,
@@ -85,6 +86,7 @@ class ObjectStore(Store):
         """Take over a save in parts that was killed, as a PartsStore does."""
         if self.capabilities.writes_ranges != "parts":
             return None
+        check_not_reserved(self.where, self.where.split("/"))
         before = check_free(self.bucket, self.place, self._judge, overwrite=overwrite)
         args = (self.bucket, self.place, self._judge, self.capabilities, note)
         return resumed(*args, dead_after=self._dead_after, before=before)

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError, FsdpOptimError
@@ -155,6 +155,13 @@ def close_quietly(fd: int) -> None:
     """Close a file descriptor and ignore errors: nothing that could be lost was written through the descriptor."""
     with contextlib.suppress(OSError):
         os.close(fd)
+
+
+def close_each(fds: Iterable[int]) -> None:
+    """Close file descriptors as `close_quietly` does, all of them also where an interrupt arrives meanwhile."""
+    with contextlib.ExitStack() as stack:
+        for fd in fds:
+            stack.callback(close_quietly, fd)
 
 
 def remove_tree(folder: Path) -> None:

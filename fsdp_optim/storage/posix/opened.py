@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.storage.base import Opened, check_name
-from fsdp_optim.storage.posix.files import close_quietly, read_into
+from fsdp_optim.storage.posix.files import close_each, close_quietly, read_into
 
 _MOST_OPEN = 64  # files; the least recently used one is closed first
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
@@ -49,16 +49,14 @@ class OpenFolder(Opened):
     def close(self) -> None:
         """Close the folder and its files."""
         self._readers.clear()
-        self._close_files()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            close_quietly(fd)
+        fds, self._files = [*self._files.values(), self._fd], {}
+        self._fd = -1
+        close_each(fd for fd in fds if fd >= 0)
 
     def _close_files(self, num: int | None = None) -> None:
         """Close the `num` files that were used first of those that no thread reads; None: all of them."""
         idle = [name for name in self._files if name not in self._readers]
-        for name in idle[:num]:
-            close_quietly(self._files.pop(name))
+        close_each([self._files.pop(name) for name in idle[:num]])
 
     def _stat(self, name: str) -> os.stat_result:
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
@@ -112,8 +110,13 @@ class OpenFolder(Opened):
             return os.fstat(self.file(name)).st_size
 
     def nbytes_of(self, name: str) -> int:
-        """The size of a file in bytes, without opening the file; -1 for anything but a regular file. Raises OSError."""
-        found = self._stat(name)
+        """The size of a file in bytes, without opening the file; -1 for anything but a regular file."""
+        try:
+            found = self._stat(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.path / name}: is missing; the checkpoint is not whole") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name}: cannot be read: {error.strerror or error}") from error
         return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
     def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:

@@ -13,7 +13,7 @@ from fsdp_optim.storage.base import VISIBLE_WITHIN, StoreWriter
 from fsdp_optim.storage.posix.beacon import sees
 from fsdp_optim.storage.posix.claim import is_of_this_machine
 from fsdp_optim.storage.posix.files import (
-    close_quietly,
+    close_each,
     make_file,
     start_writeback,
     sync_file,
@@ -101,5 +101,5 @@ class FolderWriter(StoreWriter):
             raise CheckpointError(f"{self._folder / name}: cannot be written: {error.strerror or error}") from None
 
     def discard(self) -> None:
-        while self._open:
-            close_quietly(self._open.popitem()[1])
+        fds, self._open = [*self._open.values()], {}
+        close_each(fds)
