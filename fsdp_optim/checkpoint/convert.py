@@ -8,14 +8,16 @@ parts, what a killed conversion has left is recognised by a digest of the source
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from fsdp_optim.checkpoint.alone import warn_if_alone
 from fsdp_optim.checkpoint.contents import SavedValue
+from fsdp_optim.checkpoint.convert_file import named, place_of
 from fsdp_optim.checkpoint.file_plan import BY_MACHINES, IN_PARTS, IN_PLACE, FilePlan, make_files, strategy_for
 from fsdp_optim.checkpoint.files import File, files_of_both
 from fsdp_optim.checkpoint.finish import finish
@@ -53,6 +55,8 @@ from fsdp_optim.transport.claims import Claim
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here
 
+log = logging.getLogger("fsdp_optim")
+
 
 def convert(
     source: Place,
@@ -84,7 +88,12 @@ def convert(
                     f"{checkpoint.where}: the processes that convert it see different checkpoints, or have other options: give "
                     "all of them the same path and options"
                 )
-            return work.run(target)
+            for why in transcript.left_out if work.leads else ():
+                log.warning("left out of the new checkpoint: %s", why)
+            if work.leads:
+                target, options = place_of(target, format, options)
+            saved = replace(work, options=options).run(target)
+            return named(callers, saved, durable=options.durable)
 
 
 def _callers(options: Options) -> RankGroup:
@@ -243,13 +252,13 @@ class _Work:
         """Begin the save of the new files, on the leader: (the save, the strategy, whether it is a killed one that goes on)."""
         if is_resumable(store):
             resumed = store.resume(self.note, overwrite=self.options.overwrite)
-            if (
-                resumed is not None
-                and self._strategy(resumed, is_one_machine) == IN_PLACE
-                and self._fits(resumed, store)
-            ):
-                return resumed, IN_PLACE, True
             if resumed is not None:
+                try:
+                    if self._strategy(resumed, is_one_machine) == IN_PLACE and self._fits(resumed, store):
+                        return resumed, IN_PLACE, True
+                except BaseException:
+                    resumed.leave()
+                    raise
                 resumed.abandon()
         elif resumes_parts(store):
             parts = store.resume(self.note, overwrite=self.options.overwrite)

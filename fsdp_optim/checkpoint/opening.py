@@ -7,12 +7,14 @@ the ranks open it again until all have the same one.
 from __future__ import annotations
 
 import json
+import logging
 import time
 
 from fsdp_optim.checkpoint.formats import open_checkpoint
 from fsdp_optim.checkpoint.sharing import check_shared
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import Format, FormatReader
+from fsdp_optim.formats.foreign import ForeignReader
 from fsdp_optim.storage.base import VISIBLE_WITHIN, Store
 from fsdp_optim.transport.agree import MeetingResult, agree, compare, tell
 from fsdp_optim.transport.base import RankGroup
@@ -20,6 +22,8 @@ from fsdp_optim.transport.failure import Failure
 
 _LOOKS = 5  # times, on one machine: for a path where another checkpoint replaces the one that is being opened
 _FIRST_PAUSE, _LONGEST = 0.05, 1.0  # seconds between looks on several machines
+
+log = logging.getLogger("fsdp_optim")
 
 
 def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, format: Format | None) -> FormatReader:
@@ -45,6 +49,9 @@ def open_on_all(group: RankGroup, store: Store, call: str, *, verify: bool, form
             if checkpoint is not None and not is_same:
                 checkpoint.close()
         if is_same and checkpoint is not None:
+            if group.rank == group.ranks[0] and isinstance(checkpoint, ForeignReader):
+                for note in checkpoint.notes:
+                    log.warning(note)
             return checkpoint
         looks += 1
         if num_failed == len(group.ranks):
@@ -70,7 +77,7 @@ def _compare(group: RankGroup, call: str, checkpoint: FormatReader | None, failu
     return tell(group, f"opened with {call}", b"failed" if failure.error is not None else b"", opened)
 
 
-def _unseen(error: Exception | None) -> CheckpointError | None:
+def _unseen(error: BaseException | None) -> CheckpointError | None:
     """The error of a rank that has not seen in time what others see."""
     return CheckpointError(f"not visible here after {VISIBLE_WITHIN:g} s: {error}") if error is not None else None
 

@@ -14,7 +14,9 @@ from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, we
 from fsdp_optim.checkpoint.matching import differing_twins, find_stored, renamed_names, renamer
 from fsdp_optim.checkpoint.module_values import StoredModuleValues
 from fsdp_optim.checkpoint.reading import StoredValue
+from fsdp_optim.checkpoint.stored_names import why_names_differ
 from fsdp_optim.checkpoint.stored_state import StoredState
+from fsdp_optim.checkpoint.unfilled import check_memory, warn_of_unfilled
 from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.formats.base import FormatReader, StoredTensor, weights_in
 from fsdp_optim.formats.foreign import ForeignReader
@@ -34,6 +36,7 @@ from fsdp_optim.verbs.call import Local, meet, names_of_picture, read_local
 from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
 
 _MOST_NAMED = 20  # differences in one error
+_FEW = 3  # names of each side in an error about all of them
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,16 @@ class Weights:
     ) -> Weights:
         """The weights of a model, matched with a checkpoint. `readers`: the ranks that can read its elements; None: all."""
         options = asked.call
+        unsaved = reader.unsaved_buffers() if asked.weights != "none" else {}
+
+        def read() -> Local:
+            found = weights_of(reader, callers.ranks, options, asked.weights)
+            check_memory(unsaved, callers.rank)
+            return found
+
         local, picture = meet(
             callers,
-            lambda: weights_of(reader, callers.ranks, options, asked.weights),
+            read,
             asked,
             f"the model, {about}",
             with_state=False,
@@ -99,9 +109,10 @@ class Weights:
         )
         lacking = (*missing, *values.missing)
         unexpected += values.unexpected
-        strict = options.strict and not has_optim_only(checkpoint)
-        one_sided = _OneSided(lacking, unexpected, frozen, differing) if strict else _OneSided()
+        why = why_names_differ(reader, checkpoint, missing, unexpected)
+        one_sided = _OneSided(lacking, unexpected, frozen, differing, why) if options.strict else _OneSided()
         _check_model(checkpoint, local, picture, stored, one_sided, cast=asked.cast, which=asked.weights)
+        _check_some(checkpoint, stored, [fqn for fqn in picture.params if fqn not in left_out], why)
         unexpected += frozen.values()
         flats: dict[LocalId, dict[str, torch.Tensor]] = {}
         slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
@@ -111,6 +122,7 @@ class Weights:
                 summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
                 flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
                 flats[param.local_id][dtype] = flat
+        warn_of_unfilled(unsaved, local.view.handles, callers.rank)
         return cls(local, picture, stored, flats, lacking, tuple(unexpected), values)
 
     def stored_values(self) -> Iterator[StoredValue]:
@@ -162,9 +174,12 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
             f'{checkpoint.where}: was saved with weights="none", so it has an optimizer and no weights: give weights="none" and '
             "optim= to load the optimizer, and load the weights from where they are"
         )
+    if which != "none" and has_optim_only(checkpoint):
+        raise StateError(
+            f"{checkpoint.where}: has an optimizer and no weights{_beside(checkpoint)}: give "
+            'weights="none" and optim= to load the optimizer, and load the weights from where they are'
+        )
     if optim is None:
-        if has_optim_only(checkpoint):
-            raise StateError(f"{checkpoint.where}: has an optimizer and no weights: give optim= too")
         return
     num = checkpoint.num_optims if isinstance(checkpoint, ForeignReader) else 1
     given = len(optim) if isinstance(optim, (list, tuple)) else 1
@@ -172,6 +187,23 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
         raise StateError(
             f"{checkpoint.where}: has {num} optimizers, and {given} {'was' if given == 1 else 'were'} given: give optim= a list "
             "of the optimizers in the order of the checkpoint"
+        )
+
+
+def _beside(checkpoint: FormatReader) -> str:
+    """The other values of another library's file, one of which the user may have taken for the weights."""
+    others = (checkpoint.extra_values or {}) if isinstance(checkpoint, ForeignReader) else {}
+    return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)" if others else ""
+
+
+def _check_some(checkpoint: FormatReader, stored: Mapping[str, StoredTensor], wanted: Sequence[str], why: str) -> None:
+    """Raise StateError if a load that is asked for weights would load none of them. `why`: as for `_OneSided`."""
+    if wanted and not stored:
+        way_out = why or "give rename=, which maps its names to those of the model"
+        raise StateError(
+            f"{checkpoint.where}: no weight would be loaded: none of its {counted_noun(len(checkpoint.model), 'tensor')} has "
+            f"the name of one of the {len(wanted)} of the model. Its names: {shortened(checkpoint.model, _FEW) or 'none'}; those "
+            f'of the model: {shortened(wanted, _FEW)}: {way_out}, or weights="none" to load the optimizer alone'
         )
 
 
@@ -183,12 +215,14 @@ class _OneSided:
         missing, unexpected: names that only the model, or only the checkpoint, has.
         frozen: the trainable parameters of the checkpoint that are frozen in the model, each with its stored name.
         differing: tied tensors that differ in the checkpoint, with the difference in words.
+        why: why names differ, and what to do, if that is known.
     """
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     frozen: Mapping[str, str] = field(default_factory=dict)
     differing: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
 
 
 def _check_model(
@@ -217,6 +251,7 @@ def _check_model(
     elif frozen and not missing and not unexpected:
         ways_out.add("strict=False leaves frozen parameters as they are")
     elif missing or unexpected:
+        ways_out |= {one_sided.why} - {""}
         ways_out.add("strict=False loads the parameters that both sides have")
     for fqn, tensor in stored.items():
         shape = picture.params[fqn].placement.shape

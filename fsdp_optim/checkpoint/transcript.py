@@ -11,11 +11,13 @@ import torch
 from fsdp_optim.adapters import ModelReader
 from fsdp_optim.adapters.registry import wrapper_parts
 from fsdp_optim.checkpoint.contents import RECORDS, SavedValue
+from fsdp_optim.checkpoint.group_order import by_group
 from fsdp_optim.checkpoint.reading import read_constants
 from fsdp_optim.checkpoint.stored_state import StoredState
 from fsdp_optim.checkpoint.targets import has_optim_only
 from fsdp_optim.errors import CheckpointError, StateError, counted_noun
 from fsdp_optim.formats.base import CheckpointContents, FormatReader, FormatWriter, Prepared, StoredTensor, weights_in
+from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.description import (
     OPAQUE,
     SCALAR,
@@ -32,6 +34,7 @@ from fsdp_optim.memory import dtype_named
 from fsdp_optim.move import Key
 from fsdp_optim.options import Model, WhichWeights
 from fsdp_optim.state.classes import class_names_written
+from fsdp_optim.state.fits import check_shapes
 from fsdp_optim.state.full import FullState, names_in, num_listed
 from fsdp_optim.state.kinds import Kind
 from fsdp_optim.state.names import Names
@@ -51,6 +54,7 @@ class Transcript:
         prepared: the result of the target's writer before anything is written; its small files are in `files`.
         files: all small files.
         weights: which of the model's weights the source has.
+        left_out: why values of the trainer are not in the new checkpoint.
     """
 
     model: tuple[SavedValue, ...]
@@ -60,6 +64,7 @@ class Transcript:
     files: Mapping[str, bytes]
     has_optim: bool
     weights: WhichWeights
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,8 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
 
     Raises StateError if the checkpoint has ids without names, and no names were given.
     """
+    if not checkpoint.model and not checkpoint.has_optim:
+        raise CheckpointError(f"{checkpoint.where}: has neither weights nor an optimizer: there is nothing to convert")
     which = _which_weights(checkpoint)
     copied = writer.copied(checkpoint)
     if copied is not None:
@@ -95,6 +102,7 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         with distrusted(checkpoint.where):
             names = _names(checkpoint, naming, weights, parts)
             found = StoredState.of(checkpoint, names, shapes, allow_pickle=allow_pickle)
+            check_shapes(found.full, shapes)
             description, state, tensors = _described(checkpoint, found, shapes)
         stored = {**_stored(weights, {}), **tensors}
     elif checkpoint.has_optim:
@@ -114,15 +122,37 @@ def transcribe(checkpoint: FormatReader, writer: FormatWriter, naming: Naming, *
         units=checkpoint.units if isinstance(checkpoint, ForeignReader) else None,
         flattens=checkpoint.flattens if isinstance(checkpoint, ForeignReader) else True,
     )
+    left_out: list[str] = []
     with distrusted(checkpoint.where):
         prepared = writer.prepare(contents, allow_pickle=allow_pickle, records=RECORDS)
         files = dict(prepared.files)
         for name in sorted(checkpoint.extras):
-            value = checkpoint.extra(name, verify=True).decoded(allow_pickle=allow_pickle)
+            value = _decoded(checkpoint, name, left_out, allow_pickle=allow_pickle)
             if value is not None and not writer.keeps_extra(name, value, allow_pickle=allow_pickle):
                 files.update([writer.extra(name, value, allow_pickle=allow_pickle)])
     has_optim = description is not None
-    return Transcript(_values(weights, is_state=False), state, stored, prepared, files, has_optim, which)
+    its = _values(weights, is_state=False)
+    return Transcript(its, state, stored, prepared, files, has_optim, which, tuple(left_out))
+
+
+def _decoded(checkpoint: FormatReader, name: str, left_out: list[str], *, allow_pickle: bool) -> Any:
+    """An extra of the source. What another library has pickled, and is not read, is left out: the reasons go to `left_out`.
+
+    In this library's own checkpoints a pickle is there because the caller of the save has allowed it: that is not left out.
+    """
+    stored = checkpoint.extra(name, verify=True)
+    if not isinstance(checkpoint, ForeignReader):
+        return stored.decoded(allow_pickle=allow_pickle)
+    value = stored.decoded_each(allow_pickle=allow_pickle)
+    items = value if isinstance(value, Mapping) else {"": value}
+    withheld = {key: item for key, item in items.items() if isinstance(item, Withheld)}
+    for one in withheld.values():
+        if not one.is_unsafe:
+            raise CheckpointError(one.why)
+        left_out.append(one.why)
+    if not withheld:
+        return value
+    return {key: item for key, item in items.items() if key not in withheld} if items is value else None
 
 
 def _which_weights(checkpoint: FormatReader) -> WhichWeights:
@@ -215,9 +245,17 @@ def _names(
             f"{where}: the optimizer's dict is fairscale's own, whose ids count the parameters by FSDP unit, and the model has "
             "no such units: give names=[...], the FQNs in the order of the ids, or the model wrapped as it was"
         )
+    if naming.names is None and len(nums) > 1:
+        shapes = {fqn: one.shape for fqn, one in weights.items()}
+        groups_of = by_group(
+            where, full, order, {**shapes, **{name: shapes[fqn] for name, fqn in aliases.items() if fqn in shapes}}
+        )
+        return Names(
+            tuple(map(tuple, groups_of)), aliases, unit_order=units, wrapper_parts=parts, model_order=tuple(order)
+        )
     left = iter(order)
-    by_group = tuple(tuple(next(left) for _ in range(num)) for num in nums)
-    return Names(by_group, aliases, unit_order=units, wrapper_parts=parts, model_order=tuple(order))
+    listed = tuple(tuple(next(left) for _ in range(num)) for num in nums)
+    return Names(listed, aliases, unit_order=units, wrapper_parts=parts, model_order=tuple(order))
 
 
 def _described(

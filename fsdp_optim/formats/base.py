@@ -207,7 +207,10 @@ class FormatWriter(Protocol):
     def files(
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        """Plan files for the tensors of one half, in this order: at most `most_nbytes` in each file, or one larger tensor."""
+        """Plan files for the tensors of one half, in this order.
+
+        Each file has at most `most_nbytes`, with its header and what is between tensors, or one tensor that is larger alone.
+        """
 
     def all_files(
         self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int

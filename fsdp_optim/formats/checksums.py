@@ -39,6 +39,22 @@ def hex_of(data: Buffer) -> str:
     return f"{hash_of(data):016x}"
 
 
+class Digest:
+    """The hash of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+
+    def add(self, piece: Buffer) -> None:
+        """Add the next bytes."""
+        self._state.update(piece)
+
+    @property
+    def hex(self) -> str:
+        """The hash of all bytes so far, as `hex_of`."""
+        return f"{self._state.intdigest():016x}"
+
+
 def segment_nbytes(sizes: Iterable[int], num_ranks: int) -> int:
     """The length of segments in bytes, for a file whose tensors have these sizes and about `num_ranks` readers of parts."""
     listed = list(sizes)

@@ -19,13 +19,14 @@ from typing import Any
 import numpy
 import torch
 
-from fsdp_optim.errors import CheckpointError
+from fsdp_optim.dtensors import as_local, is_dtensor
+from fsdp_optim.elements import MOST_DEEP, check_elements
+from fsdp_optim.errors import CheckpointError, WrapperError
 from fsdp_optim.formats.bools import check_bools_of
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import code_of
 from fsdp_optim.memory import dtype_name, dtype_named, is_plain
 
-_MOST_DEEP = 100  # levels; a reader needs some nested calls for each
 _MOST_BITS = 14_000  # in an int; Python parses at most 4,300 digits
 _MOST_IN_TEXT = 4096  # bytes that are written as text; more are a tensor
 _MOST_RANKS = 1 << 20  # in a range inside a record, because a record makes an object for each rank
@@ -39,9 +40,13 @@ class _PickleError(CheckpointError):
 
 @dataclass(frozen=True)
 class Withheld:
-    """Stands for a pickled value that was not decoded. `why`: the message of the error for a caller that needs the value."""
+    """Stands for a value that was not decoded: a pickle, or, with `is_unsafe` False, one that is not read for another reason.
+
+    `why`: the message of the error for a caller that needs the value.
+    """
 
     why: str
+    is_unsafe: bool = True
 
 
 class Encoder:
@@ -61,9 +66,9 @@ class Encoder:
     def encode(self, where: str, value: Any) -> Any:
         """The JSON of a value, which `where` names for errors. Raises CheckpointError for a value that no Decoder reads."""
         self._depth += 1
-        if self._depth > _MOST_DEEP:
+        if self._depth > MOST_DEEP:
             raise CheckpointError(
-                f"{where[:200]}: is nested more than {_MOST_DEEP} levels deep, which no reader accepts: save flatter values"
+                f"{where[:200]}: is nested more than {MOST_DEEP} levels deep, which no reader accepts: save flatter values"
             )
         try:
             return self._encode(where, value)
@@ -104,6 +109,10 @@ class Encoder:
         return self._encode_other(where, value)
 
     def _encode_other(self, where: str, value: Any) -> Any:
+        if is_dtensor(value):
+            value = _local(where, value)
+        if isinstance(value, torch.Tensor):
+            check_elements(where, value, CheckpointError)
         if is_plain(value) and value.layout is torch.strided:
             return {"$tensor": self._add(where, value.detach())}
         if type(value) is numpy.ndarray and value.dtype.kind in "biufc":
@@ -164,6 +173,14 @@ class Encoder:
         check_bools_of(where, tensor)
         self.tensors.append(tensor.to("cpu").resolve_conj().resolve_neg().contiguous())
         return len(self.tensors) - 1
+
+
+def _local(where: str, value: Any) -> Any:
+    """The local tensor of a DTensor. Raises CheckpointError for one of which this rank has only a part."""
+    try:
+        return as_local(where, value)
+    except WrapperError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _is_leaf(value: Any) -> bool:

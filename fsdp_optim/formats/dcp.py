@@ -8,8 +8,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
+
+import torch
 
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
@@ -18,7 +21,7 @@ from fsdp_optim.formats.checksums import hex_of
 from fsdp_optim.formats.codec import Withheld
 from fsdp_optim.formats.dcp_boxes import Cuts
 from fsdp_optim.formats.dcp_full import filled, full_dict, keys_in
-from fsdp_optim.formats.dcp_items import At, Items, read_values, unread_in
+from fsdp_optim.formats.dcp_items import At, Items, archives_in, read_values, unread_in
 from fsdp_optim.formats.dcp_judge import NAME as METADATA
 from fsdp_optim.formats.dcp_judge import brief_of
 from fsdp_optim.formats.dcp_keys import GROUPS, meaning_of
@@ -167,8 +170,8 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
     files = _checked_files(opened, saved)
     items = Items(opened, saved.tensors)
     stored = dict(_stored(opened, saved, items))
-    extra = _Extra.of(opened, saved, stored, meaning.extra)
-    of_modules = _Extra.of(opened, saved, stored, meaning.module_values)
+    extra = _Extra.of(opened, saved, stored, items, meaning.extra)
+    of_modules = _Extra.of(opened, saved, stored, items, meaning.module_values)
     of_optimizers = [key for tree in meaning.optimizers for key in keys_in(tree)]
     values = read_values(opened, {key: saved.values[key] for key in of_optimizers if key in saved.values})
     for key, value in values.items():
@@ -202,6 +205,7 @@ def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
         weights=SavedWeights(brief.weights, brief.weights_dtype) if brief is not None else SavedWeights(),
         metadata_digest=saved.digest,
         files=(*saved.files, *files),
+        archives=partial(archives_in, opened, saved.tensors, saved.values, _OF_LIGHTNING),
     )
 
 
@@ -235,33 +239,47 @@ def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], lis
 
 @dataclass(frozen=True)
 class _Extra:
-    """Values that every rank reads whole: trees of them by name, and the items of their keys."""
+    """Values that every rank reads whole: trees of them by name, and the items of their keys.
+
+    `apart`: the tensors, already read, that are in no archive of torch.save.
+    """
 
     opened: Opened
     trees: Mapping[str, Any]
     items: Mapping[str, Item]
+    apart: Mapping[str, torch.Tensor]
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, opened: Opened, saved: _Saved, stored: Mapping[str, StoredTensor], trees: Mapping[str, Any]) -> _Extra:
+    def of(
+        cls,
+        opened: Opened,
+        saved: _Saved,
+        stored: Mapping[str, StoredTensor],
+        places: Items,
+        trees: Mapping[str, Any],
+    ) -> _Extra:
         """Read the values. Those that are too large, or have objects of unknown classes, are withheld."""
         nbytes = {name: sum(_nbytes(stored, key) for key in keys_in(tree)) for name, tree in trees.items()}
         read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
-        items = {key: item for key in read if (item := _item(saved, key)) is not None}
-        found = read_values(opened, items)
+        apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
+        apart.update(places.read_apart(read))
+        items = {key: item for key in read if key not in apart and (item := _item(saved, key)) is not None}
+        found = {**read_values(opened, items), **apart}
         values: dict[str, Any] = {}
         for name, tree in trees.items():
             there = [key for key in keys_in(tree) if key in found]
             if there != [*keys_in(tree)]:
                 values[str(name)] = Withheld(
                     f"{opened.where}: {name}: has tensors of {nbytes[name]} bytes that are neither the model's nor the "
-                    "optimizer's, and that are large or cut: they are not read"
+                    "optimizer's, and that are large or cut: they are not read",
+                    is_unsafe=False,
                 )
                 continue
             value = filled(tree, found.__getitem__)
             what = unread_in(value)
             values[str(name)] = value if not what else _withheld(opened, name, what)
-        return cls(opened, trees, items, values)
+        return cls(opened, trees, items, apart, values)
 
     def pickled(self) -> Mapping[str, Any]:
         """The values with objects of all classes, which can run any code."""
@@ -271,6 +289,7 @@ class _Extra:
             {key: self.items[key] for name in withheld for key in keys_in(self.trees[name]) if key in self.items},
             allow_pickle=True,
         )
+        found.update(self.apart)
         there = {name for name in withheld if all(key in found for key in keys_in(self.trees[name]))}
         made = {name: filled(self.trees[name], found.__getitem__) for name in there}
         return {**self.values, **made}
@@ -341,6 +360,14 @@ def _item(saved: _Saved, key: str) -> Item | None:
         return saved.values[key]
     items = saved.tensors[key].items
     return items[0] if len(items) == 1 else None
+
+
+def _empty(saved: _Saved, key: str) -> torch.Tensor | None:
+    """A tensor without elements, which is in no file; None for all other values."""
+    tensor = saved.tensors.get(key)
+    if tensor is None or tensor.items or 0 not in tensor.shape:
+        return None
+    return torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
 
 
 def _nbytes(stored: Mapping[str, StoredTensor], key: str) -> int:

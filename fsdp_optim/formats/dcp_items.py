@@ -6,20 +6,23 @@ Where the elements of a tensor begin is found out when the tensor is first neede
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.dcp_metadata import Tensor
 from fsdp_optim.formats.dcp_pickle import Item
-from fsdp_optim.formats.foreign import Source
+from fsdp_optim.formats.dcp_safetensors import SafetensorsInside
+from fsdp_optim.formats.foreign import Archive, Source
 from fsdp_optim.formats.torch_archive import TorchArchive, Unread, read_archive
 from fsdp_optim.formats.tree import children
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import in_batches
+from fsdp_optim.memory import dtype_named, in_batches
 from fsdp_optim.storage.base import Opened
 
 _MOST_HEAD_NBYTES = 64 << 10
@@ -45,20 +48,39 @@ class Items:
         self._found: dict[Item, tuple[str, int]] = {}
         self._ahead: dict[Item, bytes] = {}
         self._order: dict[str, list[Item]] | None = None
+        self._safetensors = SafetensorsInside(opened)
         self.sources: dict[str, Source] = {}
 
-    def place(self, name: str, item: Item, dtype: str, sizes: Shape) -> tuple[str, int]:
+    def place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
         """The file, or the name in `sources`, and the byte at which the elements of a chunk begin. `name`: for errors."""
         found = self._found.get(item)
         if found is None:
-            found = self._found[item] = self._place(name, item, dtype, sizes)
+            found = self._found[item] = self._place(name, item, dtype, offsets, sizes)
         return found
 
-    def _place(self, name: str, item: Item, dtype: str, sizes: Shape) -> tuple[str, int]:
+    def read_apart(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors, in one chunk each, of those of the keys whose tensors are no archives of torch.save."""
+        found = {}
+        for key in keys:
+            tensor = self._tensors.get(key)
+            if tensor is None or len(tensor.items) != 1:
+                continue
+            item, (offsets, sizes) = tensor.items[0], tensor.boxes[0]
+            place = self._safetensors.place(key, item, tensor.dtype, offsets, sizes)
+            if place is not None:
+                dtype, made = dtype_named(tensor.dtype), torch.empty(sizes, dtype=dtype_named(tensor.dtype))
+                data = bytearray(self._opened.read(*place, made.numel() * dtype.itemsize))
+                found[key] = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
+        return found
+
+    def _place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
         kind = (item.nbytes, dtype, sizes)
         head = self._heads.get(kind)
         if head is not None and self._head_of(item, len(head.data)) == head.data:
             return item.file, item.start + len(head.data)
+        inside = self._safetensors.place(name, item, dtype, offsets, sizes)
+        if inside is not None:
+            return inside
         where = f"{self._opened.named(item.file)}: {name}"
         archive = _archive(name, self._opened, item)
         stored = archive.value
@@ -116,8 +138,9 @@ class At(Mapping[int, tuple[str, int]]):
         number = -1 - rank
         if not 0 <= number < len(self._tensor.items):
             raise KeyError(rank)
-        sizes = self._tensor.boxes[number][1]
-        return self._items.place(self._name, self._tensor.items[number], self._tensor.dtype, sizes)
+        return self._items.place(
+            self._name, self._tensor.items[number], self._tensor.dtype, *self._tensor.boxes[number]
+        )
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(-1, -1 - len(self._tensor.items), -1))
@@ -148,6 +171,21 @@ def read_values(opened: Opened, items: Mapping[str, Item], *, allow_pickle: bool
             archive = known[part]
             values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
     return values
+
+
+def archives_in(
+    opened: Opened, tensors: Mapping[str, Tensor], values: Mapping[str, Item], beside: str
+) -> list[Archive]:
+    """All items, in the order of their bytes, as archives that may have checksums. `beside`: a file that is one too, if there."""
+    by_key = [(item, key) for key, tensor in tensors.items() for item in tensor.items]
+    by_key += [(item, key) for key, item in values.items()]
+    found = {
+        (item.file, item.start, item.nbytes): Archive(item.file, item.start, item.nbytes, key) for item, key in by_key
+    }
+    return [
+        *sorted(found.values()),
+        *([Archive(beside, 0, opened.size_of(beside))] if beside in opened.names() else []),
+    ]
 
 
 def _are_close(item: Item, following: Item) -> bool:

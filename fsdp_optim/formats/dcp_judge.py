@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.formats.brief import Brief
-from fsdp_optim.formats.checksums import hex_of
+from fsdp_optim.formats.checksums import Digest, hex_of
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.manifest import NAME as OUR_NAME
@@ -28,6 +28,7 @@ VERSION = 1
 _BEGIN, _POP = b"\x80\x02X", b"0"
 _LENGTH = 4  # bytes
 _FIRST_NBYTES = 4096
+_PIECE_NBYTES = 8 << 20  # that are read at once
 _MOST_NBYTES = 1 << 20  # in a brief
 _IS_TORCHS = b"torch.distributed.checkpoint"
 _OWN = re.compile(r"(model|optim)(-\d{5}-of-\d{5})?\.distcp|(values|extra|modules|rank-\d{5})\.distcp")
@@ -96,8 +97,10 @@ class DcpJudge(Judge[Brief]):
                     is_sure=False, reason=f"{opened.named(NAME)} has the schema version {found.brief.version}"
                 )
             if whole:
-                rest = opened.read(NAME, found.start, opened.size_of(NAME) - found.start)
-                if hex_of(rest) != found.rest:
+                digest, size = Digest(), opened.size_of(NAME)
+                for start in range(found.start, size, _PIECE_NBYTES):
+                    digest.add(opened.read(NAME, start, min(_PIECE_NBYTES, size - start)))
+                if digest.hex != found.rest:
                     return Standing(reason=f"{opened.named(NAME)} is not the file that was saved: its checksum differs")
             for name, nbytes in found.brief.files.items():
                 if opened.nbytes_of(name) != nbytes:
@@ -112,6 +115,9 @@ class DcpJudge(Judge[Brief]):
         except (OSError, MemoryError):
             return None
         return found.brief.token if found is not None else None
+
+    def is_trace(self, name: str) -> bool:
+        return _OWN.fullmatch(name) is not None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         listed: set[str] | None = None

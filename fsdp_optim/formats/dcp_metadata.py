@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.checksums import hex_of
+from fsdp_optim.formats.checksums import Digest
 from fsdp_optim.formats.dcp_pickle import (
     Item,
     SavedBytes,
@@ -31,7 +31,8 @@ from fsdp_optim.storage.base import Opened
 Path = tuple[str | int, ...]
 """The place of a value in the nested dicts and lists that were saved."""
 
-_MOST_NBYTES = 1 << 33
+_MOST_NBYTES = 1 << 31  # some 14 million chunks: a chunk takes about 150 bytes
+_PIECE_NBYTES = 8 << 20  # of the file, which are read and checked at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,23 @@ def read_metadata(opened: Opened, name: str, folder: str = "") -> Metadata:
 
     Raises CheckpointError if it is damaged, or was not written by torch.distributed.checkpoint.
     """
-    where, data = opened.named(name), opened.read_whole(name, most_nbytes=_MOST_NBYTES)
-    saved = load(where, data)
+    where, nbytes, digest = opened.named(name), opened.size_of(name), Digest()
+    if nbytes > _MOST_NBYTES:
+        raise CheckpointError(f"{where}: has {nbytes} bytes, and at most {_MOST_NBYTES} are allowed")
+
+    def pieces() -> Iterator[bytes]:
+        for start in range(0, nbytes, _PIECE_NBYTES):
+            piece = opened.read(name, start, min(_PIECE_NBYTES, nbytes - start))
+            digest.add(piece)
+            yield piece
+
+    saved = load(where, pieces())
     with distrusted(where):
         if not isinstance(saved, SavedMetadata):
             raise CheckpointError(
                 f"{where}: has {in_words(saved)} in the place of the metadata of torch.distributed.checkpoint"
             )
-        return _read(where, saved, folder, hex_of(data))
+        return _read(where, saved, folder, digest.hex)
 
 
 def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadata:
@@ -85,6 +95,7 @@ def _read(where: str, saved: SavedMetadata, folder: str, digest: str) -> Metadat
             )
         if folder:
             item.file = folder + item.file
+        item.key = index.fqn
         items[index.fqn, index.offset] = item
     tensors: dict[str, Tensor] = {}
     values: dict[str, Item] = {}

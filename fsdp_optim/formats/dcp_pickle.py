@@ -2,19 +2,19 @@
 
 `inert_pickle.py` reads other pickles. It would take minutes here, because a checkpoint of a thousand ranks has millions of
 objects. So this file uses the unpickler of the standard library, with stand-ins for the few classes that torch writes, after a
-look at the operations: those that ask for memory without bringing as many bytes are refused.
+look at the operations in `dcp_operations.py`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+from fsdp_optim.formats.dcp_operations import Operations
 from fsdp_optim.formats.distrust import distrusted
 
 _OF_TORCH = (
@@ -28,6 +28,9 @@ _OF_WRITERS = (
     "olmo_core.distributed.checkpoint.filesystem",
 )
 _SHARDED_TENSORS = "torch.distributed._shard.sharded_tensor.metadata"  # torch 2.0 to 2.2
+
+
+_MOST_IN_TUPLE = 4096
 
 
 class _Record:
@@ -82,19 +85,21 @@ class Item:
 
     Attributes:
         file, start, nbytes: the place. The file is counted from the folder of the metadata until `read_metadata` returns.
+        key: the key of the value, which `read_metadata` sets.
         transforms: how the bytes were transformed when they were written, such as "stream.zstd/1".
     """
 
-    __slots__ = ("file", "nbytes", "start", "transforms")
+    __slots__ = ("file", "key", "nbytes", "start", "transforms")
 
     def __init__(self, file: str = "", start: int = 0, nbytes: int = 0, transforms: tuple[str, ...] = ()) -> None:
         self.file, self.start, self.nbytes, self.transforms = file, start, nbytes, transforms
+        self.key: Any = None
 
     def __setstate__(self, state: Any) -> None:
         file, start, nbytes = state["relative_path"], state["offset"], state["length"]
         if type(file) is not str or type(start) is not int or type(nbytes) is not int or start < 0 or nbytes < 0:
             raise ValueError(f"{nbytes!r} bytes from {start!r} on in {file!r} are no part of a file")
-        self.file, self.start, self.nbytes = file, start, nbytes
+        self.file, self.start, self.nbytes, self.key = file, start, nbytes, None
         self.transforms = tuple(state.get("transform_descriptors") or ())
 
 
@@ -160,9 +165,22 @@ class _Unpickler(pickle.Unpickler):
     standard library is used, because this file may have millions of objects.
     """
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self._made: dict[str, Any] = {"torch.Size": tuple, "collections.OrderedDict": dict}
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(io.BufferedReader(file))  # in blocks: there are no frames
+        self._made: dict[str, Any] = {"torch.Size": _size, "collections.OrderedDict": dict}
+
+    def persistent_load(self, made: Any) -> Any:
+        """Look at each tuple when it is made, which `Operations` asks for: it is a path, a shape, or arguments."""
+        left, inside = _MOST_IN_TUPLE - len(made), [item for item in made if type(item) is tuple]
+        while inside:
+            one = inside.pop()
+            left -= len(one)
+            inside.extend(item for item in one if type(item) is tuple)
+            if left < 0:
+                break
+        if left < 0:
+            raise ValueError(f"a tuple of more than {_MOST_IN_TUPLE} values, with those of the tuples inside")
+        return made
 
     def find_class(self, module: str, name: str) -> Any:
         what = f"{module}.{name}"
@@ -179,14 +197,28 @@ class _Unpickler(pickle.Unpickler):
         return type(parent.__name__, (parent,), {"__slots__": ()} if parent is Item else {"what": what})
 
 
-def load(where: str, data: bytes) -> Any:
-    """The object in a pickle. Raises CheckpointError, which names `where`, for a pickle that is cut short or damaged."""
+def load(where: str, pieces: Iterable[bytes]) -> Any:
+    """The object in a pickle that comes in pieces: no further one is asked for when one shows that it is damaged.
+
+    Raises CheckpointError, which names `where`, for a pickle that is cut short or damaged.
+    """
     with distrusted(where):
-        _check_operations(data)
+        file = io.BytesIO()
+        for piece in Operations().checked(pieces):
+            file.write(piece)
+        file.seek(0)
         try:
-            return _Unpickler(data).load()
+            return _Unpickler(file).load()
         except (pickle.UnpicklingError, EOFError, ImportError) as error:
             raise ValueError(str(error)) from error
+
+
+def _size(items: Any = ()) -> tuple[int, ...]:
+    """A torch.Size, which is made of numbers only."""
+    made = tuple(items)
+    if not all(type(item) is int for item in made):
+        raise ValueError("a shape that has other values than numbers")
+    return made
 
 
 def in_words(value: Any) -> str:
@@ -196,38 +228,3 @@ def in_words(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {getattr(value, 'what', value.__name__)}"
     return f"an object of the class {type(value).__name__}"
-
-
-# ------------------------------------------------------------------------------------------- the operations
-
-_ALONE = rb"[" + re.escape(b"()0]}NRabestu\x81\x85\x86\x87\x88\x89\x93\x94") + rb"]"
-_FIXED = re.compile(rb"(?:" + _ALONE + rb"+|[hKq\x80].|M..|[Jj]....|[G\x95].{8}){1,4096}", re.DOTALL)
-"""Operations without an argument, and with an argument of a fixed length: numbers, and places in the memo."""
-
-_NBYTES_OF_LENGTH = {b"\x8c": 1, b"X": 4, b"\x8d": 8, b"\x8a": 1, b"C": 1, b"B": 4}
-"""Operations with a str, bytes or a long number, by the number of bytes of its length."""
-
-
-def _check_operations(data: bytes) -> None:
-    """Raise ValueError unless all operations up to STOP are those that torch's pickles have.
-
-    A place in the memo beyond the number of bytes would take memory without end.
-    """
-    at = 0
-    while True:
-        matched = _FIXED.match(data, at)
-        at = matched.end() if matched is not None else at
-        operation = data[at : at + 1]
-        if operation in _NBYTES_OF_LENGTH:
-            start = at + 1 + _NBYTES_OF_LENGTH[operation]
-            at = min(start + int.from_bytes(data[at + 1 : start], "little"), len(data))
-        elif operation == b"r" and int.from_bytes(data[at + 1 : at + 5], "little") <= len(data):
-            at += 5
-        elif operation == b"c":
-            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-        elif operation == b".":
-            return
-        elif matched is None or at >= len(data):
-            raise ValueError(
-                "it was cut short" if at >= len(data) else f"the operation {operation!r} at byte {at} is not known"
-            )

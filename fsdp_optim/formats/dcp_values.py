@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 
+from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.memory import dtype_name
 
@@ -144,7 +145,7 @@ class ValueFile:
     def add(self, where: str, value: Any, *paths: Path) -> None:
         """Store a value under several paths. Raises CheckpointError that names a value which cannot be stored."""
         if isinstance(value, torch.Tensor):
-            value = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().clone()
+            value = _own(where, value)
         tensor = (dtype_name(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else None
         known = (type(value), repr(value)) if isinstance(value, (int, float, str, bool, type(None))) else None
         at = self._known.get(known) if known is not None else None
@@ -162,6 +163,18 @@ class ValueFile:
         """The bytes of the file."""
         index = json.dumps([item.to_json() for item in self.items], separators=(",", ":")).encode()
         return bytes(self._data) + index + len(index).to_bytes(_LENGTH, "little")
+
+
+def _own(where: str, value: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on the CPU. Raises CheckpointError for one whose elements cannot be copied."""
+    check_elements(where, value, CheckpointError)
+    if value.layout is not torch.strided:
+        raise CheckpointError(
+            f"{where}: is a sparse tensor ({value.layout}): give its to_dense(), or its indices and values"
+        )
+    if value.is_quantized and value.qscheme() is not torch.per_tensor_affine:
+        raise CheckpointError(f"{where}: is a quantised tensor ({value.qscheme()}): give its dequantize()")
+    return value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().clone()
 
 
 def items_in(data: bytes) -> list[Any]:

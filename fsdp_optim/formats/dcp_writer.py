@@ -17,6 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.base import (
     COMMON,
@@ -49,7 +50,7 @@ from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
 from fsdp_optim.formats.frames import joined
 from fsdp_optim.formats.torch_zip import ALIGNMENT, TensorStub, frames_around
 from fsdp_optim.layout import Shape
-from fsdp_optim.memory import dtype_named, in_batches
+from fsdp_optim.memory import dtype_named
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -101,8 +102,8 @@ class DcpWriter(FormatWriter):
     def files(
         self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
     ) -> list[PlannedFile]:
-        """Plan files of chunks. `most_nbytes` counts the elements alone."""
-        per_file = list(in_batches(tensors, _nbytes, most_nbytes)) or [[]]
+        """Plan files of chunks."""
+        per_file = list(_within(most_nbytes, tensors, num_ranks))
         names = [f"{half}-{number + 1:05}-of-{len(per_file):05}.distcp" for number in range(len(per_file))]
         if len(per_file) == 1:
             names = [f"{half}.distcp"]
@@ -188,10 +189,6 @@ class DcpWriter(FormatWriter):
         yield NAME, with_brief(brief, pickle.dumps(listed.metadata(stamp.token)))
 
 
-def _nbytes(tensor: PlannedTensor) -> int:
-    return prod(tensor.shape) * dtype_named(tensor.dtype).itemsize
-
-
 # ------------------------------------------------------------------------------------------- tensors
 
 
@@ -236,6 +233,19 @@ class _FilePlan:
             self.num_data += stub.nbytes
 
 
+def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[list[PlannedTensor]]:
+    """The tensors of each file, in their order: at most `most_nbytes` with what is between them, or one that is larger."""
+    batch, plan = list[PlannedTensor](), _FilePlan()
+    for tensor in tensors:
+        plan.add(tensor, num_ranks)
+        if batch and plan.place > most_nbytes:
+            yield batch
+            batch, plan = [], _FilePlan()
+            plan.add(tensor, num_ranks)
+        batch.append(tensor)
+    yield batch
+
+
 def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Shape, Shape]]:
     """The chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
 
@@ -258,6 +268,7 @@ def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Sha
 
 def _add(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
     """Add the items of a value, each under all of the paths."""
+    check_elements(where, value, CheckpointError)
     for inner, item in flattened(value, ()):
         name = where + "".join(f"[{part!r}]" for part in inner)
         values.add(name, item, *((*path, *inner) for path in paths))

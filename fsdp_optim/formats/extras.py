@@ -17,7 +17,7 @@ from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.header import Header, length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.manifest import FileInfo
-from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
 from fsdp_optim.storage.base import Opened
 
 
@@ -28,7 +28,7 @@ def encode_extra(where: str, value: Any, *, allow_pickle: bool, records: Mapping
     parse_json(where, text.encode())  # refuses a text that no reader accepts
     tensors = encoder.tensors
     wide_first = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
-    data = b"".join(tensors[i].reshape(-1).view(torch.uint8).numpy().tobytes() for i in wide_first)
+    data = b"".join(bytes_in_memory(tensors[i]) for i in wide_first)
     described = [(str(i), dtype_name(tensors[i].dtype), tuple(tensors[i].shape)) for i in wide_first]
     sums = f"{hash_of(text.encode()):016x}{hash_of(data):016x}"
     return Header.of(described, {"json": text, "xxh3_64": sums}).encoded() + data

@@ -35,7 +35,8 @@ from fsdp_optim.formats.description import TENSOR
 from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
 from fsdp_optim.formats.fairscale_units import Unit, Units, units_of
 from fsdp_optim.formats.frames import joined
-from fsdp_optim.formats.torch_writer import SmallTensors, TorchFilesJudge, check_safe, manifest_of, sequence_of
+from fsdp_optim.formats.torch_folder import TorchFilesJudge, sequence_of
+from fsdp_optim.formats.torch_writer import SmallTensors, check_safe, manifest_of
 from fsdp_optim.formats.torch_zip import ArchiveFrames, TensorStub
 from fsdp_optim.layout import Shape
 from fsdp_optim.memory import dtype_named

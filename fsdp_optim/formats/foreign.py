@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_optim.errors import CheckpointError, ReplacedError
 from fsdp_optim.formats.base import (
@@ -55,6 +55,15 @@ class Source:
     def made(self) -> memoryview | None:
         """The bytes of `memory`, which this call may make; None if a file has them."""
         return self.memory() if callable(self.memory) else self.memory
+
+
+class Archive(NamedTuple):
+    """A part of a file that may be an archive of `torch.save`. `name`: the value in it, for errors."""
+
+    file: str
+    start: int
+    nbytes: int
+    name: str = ""
 
 
 class _LastMade(threading.local):
@@ -116,6 +125,8 @@ class ForeignReader:
         units, flattens: as for `CheckpointContents`.
         metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
         files: further files that are read, whose change during the load is noticed.
+        notes: what users should know about the choice of files, a line for each.
+        archives: a function that returns the archives of `torch.save` in the files; None: each file is one, or none.
     """
 
     opened: Opened
@@ -136,6 +147,8 @@ class ForeignReader:
     units: Mapping[str, Sequence[str]] | None = None
     flattens: bool = True
     files: Sequence[str] = field(default=(), repr=False)
+    notes: Sequence[str] = field(default=(), repr=False)
+    archives: Callable[[], Sequence[Archive]] | None = field(default=None, repr=False)
     _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _last: _LastMade = field(default_factory=_LastMade, init=False, repr=False, compare=False)
 
@@ -260,6 +273,24 @@ class ForeignReader:
             for name, start, nbytes in _places(stored) if stored.dtype == "bool" else ():
                 found.setdefault(name, []).append((start, start + nbytes, stored.key))
         return found
+
+    def all_files(self) -> list[str]:
+        """The files that have been read, or will be."""
+        return sorted({*self._versions, *self.files})
+
+    def tensors_in(self, file: str, start: int, stop: int, storage: str) -> list[str]:
+        """The tensors with elements in the bytes [start, stop) of a file, or in the storage of this name in it."""
+        found = []
+        for stored in (*self.model.values(), *self.optim.values()):
+            for name, at, nbytes in _places(stored):
+                source = self._source(name)
+                is_inside = name == f"{file}!{storage}" or name.startswith(f"{file}!{storage}[")
+                if not is_inside and source.memory is None and source.file == file:
+                    first = source.first_byte + at
+                    is_inside = first < stop and start < first + nbytes
+                if is_inside:
+                    found.append(stored.key)
+        return list(dict.fromkeys(found))
 
     def verified(self) -> ForeignReader:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ _ALIGNMENT = 8  # bytes; the data section begins at a multiple of it
 _MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
 _MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
 _METADATA = "__metadata__"
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 # safetensors' name of a dtype -> (torch's name, bytes of an element)
 DTYPES: Mapping[str, tuple[str, int]] = {
@@ -129,12 +130,43 @@ class Header:
         for entry in self.entries:
             values[entry.key] = {
                 "dtype": entry.code,
-                "shape": [*entry.shape[:-1], 2 * entry.shape[-1]] if entry.code == _IN_PAIRS else list(entry.shape),
+                "shape": list(_shown_shape(entry)),
                 "data_offsets": [entry.start, entry.stop],
             }
-        text = json.dumps(values, separators=(",", ":"), ensure_ascii=False).encode()
+        text = _JSON.encode(values).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         return _LENGTH.pack(len(text)) + text
+
+    def files_within(self, most_nbytes: int, others: Mapping[str, str]) -> Iterator[int]:
+        """How many of the tensors, in their order, are in each file, so that a file has at most `most_nbytes` with its header,
+        or one tensor that is larger. `others`: the metadata of all files but the first one.
+        """
+        num, text, first = 0, _nbytes_of_metadata(self.metadata), 0
+        for entry in self.entries:
+            more = _nbytes_of_entry(entry, first)
+            header = _LENGTH.size - (-(text + more) // _ALIGNMENT) * _ALIGNMENT
+            if num and header + entry.stop - first > most_nbytes:
+                yield num
+                num, text, first = 0, _nbytes_of_metadata(others), entry.start
+                more = _nbytes_of_entry(entry, first)
+            num, text = num + 1, text + more
+        yield num
+
+
+def _shown_shape(entry: Entry) -> tuple[int, ...]:
+    return (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.code == _IN_PAIRS else entry.shape
+
+
+def _nbytes_of_metadata(metadata: Mapping[str, str]) -> int:
+    """The bytes of the JSON of a header before its tensors: the brace, and the metadata with what follows them."""
+    return 1 + (len(_JSON.encode({_METADATA: dict(metadata)}).encode()) - 1 if metadata else 0)
+
+
+def _nbytes_of_entry(entry: Entry, first: int) -> int:
+    """The bytes of a tensor in the JSON of a header, and of what follows it, in a file whose data are those from `first` on."""
+    shape = ",".join(map(str, _shown_shape(entry)))
+    rest = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":[{entry.start - first},{entry.stop - first}]}},'
+    return len(_JSON.encode(entry.key).encode()) + len(rest)
 
 
 def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,13 +14,25 @@ from fsdp_optim.formats.base import StoredTensor
 from fsdp_optim.formats.checkpoint import MOST_INDEX_NBYTES
 from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader
-from fsdp_optim.formats.header import Header, length_of_header, parse_header
+from fsdp_optim.formats.header import length_of_header, parse_header
 from fsdp_optim.formats.json_text import parse_json
 from fsdp_optim.formats.manifest import NAME
+from fsdp_optim.formats.sharding_info import (
+    OpenFile,
+    check_is_whole,
+    check_scalars,
+    is_consolidated,
+    is_shard,
+    joined_chunks,
+    num_ranks_of,
+    ranks_beside,
+    shards_in,
+)
 from fsdp_optim.storage.base import Opened, check_inside
 
 _SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
-_WHOLE = "model.safetensors"
+_WHOLE, _WHOLE_INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG, _MOST_CONFIG_NBYTES = "config.json", 4 << 20
 _SPLIT = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
 _OF_OUR_SAVES = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors|extra/.+|.+\.safetensors\.sums")
 
@@ -38,61 +51,69 @@ class HuggingFace(ForeignFormat):
             return False
         if NAME in names or any(_OF_OUR_SAVES.fullmatch(name) for name in names):
             return False  # of a save of this library that did not end, or has lost its manifest
-        return any(name.endswith(_SUFFIX) and "/" not in name for name in names)
+        return any((name.endswith(_SUFFIX) and "/" not in name) or is_consolidated(name) for name in names)
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
         return self.open_files(opened, opened.selected)
 
     def open_files(self, opened: Opened, selected: str) -> ForeignReader:
         """Open the file or the index `selected`; "": those of the folder."""
-        digest = xxh3_128()
-        listed: Mapping[str, str] | None = None
-        index = self._index(opened, selected)
-        if index is not None:
-            text = opened.read_whole(index, most_nbytes=MOST_INDEX_NBYTES)
+        digest, notes = xxh3_128(), list[str]()
+        shards = shards_in(opened, opened.names()) if not selected else []
+        if not selected and not shards:
+            selected = self._chosen(opened, notes)
+        if shards:
+            opens = [_open_file(opened, name, digest) for name in shards]
+            model = {one.key: one for one in joined_chunks(opened, opens)}
+        elif selected.endswith(_INDEX):
+            text = opened.read_whole(selected, most_nbytes=MOST_INDEX_NBYTES)
             digest.update(text)
-            listed = weight_map_of(opened.named(index), text)
-            files: Sequence[str] = sorted(set(listed.values()))
+            listed = weight_map_of(opened.named(selected), text)
+            model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in sorted(set(listed.values()))])
+            check_index(opened.named(selected), listed, {key: stored.file for key, stored in model.items()})
+            ranks = ranks_beside(opened.names()) if selected == _WHOLE_INDEX else []
+            if ranks and any(not one.shape for one in model.values()):
+                sharded = joined_chunks(opened, [_open_file(opened, name, digest) for name in ranks])
+                check_scalars(opened, model, {one.key: one for one in sharded})
         else:
-            files = self._files(opened, selected)
-        model: dict[str, StoredTensor] = {}
-        for name in files:
-            header, offset = _header(opened, name, digest)
-            for entry in header.entries:
-                if entry.key in model:
-                    raise CheckpointError(f"{opened.named(name)}: {entry.key} is in {model[entry.key].file} too")
-                model[entry.key] = StoredTensor(
-                    entry.key,
-                    entry.dtype,
-                    entry.shape,
-                    name,
-                    offset + entry.start,
-                    request_nbytes=opened.request_nbytes,
-                )
-        if listed is not None:
-            check_index(opened.named(str(index)), listed, {key: stored.file for key, stored in model.items()})
-        return ForeignReader(opened, self.name, model, metadata_digest=digest.hexdigest())
+            files = [selected] if selected else self._files(opened)
+            model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in files])
+        return ForeignReader(
+            opened,
+            self.name,
+            model,
+            world_size=num_ranks_of(shards),
+            metadata_digest=digest.hexdigest(),
+            files=shards,
+            notes=notes,
+        )
 
-    def _index(self, opened: Opened, selected: str) -> str | None:
-        """The index to read; None if the tensors are in files without an index."""
-        if selected:
-            return selected if selected.endswith(_INDEX) else None
-        found = [name for name in opened.names() if name.endswith(_INDEX) and "/" not in name]
-        if len(found) > 1 and _WHOLE.replace(_SUFFIX, _INDEX) in found:
-            return _WHOLE.replace(_SUFFIX, _INDEX)
-        if len(found) > 1:
+    def _chosen(self, opened: Opened, notes: list[str]) -> str:
+        """The file or the index of a folder, in the order of transformers; "" for files without an index.
+
+        `notes`: gets a line for the user if there is another.
+        """
+        names = [name for name in opened.names() if "/" not in name]
+        chosen = _named_by_config(opened, names)
+        if chosen:
+            return chosen
+        found = [name for name in names if name.endswith(_INDEX)]
+        if _WHOLE in names:
+            if _WHOLE_INDEX in found and _is_whole(opened, _WHOLE_INDEX):
+                notes.append(
+                    f"{opened.where}: has {_WHOLE} and {_WHOLE_INDEX}, each with weights: {_WHOLE} is read, as by transformers; "
+                    f"load {opened.named(_WHOLE_INDEX)} to read the others"
+                )
+            return _WHOLE
+        if len(found) > 1 and _WHOLE_INDEX not in found:
             raise CheckpointError(
                 f"{opened.where}: has several indices, {', '.join(found)}: give the path of one of them"
             )
-        return found[0] if found else None
+        return _WHOLE_INDEX if _WHOLE_INDEX in found else found[0] if found else ""
 
-    def _files(self, opened: Opened, selected: str) -> Sequence[str]:
-        """The files of a place without an index."""
-        if selected:
-            return [selected]
+    def _files(self, opened: Opened) -> Sequence[str]:
+        """The files of a folder without an index."""
         found = [name for name in opened.names() if name.endswith(_SUFFIX) and "/" not in name]
-        if _WHOLE in found:
-            return [_WHOLE]
         split = [matched for name in found if (matched := _SPLIT.fullmatch(name))]
         stems = {(one[1], one[3]) for one in split}
         if len(split) == len(found) and len(stems) == 1:
@@ -114,13 +135,51 @@ class HuggingFace(ForeignFormat):
 HUGGING_FACE = HuggingFace()
 
 
-def _header(opened: Opened, name: str, digest: xxh3_128) -> tuple[Header, int]:
-    """The header of a file, and the byte at which its data begins."""
+def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
+    """A file whose header has been read. Raises CheckpointError that names it if it is damaged."""
     path, nbytes = opened.named(name), opened.size_of(name)
     prefix = opened.read(name, 0, min(8, nbytes))
+    if prefix.startswith(b"PK") and is_shard(name):
+        raise CheckpointError(
+            f"{path}: begins with a value that is no tensor, which HuggingFaceStorageWriter puts where no reader finds it: save "
+            "tensors alone with it, and optimizers with FileSystemWriter"
+        )
     text = opened.read(name, 8, length_of_header(path, prefix, nbytes))
     digest.update(prefix + text)
-    return parse_header(path, text, nbytes - 8 - len(text)), 8 + len(text)
+    return OpenFile(name, parse_header(path, text, nbytes - 8 - len(text)), 8 + len(text))
+
+
+def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, StoredTensor]:
+    """The tensors of files, each of which has whole ones. Raises CheckpointError where two files have the same."""
+    model: dict[str, StoredTensor] = {}
+    for file in files:
+        check_is_whole(opened, file)
+        for entry in file.header.entries:
+            key, start = entry.key, file.start + entry.start
+            if key in model:
+                raise CheckpointError(f"{opened.named(file.name)}: {key} is in {model[key].file} too")
+            nbytes = opened.request_nbytes
+            model[key] = StoredTensor(key, entry.dtype, entry.shape, file.name, start, request_nbytes=nbytes)
+    return model
+
+
+def _named_by_config(opened: Opened, names: Sequence[str]) -> str:
+    """The file of weights that a config.json of transformers names; "" if it names none that is in the folder."""
+    if _CONFIG not in names or opened.size_of(_CONFIG) > _MOST_CONFIG_NBYTES:
+        return ""
+    with contextlib.suppress(CheckpointError):
+        config = parse_json(opened.named(_CONFIG), opened.read_whole(_CONFIG, most_nbytes=_MOST_CONFIG_NBYTES))
+        chosen = config.get("transformers_weights") if isinstance(config, dict) else None
+        return chosen if isinstance(chosen, str) and chosen in names and chosen.endswith((_SUFFIX, _INDEX)) else ""
+    return ""
+
+
+def _is_whole(opened: Opened, index: str) -> bool:
+    """Whether all files that an index names are there."""
+    with contextlib.suppress(CheckpointError):
+        text = opened.read_whole(index, most_nbytes=MOST_INDEX_NBYTES)
+        return set(weight_map_of(opened.named(index), text).values()) <= set(opened.names())
+    return False
 
 
 class _Index(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from fsdp_optim.formats.pickle_table import Known, Table, Unread, checked_keys
 MOST_NBYTES = 256 << 20
 """The most bytes that a pickle may have. A pickle with a million tensors has some 120 MB."""
 
-_FEW = 1 << 20  # containers that even a short pickle may have
+_FEW = 1 << 18  # containers that even a short pickle may have
 _NBYTES_EACH = 8  # bytes that a pickle needs for each further container
 _DICTS: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
 _MOST_BITS = 8192  # of a number; Python refuses to show one of more than 4300 digits

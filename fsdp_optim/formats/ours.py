@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import msgspec
@@ -44,7 +45,6 @@ from fsdp_optim.formats.manifest import (
     version_for,
 )
 from fsdp_optim.formats.standing import JUDGE, CheckpointJudge, read_brief
-from fsdp_optim.memory import in_batches
 from fsdp_optim.storage.base import Opened
 
 _WHERE = "the optimizer"
@@ -138,9 +138,8 @@ class OurWriter(FormatWriter):
         stem = self.weights_name if half == "model" else half
         metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
         header = Header.of(((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors), metadata)
-        sized = zip(tensors, header.entries, strict=True)
-        batches = in_batches(sized, lambda pair: pair[1].stop - pair[1].start, most_nbytes)
-        per_file = [[tensor for tensor, _ in batch] for batch in batches] or [[]]
+        left = iter(tensors)
+        per_file = [list(islice(left, num)) for num in header.files_within(most_nbytes, _PLAIN)]
         planned = []
         for number, in_file in enumerate(per_file, start=1):
             name = (

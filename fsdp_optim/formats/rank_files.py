@@ -18,6 +18,7 @@ from fsdp_optim.formats.pickle_table import Unread
 from fsdp_optim.formats.torch_archive import TorchArchive, read_archive
 from fsdp_optim.formats.torch_parts import is_extra_state
 from fsdp_optim.layout import FlatRuns, Placement, Shape
+from fsdp_optim.memory import bytes_in_memory
 from fsdp_optim.storage.base import Opened
 
 _MOST_NAMED = 8
@@ -181,7 +182,8 @@ def _extra(archive: TorchArchive, key: Any, value: Any) -> Any:
     if unread is not None:
         return Withheld(f"{key}: has an object of the class {unread.what}, which is loaded with allow_pickle=True only")
     if sum(stored.placement.numel * stored.itemsize for stored in tensors_in(value)) > _MOST_EXTRA_NBYTES:
-        return Withheld(f"{key}: has tensors of more than {_MOST_EXTRA_NBYTES >> 20} MiB, which are not read as extras")
+        why = f"{key}: has tensors of more than {_MOST_EXTRA_NBYTES >> 20} MiB, which are not read as extras"
+        return Withheld(why, is_unsafe=False)
     return archive.materialised(value)
 
 
@@ -210,8 +212,7 @@ def same_plain(a: Any, b: Any) -> bool:
 
 def bits_of(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor as bytes."""
-    data: bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return data
+    return bytes_in_memory(tensor)
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,10 @@ _TIMES = 16  # as many bytes are read next, if the brief is longer
 _OWN = re.compile(
     r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
 )
+_TRACE = re.compile(
+    r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
+    r"extra/[a-z]+(-\d{5})?\.safetensors"
+)
 
 
 class CheckpointJudge:
@@ -47,6 +51,10 @@ class CheckpointJudge:
             return any_brief(opened).token
         except (OSError, MemoryError):
             return None
+
+    def is_trace(self, name: str) -> bool:
+        """Whether only a save gives this name to a file. Other libraries have files of the name `model.safetensors` too."""
+        return _TRACE.fullmatch(name) is not None
 
     def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
         """A function that says whether a file of a given name was written by a save.

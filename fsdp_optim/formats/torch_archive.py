@@ -26,13 +26,12 @@ from fsdp_optim.formats.legacy_archive import HEAD_NBYTES, LegacyStorages, is_le
 from fsdp_optim.formats.pickle_table import Table, Unread
 from fsdp_optim.formats.torch_globals import Storage, Tensors, View, storage_of, table_of
 from fsdp_optim.formats.tree import check_tree, mapped
-from fsdp_optim.formats.zip_records import FilePart, Records
+from fsdp_optim.formats.zip_records import ZIP, FilePart, Records
 from fsdp_optim.memory import dtype_named, in_pages
 from fsdp_optim.storage.base import Opened
 
 __all__ = ["TorchArchive", "Unread", "is_torch_archive", "read_archive"]
 
-_ZIP = b"PK\3\4"
 _MOST_SMALL = 1 << 10  # bytes of a record with one word
 _MOST_COPY = 256 << 20  # bytes of a tensor whose elements share memory (expand), unless its storage is as large
 
@@ -74,7 +73,7 @@ def is_torch_archive(opened: Opened, name: str) -> bool:
         head = opened.read(name, 0, min(HEAD_NBYTES, opened.size_of(name)))
     except CheckpointError:
         return False
-    return head.startswith(_ZIP) or is_legacy(head)
+    return head.startswith(ZIP) or is_legacy(head)
 
 
 def read_archive(
@@ -102,7 +101,7 @@ def read_archive(
     part = FilePart(opened, name, start, nbytes)
     prefix = name if not start else f"{name}@{start}"
     head = part.at(0, min(nbytes, HEAD_NBYTES))
-    if head.startswith(_ZIP):
+    if head.startswith(ZIP):
         return _read_zip(opened, name, start, part, prefix, stand_ins or {})
     if is_legacy(head):
         return _read_legacy(opened, name, start, part, prefix, stand_ins or {})
@@ -139,6 +138,8 @@ def _read_zip(
         places = _Places(opened, name, prefix, source)
         table = table_of(places).with_stand_ins(stand_ins if prepared is None else {})
         value = Unpickler(where, table, storage_of, prepared).load(io.BytesIO(data))
+        for key, nbytes in places.nbytes_used.items():
+            records.check_used(f"{folder}/data/{key}", nbytes)
         return value, places
 
     return _archive(opened, where, sha256(data).hexdigest(), load, 4 * len(data))
@@ -193,6 +194,7 @@ class _Places(Tensors):
         self._opened, self._name, self._prefix, self._source_of = opened, name, prefix, source_of
         self._of_storages: dict[str, Source] = {}
         self.sources: dict[str, Source] = {}
+        self.nbytes_used: dict[str, int] = {}  # of each storage, by its tensors
 
     def tensor(self, view: View) -> StoredTensor:
         key = view.storage.key
@@ -201,6 +203,7 @@ class _Places(Tensors):
         if key not in self._of_storages:
             self._of_storages[key] = self._source_of(view.storage)
         source = self._of_storages[key]
+        self.nbytes_used[key] = self.nbytes_used.get(key, 0) + view.num_spanned * view.itemsize
         if not view.is_contiguous:
             if view.numel * view.itemsize > max(_MOST_COPY, 2 * view.num_spanned * view.itemsize):
                 raise ValueError(

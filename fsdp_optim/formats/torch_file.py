@@ -9,27 +9,35 @@ from math import prod
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, shortened
-from fsdp_optim.formats.base import StoredTensor
+from fsdp_optim.formats.base import COMMON, SavedWeights, StoredTensor
+from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checkpoint import MOST_INDEX_NBYTES
 from fsdp_optim.formats.codec import Withheld
-from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader, Source, tensors_in
+from fsdp_optim.formats.foreign import ForeignFormat, ForeignReader, ForeignValues, Source, tensors_in
 from fsdp_optim.formats.hugging_face import HUGGING_FACE, check_index, weight_map_of
 from fsdp_optim.formats.manifest import NAME
 from fsdp_optim.formats.pickle_table import Unread
+from fsdp_optim.formats.safe_values import KINDS, of_file, restored
 from fsdp_optim.formats.torch_archive import TorchArchive, is_torch_archive, read_archive
-from fsdp_optim.formats.torch_parts import TorchParts, is_extra_state, joined_optims, parts_of
+from fsdp_optim.formats.torch_folder import EXTRAS, PER_RANK, brief_of, rank_in
+from fsdp_optim.formats.torch_folder import NAME as OUR_MANIFEST
+from fsdp_optim.formats.torch_parts import TorchParts, is_extra_state, is_no_tensor, joined_optims, parts_of
 from fsdp_optim.formats.tree import unread_in
 from fsdp_optim.storage.base import Opened
 
 _INDEX = ".bin.index.json"
-_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
+"""The ends of the names of torch files."""
+
 _MODEL_FILES = ("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt", "model.pth")
+_PYTORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 _OPTIM_FILES = ("optimizer.bin", "optimizer.pt", "optim.pt", "optim.pth")
 _EXTRA_FILES = (
     *("train.pt", "trainer.pt", "scheduler.bin", "scheduler.pt", "scaler.pt", "sampler.bin", "training_args.bin"),
 )
 _OF_ONE_RANK = ("random_states_", "rng_state")  # files that say nothing about the model
+_MOST_RANKS = 1 << 20
 _MOST_EXTRA_NBYTES = 64 << 20  # of the tensors in one value of the trainer
 
 
@@ -47,10 +55,12 @@ class TorchFile(ForeignFormat):
             return False
         if NAME in names:
             return False
+        if any(name in names for name in _PYTORCH) and not any(name in names for name in _SAFETENSORS):
+            return True
         if any(name.endswith(".safetensors") for name in names):
             return any(name in names for name in _OPTIM_FILES) and any(name in names for name in _SAFETENSORS)
         return any(name.endswith(_INDEX) for name in names) or any(
-            is_torch_archive(opened, name) for name in names if name.endswith(_SUFFIXES)
+            is_torch_archive(opened, name) for name in names if name.endswith(SUFFIXES)
         )
 
     def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
@@ -59,13 +69,16 @@ class TorchFile(ForeignFormat):
         if files.model.endswith(_INDEX):
             content.add_index(files.model)
         elif files.model in _SAFETENSORS:
-            content.add_safetensors(files.model, verify=verify)
+            content.add_safetensors()
         elif files.model:
             content.add(files.model)
         if files.optim:
             content.add(files.optim)
+        content.brief = _brief(opened)
         for name in files.extras:
             content.add_extra(name)
+        for rank, name in files.of_ranks.items():
+            content.add_rank(rank, name)
         return content.reader(self.name)
 
 
@@ -74,28 +87,33 @@ TORCH_FILE = TorchFile()
 
 @dataclass(frozen=True)
 class _Files:
-    """The names of the files to read; "" for none. `model` may be a file that has everything."""
+    """The names of the files to read; "" for none. `model` may be a file that has everything. `of_ranks`: by rank."""
 
     model: str = ""
     optim: str = ""
     extras: Sequence[str] = ()
+    of_ranks: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, opened: Opened) -> _Files:
         if opened.selected:
             return cls(opened.selected)
         names = [name for name in opened.names() if "/" not in name]
-        safe = [name for name in reversed(_SAFETENSORS) if name in names]
-        indices = [name for name in names if name.endswith(_INDEX)]
+        safe = [name for name in _SAFETENSORS if name in names]
+        indices = [name for name in names if name.endswith(_INDEX) and _PYTORCH[0] not in names]
         whole = [name for name in _MODEL_FILES if name in names]
         models = safe[:1] or indices or whole
         optims = [name for name in _OPTIM_FILES if name in names]
         extras = [name for name in _EXTRA_FILES if name in names]
+        is_ours = OUR_MANIFEST in names
+        of_ranks = {rank: name for name in names if is_ours and (rank := rank_in(name)) is not None}
+        if is_ours:
+            extras = [name for name in extras if name == EXTRAS[COMMON]]
         if not models:
             models = [
                 name
                 for name in names
-                if name.endswith(_SUFFIXES)
+                if name.endswith(SUFFIXES)
                 and name not in (*_OPTIM_FILES, *_EXTRA_FILES)
                 and not name.startswith(_OF_ONE_RANK)
                 and is_torch_archive(opened, name)
@@ -108,7 +126,7 @@ class _Files:
                 )
         if not models and not optims:
             raise CheckpointError(f"{opened.where}: has no file of a model or an optimizer")
-        return cls(models[0] if models else "", optims[0] if optims else "", extras)
+        return cls(models[0] if models else "", optims[0] if optims else "", extras, of_ranks)
 
 
 @dataclass
@@ -123,8 +141,12 @@ class _Content:
     num_optims: int = 1
     extras: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
     digests: list[str] = field(default_factory=list)
     pickled: list[Callable[[], Mapping[str, Any]]] = field(default_factory=list)
+    ranks: dict[int, Any] = field(default_factory=dict)
+    brief: Brief | None = None
 
     def add(self, name: str) -> None:
         """Add all parts of a file."""
@@ -144,9 +166,32 @@ class _Content:
     def add_extra(self, name: str) -> None:
         """Add a file of the trainer under the first part of its name."""
         archive, stem = self._archive(name), name.partition(".")[0]
+        if self.brief is not None:  # the file has the values themselves, as they were given to save
+            self._add_own(archive)
+            return
         self.extras[stem] = _value(archive, stem, archive.value)
         if isinstance(self.extras[stem], Withheld):
             self.pickled.append(lambda: {stem: _real(archive, stem, archive.unpickled())})
+
+    def _add_own(self, archive: TorchArchive) -> None:
+        """Add the values of the trainer in a file that this library has written."""
+        made = of_file(archive.where, _value(archive, "extra", archive.value))
+        if isinstance(made, dict):
+            self.extras.update({key if isinstance(key, str) else repr(key): item for key, item in made.items()})
+        else:
+            self.extras["extra"] = made
+        if isinstance(made, Withheld):
+            self.pickled.append(lambda: {"extra": of_file(archive.where, _real(archive, "extra", archive.unpickled()))})
+
+    def add_rank(self, rank: int, name: str) -> None:
+        """Add the file of the values of one rank."""
+        archive = self._archive(name)
+
+        def pickled() -> Any:
+            return of_file(archive.where, _real(archive, name, archive.unpickled()))
+
+        made = of_file(archive.where, _value(archive, name, archive.value))
+        self.ranks[rank] = ForeignValues(made, pickled) if isinstance(made, Withheld) else made
 
     def add_index(self, name: str) -> None:
         """Add the weights of all files that an index names."""
@@ -162,9 +207,11 @@ class _Content:
             self._add_model(archive, parts.model, parts.where_model)
         check_index(path, {key: file for key, file in listed.items() if not is_extra_state(key)}, self._files_of())
 
-    def add_safetensors(self, name: str, *, verify: bool) -> None:
-        """Add the weights of safetensors files beside an optimizer of torch."""
-        found = HUGGING_FACE.open_files(self.opened, name)
+    def add_safetensors(self) -> None:
+        """Add the weights of safetensors files beside an optimizer of torch: those that a folder without it would have."""
+        found = HUGGING_FACE.open_files(self.opened, "")
+        self.notes = found.notes
+        self.files += found.all_files()
         self.model.update(found.model)
         self.digests.append(found.metadata_digest)
 
@@ -178,8 +225,16 @@ class _Content:
             extra_values=self.extras or None,
             module_values=self.modules,
             num_optims=self.num_optims,
+            rank_extras=[self.ranks.get(rank) for rank in range(max(self.ranks, default=-1) + 1)],
+            world_size=self.brief.world_size if self.brief is not None else len(self.ranks),
+            step=self.brief.step if self.brief is not None else None,
+            weights=SavedWeights(self.brief.weights, self.brief.weights_dtype)
+            if self.brief is not None
+            else SavedWeights(),
             pickled=self._unpickled if self.pickled else None,
             metadata_digest=sha256(" ".join(self.digests).encode()).hexdigest(),
+            files=self.files,
+            notes=self.notes,
         )
 
     def _unpickled(self) -> Mapping[str, Any]:
@@ -187,6 +242,7 @@ class _Content:
 
     def _archive(self, name: str) -> TorchArchive:
         archive = read_archive(self.opened, name)
+        self.files.append(name)
         self.sources.update(archive.sources)
         self.digests.append(archive.digest)
         return archive
@@ -196,10 +252,11 @@ class _Content:
 
     def _add_model(self, archive: TorchArchive, model: Mapping[str, Any], key: str) -> None:
         versions = getattr(model, "_metadata", None)
-        for name, value in model.items():
+        for given, value in model.items():
+            name = given if isinstance(given, str) else repr(given)
             if name in self.model or name in self.modules:
                 raise CheckpointError(f"{archive.where}: {name} is in another file too")
-            if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)):
+            if is_extra_state(name) or not isinstance(value, (StoredTensor, Unread)) or is_no_tensor(value):
                 path = name.rpartition(".")[0]
                 version = versions[path].get("version") if isinstance(versions, dict) and path in versions else None
                 kept = _value(archive, name, value)
@@ -213,20 +270,57 @@ class _Content:
 
     def _add_rest(self, archive: TorchArchive, parts: TorchParts) -> None:
         withheld = []
+        kinds = parts.rest.get(KINDS, [])
+        of_ranks = parts.rest.get(PER_RANK)
+        is_by_rank = isinstance(of_ranks, dict) and all(
+            type(rank) is int and 0 <= rank < _MOST_RANKS for rank in of_ranks
+        )
         for key, value in parts.rest.items():
+            if key == KINDS:
+                continue
+            if key == PER_RANK and is_by_rank:
+                self._add_ranks(archive, parts.path, value, kinds)
+                continue
             name = key if isinstance(key, str) else repr(key)
-            self.extras[name] = _value(archive, name, value)
+            self.extras[name] = restored(archive.where, _value(archive, name, value), kinds, (key,))
             if isinstance(self.extras[name], Withheld):
                 withheld.append((key, name))
 
         def real() -> Mapping[str, Any]:
-            tree: Any = archive.unpickled()
-            for key in parts.path:
-                tree = tree[key]
-            return {name: _real(archive, name, tree[key]) for key, name in withheld}
+            tree = _inside(archive.unpickled(), parts.path)
+            return {
+                name: restored(archive.where, _real(archive, name, tree[key]), kinds, (key,)) for key, name in withheld
+            }
 
         if withheld:
             self.pickled.append(real)
+
+    def _add_ranks(self, archive: TorchArchive, path: Sequence[Any], of_ranks: Mapping[int, Any], kinds: Any) -> None:
+        """Add the values of the ranks in a file that has everything."""
+        for rank, value in of_ranks.items():
+            name, at = f"{PER_RANK}[{rank}]", (PER_RANK, rank)
+            made = _value(archive, name, value)
+
+            def pickled(rank: int = rank, name: str = name, at: tuple[Any, ...] = at) -> Any:
+                tree = _inside(archive.unpickled(), (*path, PER_RANK))
+                return restored(archive.where, _real(archive, name, tree[rank]), kinds, at)
+
+            self.ranks[rank] = (
+                ForeignValues(made, pickled) if isinstance(made, Withheld) else restored(archive.where, made, kinds, at)
+            )
+
+
+def _inside(tree: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _brief(opened: Opened) -> Brief | None:
+    """The brief of a folder that this library has written; None for all others, and for a file by itself."""
+    if opened.selected or not opened.has(OUR_MANIFEST):
+        return None
+    return brief_of(opened)
 
 
 def _with_keys(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -264,7 +358,8 @@ def _real(archive: TorchArchive, name: str, value: Any) -> Any:
     if nbytes > _MOST_EXTRA_NBYTES:
         return Withheld(
             f"{archive.where}: {name} has tensors of {nbytes} bytes, and at most {_MOST_EXTRA_NBYTES} are read for each value "
-            "besides the model and the optimizer: read them with torch.load(..., mmap=True)"
+            "besides the model and the optimizer: read them with torch.load(..., mmap=True)",
+            is_unsafe=False,
         )
     return archive.materialised(value)
 

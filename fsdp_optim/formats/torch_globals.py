@@ -142,6 +142,7 @@ def table_of(tensors: Tensors) -> Table:
         "collections.defaultdict": _default_dict,
         "_codecs.encode": _encoded,
         "builtins.bytearray": _bytearray,
+        "builtins.bytes": _no_bytes,
         "builtins.complex": _complex,
         "builtins.range": _range,
         "builtins.set": _set,
@@ -307,6 +308,11 @@ def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise TypeError("bytes that are written as no text in Latin-1")
     return text.encode("latin-1")
+
+
+def _no_bytes() -> bytes:
+    """The empty bytes, which the protocol of torch.save writes as a call."""
+    return b""
 
 
 def _bytearray(data: Any = b"", encoding: Any = "latin-1") -> bytearray:

@@ -1,13 +1,16 @@
 """Which part of a torch file is the model, which is the optimizer, and which are values of the trainer: decided by structure.
 
 A model is a dict of tensors by name. An optimizer is a dict with `state` and `param_groups`, or their flattened form, or a list
-of such dicts. The keys that trainers use for them decide only where several parts look alike.
+of such dicts. The keys that trainers use for them decide only where several parts look alike. A dict of weights with other values
+among them is a model too, if it is under such a key, if most of them are weights, or if a weight has the name of a submodule's
+parameter, such as "layer.weight": no weights are passed over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_optim.errors import CheckpointError, shortened
@@ -51,8 +54,9 @@ class TorchParts:
 def parts_of(where: str, value: Any) -> TorchParts:
     """The parts of a value. Raises CheckpointError that names the keys where it has none, or several that look alike."""
     path: tuple[Any, ...] = ()
-    outermost = value
+    levels: list[Any] = []
     while True:
+        levels.append(value)
         if isinstance(value, Unread):
             raise CheckpointError(
                 f"{where}: is a pickled object of the class {value.what}, which is not read: save its state_dict()"
@@ -68,9 +72,12 @@ def parts_of(where: str, value: Any) -> TorchParts:
             return found
         inside = [key for key, item in value.items() if isinstance(item, Mapping) and item]
         if len(inside) != 1 or len(path) == _MOST_DEEP:
+            for depth, level in enumerate(levels):
+                if is_mixed_model(level):
+                    return _without_others(level, path[:depth])
             raise CheckpointError(
                 f"{where}: has neither a model (a dict of tensors under a key such as {', '.join(MODEL_KEYS[:3])}) nor an "
-                f"optimizer (a dict with state and param_groups): its keys are {_listed(outermost)}"
+                f"optimizer (a dict with state and param_groups): its keys are {_listed(levels[0])}"
             )
         path, value = (*path, inside[0]), value[inside[0]]
 
@@ -79,13 +86,56 @@ def is_model(value: Any) -> bool:
     """Whether a value is a dict of tensors by name, besides the values that modules add."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
-    within = {key.rpartition(".")[0] for key, item in value.items() if isinstance(item, StoredTensor)}
-    items = [item for key, item in value.items() if not is_extra_state(key) and not _is_of_module(key, item, within)]
-    is_tensor = [isinstance(item, StoredTensor) for item in items]
+    is_tensor = [isinstance(item, StoredTensor) for key, item in value.items() if not is_extra_state(key)]
     return any(is_tensor) and all(
-        known or (isinstance(item, Unread) and item.what.startswith("torch."))
-        for known, item in zip(is_tensor, items, strict=True)
+        isinstance(item, Unread) and item.what.startswith("torch.") for item in _others_in(value).values()
     )
+
+
+def is_mixed_model(value: Any) -> bool:
+    """Whether a value is a dict with weights by name and with other values among them, which are no weights."""
+    return isinstance(value, Mapping) and any(_are_weights(value)) and _has_names(value)
+
+
+def _looks_like_model(value: Any) -> bool:
+    """Whether a dict with weights and other values is a model by itself, whatever its key; metrics may be tensors too."""
+    if not is_mixed_model(value):
+        return False
+    weights = [key for key, is_weight in zip(value, _are_weights(value), strict=True) if is_weight]
+    return 2 * len(weights) > len(value) or any("." in key.strip(".") for key in weights)
+
+
+def _others_in(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The items of a dict of weights that are neither tensors nor values which a module has added to its own tensors."""
+    named = {key: item for key, item in value.items() if isinstance(key, str)}
+    within = {key.rpartition(".")[0] for key, item in named.items() if isinstance(item, StoredTensor)}
+    return {
+        key: item
+        for key, item in value.items()
+        if not isinstance(item, StoredTensor)
+        and not (key in named and (is_extra_state(key) or _is_of_module(key, item, within)))
+    }
+
+
+def _without_others(value: Any, path: tuple[Any, ...]) -> TorchParts:
+    """The parts of a file whose own dict has weights, with other values of the trainer among them."""
+    rest, model = _others_in(value), copy(value)  # which keeps the _metadata of a state dict
+    for key in rest:
+        del model[key]
+    return TorchParts(model=model, path=path, rest=rest)
+
+
+def _are_weights(value: Mapping[Any, Any]) -> list[bool]:
+    """For each item of a dict, whether it is a tensor with dimensions that is no random state; metrics have no dimensions."""
+    return [isinstance(item, StoredTensor) and bool(item.shape) and not _is_random(key) for key, item in value.items()]
+
+
+def _has_names(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key, item in value.items() if isinstance(item, StoredTensor))
+
+
+def _is_random(key: Any) -> bool:
+    return any(word in str(key).lower() for word in _RANDOM)
 
 
 def _is_of_module(name: str, value: Any, within: Collection[str]) -> bool:
@@ -112,6 +162,11 @@ def is_optim(value: Any) -> bool:
 def is_extra_state(name: str) -> bool:
     """Whether a name in a state dict is of a value that a module adds by `get_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def is_no_tensor(value: Any) -> bool:
+    """Whether a value is an object of another class than those of torch and its companions, whose objects may be tensors."""
+    return isinstance(value, Unread) and not value.what.startswith("torch")
 
 
 def joined_optims(where: str, optims: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -145,9 +200,13 @@ def joined_optims(where: str, optims: Sequence[Mapping[str, Any]]) -> Mapping[st
 def _found(where: str, value: Mapping[Any, Any], path: tuple[Any, ...]) -> TorchParts:
     optims = {key: found for key, item in value.items() if (found := _optims_in(item))}
     optim_key = _chosen(where, "optimizers", list(optims), OPTIM_KEYS)
-    models = [key for key, item in value.items() if key not in optims and is_model(item)]
-    models = [key for key in models if not any(word in str(key).lower() for word in _RANDOM)]
+    others = {key: item for key, item in value.items() if key not in optims and not _is_random(key)}
+    models = [key for key, item in others.items() if is_model(item) or _looks_like_model(item) or _is_known(key, item)]
     model_key = _chosen(where, "models", models, MODEL_KEYS)
+    if model_key is None and optim_key is not None and _looks_like_model(value):
+        bare = _without_others(value, path)
+        rest = {key: item for key, item in bare.rest.items() if key != optim_key}
+        return replace(bare, optims=optims[optim_key], rest=rest, where_optim=_shown(path, optim_key))
     rest = {key: item for key, item in value.items() if key not in (model_key, optim_key)}
     return TorchParts(
         value[model_key] if model_key is not None else None,
@@ -157,6 +216,11 @@ def _found(where: str, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Torch
         _shown(path, model_key),
         _shown(path, optim_key),
     )
+
+
+def _is_known(key: Any, item: Any) -> bool:
+    """Whether an item has weights, and the usual key of a model."""
+    return key in MODEL_KEYS and is_mixed_model(item)
 
 
 def _optims_in(item: Any) -> list[Mapping[str, Any]]:

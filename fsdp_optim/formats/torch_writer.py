@@ -7,12 +7,11 @@ file: checkpoint.pt has everything, {"model": ..., "optimizer": ..., and the tra
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -37,55 +36,17 @@ from fsdp_optim.formats.base import (
 from fsdp_optim.formats.brief import Brief
 from fsdp_optim.formats.checksums import join_tables
 from fsdp_optim.formats.description import OPAQUE, SCALAR, OptimDescription
-from fsdp_optim.formats.distrust import distrusted
 from fsdp_optim.formats.frames import joined
-from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.formats.manifest import NAME as OUR_NAME
+from fsdp_optim.formats.safe_values import KINDS, Kinds, in_file, safe
 from fsdp_optim.formats.torch_file import TORCH_FILE
+from fsdp_optim.formats.torch_folder import EXTRAS, NAME, ONE, PER_RANK, TorchFilesJudge, sequence_of
 from fsdp_optim.formats.torch_zip import ArchiveFrames, TensorStub
-from fsdp_optim.memory import dtype_name, dtype_named
-from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
+from fsdp_optim.formats.tree import mapped
+from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
+from fsdp_optim.storage.base import Judge, Opened
 
-NAME = "torch_files.json"
-_MOST_NBYTES = 1 << 20
 _VERSION = 1
-_FILES = {COMMON: "trainer.pt"}
-_ONE = "checkpoint.pt"
-_OWN = ("model.pt", "optim.pt", "modules.pt", _ONE, NAME, *_FILES.values())
-_PER_RANK = "per_rank_extra"  # the key of the values of each rank in the one file, by rank
 _KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
-
-
-class TorchFilesJudge(Judge[Brief]):
-    """The `Judge` of folders of torch files, whose manifest has the sizes of the files."""
-
-    manifest = NAME
-    others: tuple[str, ...] = (OUR_NAME, ".metadata")
-
-    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
-        try:
-            brief = _brief_of(opened)
-            for name, nbytes in brief.files.items():
-                if opened.nbytes_of(name) != nbytes:
-                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
-        except (OSError, MemoryError) as error:
-            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
-        return Standing(brief)
-
-    def token_in(self, opened: Opened) -> str | None:
-        with contextlib.suppress(OSError, MemoryError):
-            return _brief_of(opened).token
-        return None
-
-    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
-        return lambda name: name in _OWN or (name.startswith("rank-") and name.endswith(".pt"))
-
-
-def _brief_of(opened: Opened) -> Brief:
-    where = opened.named(NAME)
-    values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
-    with distrusted(where):
-        return Brief.from_json(where, values["brief"])
 
 
 @dataclass(frozen=True)
@@ -129,6 +90,7 @@ class TorchWriter(FormatWriter):
     _contents: CheckpointContents | None = None
     _modules: dict[str, Any] = field(default_factory=dict)
     _values: dict[str, Any] = field(default_factory=dict)
+    _kinds: Kinds = field(default_factory=list)
 
     def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
         for fqn, param in contents.optim.params.items() if contents.optim is not None else ():
@@ -162,8 +124,9 @@ class TorchWriter(FormatWriter):
         both = [one for its in tensors.values() for one in its]
         both.sort(key=lambda one: -dtype_named(one.dtype).itemsize)  # so that all elements are aligned
         stubs = {(one.half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(both)}
-        tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values}
-        return [_archive(_ONE, None, both, tree)]
+        kinds = {KINDS: self._kinds} if self._kinds else {}
+        tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values, **kinds}
+        return [_archive(ONE, None, both, tree)]
 
     def _half(self, half: Half, stubs: Mapping[tuple[Half, str], TensorStub]) -> Any:
         """The state dict of the model or of the optimizer, with stubs in the place of tensors."""
@@ -180,26 +143,33 @@ class TorchWriter(FormatWriter):
         """Values of modules are a part of the model's dict. Where one file has everything, so are the others of that file."""
         if name != MODULES and not self.in_one:
             return False
-        kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
-        check_safe(name, kept, allow_pickle=allow_pickle)
         if name == MODULES:
+            kept = {fqn: one for fqn, (_, one) in value.items()}
+            check_safe(name, kept, allow_pickle=allow_pickle)
             self._modules.update(kept)
-        elif name == COMMON:
-            kept = kept if isinstance(kept, dict) else {"extra": kept}
-            taken = [key for key in kept if key in (*_KEYS.values(), _PER_RANK)]
+            return True
+        position = None if name == COMMON else int(name.rpartition("-")[2])
+        if position is None and not isinstance(value, dict):
+            value = {"extra": value}
+        kept, kinds = safe(value, () if position is None else (PER_RANK, position))
+        self._kinds += kinds
+        check_safe(name, kept, allow_pickle=allow_pickle)
+        if position is None:
+            taken = [key for key in kept if key in (*_KEYS.values(), PER_RANK, KINDS)]
             if taken:
                 raise CheckpointError(
-                    f"the trainer's value {taken[0]!r} has the name of a part of the file {_ONE}: write the format "
+                    f"the trainer's value {taken[0]!r} has the name of a part of the file {ONE}: write the format "
                     '"torch", which has a file for each part'
                 )
             self._values = {**kept, **self._values}
         else:
-            self._values.setdefault(_PER_RANK, {})[int(name.rpartition("-")[2])] = kept
+            self._values.setdefault(PER_RANK, {})[position] = kept
         return True
 
     def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
-        check_safe(_FILES.get(name, name), value, allow_pickle=allow_pickle)
-        return _FILES.get(name, f"{name}.pt"), _saved(value)
+        kept = in_file(value)
+        check_safe(EXTRAS.get(name, name), kept, allow_pickle=allow_pickle)
+        return EXTRAS.get(name, f"{name}.pt"), _saved(kept)
 
     def info_of(self, data: bytes) -> Any:
         return len(data)
@@ -277,13 +247,6 @@ def unsafe_name_in(value: Any) -> str | None:
     return found[0] if found else None
 
 
-def sequence_of(opened: Opened) -> int:
-    """The number of a folder of torch files among the checkpoints beside it; 0 if unknown."""
-    with contextlib.suppress(OSError):
-        return _brief_of(opened).sequence
-    return 0
-
-
 def _check_fits_fairscale(optim: OptimDescription) -> None:
     """Refuse an optimizer that fairscale cannot have on one flat parameter."""
     if len(optim.groups) != 1:
@@ -322,15 +285,14 @@ class SmallTensors:
 
     def without(self, value: Any) -> Any:
         """The value with a stub in the place of each tensor."""
-        if isinstance(value, torch.Tensor):
-            plain = value.detach().to("cpu").contiguous()
-            stub = TensorStub(dtype_name(plain.dtype), tuple(plain.shape), self.number)
-            self.contents[self.number] = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-            self.number += 1
-            return stub
-        if isinstance(value, dict):
-            return {key: self.without(item) for key, item in value.items()}
-        return type(value)(map(self.without, value)) if type(value) in (list, tuple) else value
+        return mapped(value, torch.Tensor, self._stub)
+
+    def _stub(self, value: torch.Tensor) -> TensorStub:
+        plain = value.detach().to("cpu").contiguous()
+        stub = TensorStub(dtype_name(plain.dtype), tuple(plain.shape), self.number)
+        self.contents[self.number] = bytes_in_memory(plain)
+        self.number += 1
+        return stub
 
 
 def _full_dict(optim: OptimDescription, stubs: Mapping[str, TensorStub], *, by_id: bool) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from fsdp_optim.formats.foreign import Source
 from fsdp_optim.memory import in_pages
 from fsdp_optim.storage.base import Opened
 
+ZIP = b"PK\3\4"
+"""The first bytes of an archive."""
+
 _BLOCK_NBYTES = 64 << 10  # read at once: the end of an archive, and its first records
 _HEADER_NBYTES = 30  # of a local header, before the name and the extra field
 _ALIGNMENT = 64  # bytes, at which torch lets the bytes of a record begin
@@ -26,6 +29,9 @@ _PADDING_NBYTES = 4  # of the extra field by which torch pads, before its zeros
 _LARGE = 0xFFFFFFFF  # bytes; sizes and positions from here on need 8 bytes
 _HAS_DESCRIPTOR = 8  # a bit of a record's flags
 _IS_UTF_8 = 0x800
+_PIECE_NBYTES = 1 << 20  # read at once, where a record is compared with its checksum
+_FEW_NBYTES = 1 << 20  # that any record may have when it is no longer compressed
+_MOST_RATIO_OF_PICKLES = 64  # those of large models reach 20
 _MOST_RATIO = 1100  # of compression; deflate reaches 1032
 
 
@@ -106,8 +112,64 @@ class Records:
             raise CheckpointError(
                 f"{self.where}: the record {record} has {info.file_size} bytes, and at most {most_nbytes} are allowed"
             )
+        if info.compress_type == zipfile.ZIP_STORED and not info.CRC:  # which zipfile would take for damage
+            place = self.source(record)
+            return self._opened.read(self._name, place.first_byte, info.file_size)
+        if info.compress_type != zipfile.ZIP_STORED:
+            self._check_inflated(
+                info, info.compress_size * _MOST_RATIO_OF_PICKLES, f"its {info.compress_size} compressed bytes"
+            )
         with _trusting_nothing(f"{self.where}: the record {record}"):
             return self._zip.read(info)
+
+    def check_used(self, record: str, nbytes: int) -> None:
+        """Refuse a record that is compressed, and much larger than the `nbytes` bytes that its tensors have.
+
+        torch.save compresses nothing: who has compressed its archive has kept what the tensors use.
+        """
+        info = self._info(record)
+        if info.compress_type != zipfile.ZIP_STORED:
+            self._check_inflated(info, 2 * nbytes, f"tensors with {nbytes} bytes")
+
+    def _check_inflated(self, info: zipfile.ZipInfo, nbytes: int, what: str) -> None:
+        most = nbytes + _FEW_NBYTES
+        if info.file_size > most:
+            raise CheckpointError(
+                f"{self.where}: the record {info.filename} is compressed and has {info.file_size} bytes, and at most {most} are "
+                f"read for {what}: save the file again with torch.save, which compresses nothing"
+            )
+
+    def crcs(self, record: str) -> tuple[int, int] | None:
+        """The CRC32 of the bytes of a record, and the one that was saved; None if none was saved. Reads the whole record.
+
+        Raises CheckpointError for a compressed record that is damaged.
+        """
+        info = self._info(record)
+        if not info.CRC and info.file_size:
+            return None
+        if info.compress_type != zipfile.ZIP_STORED:
+            with _trusting_nothing(f"{self.where}: the record {record}"), self._zip.open(info) as opened:
+                while opened.read(_PIECE_NBYTES):  # which compares the CRC32 at the end
+                    pass
+            return info.CRC, info.CRC
+        start, crc = self.source(record).first_byte, 0
+        if start + info.file_size > self._start + self._part.nbytes:
+            raise CheckpointError(f"{self.where}: the record {record}: ends outside of the file: the file was changed")
+        for at in range(0, info.file_size, _PIECE_NBYTES):
+            crc = zlib.crc32(self._opened.read(self._name, start + at, min(_PIECE_NBYTES, info.file_size - at)), crc)
+        return crc, info.CRC
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The bytes of all records in the file."""
+        return sum(info.compress_size for info in self.infos.values())
+
+    def range_of(self, record: str) -> tuple[str, int, int, str]:
+        """The file of a record, its first byte, the byte after its last one (as far as these say), and its own name."""
+        info = self._info(record)
+        stored = info.compress_type == zipfile.ZIP_STORED
+        start = self.source(record).first_byte if stored else 0
+        return self._name, start, start + (info.file_size if stored else 0), record.rpartition("/")[2]
 
     def source(self, record: str) -> Source:
         """The place of the bytes of a record: a range of the file, or memory for a record that is compressed."""

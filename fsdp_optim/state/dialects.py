@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.state.flattened import is_flattened, unflatten
 from fsdp_optim.state.full import FullState, Listing, is_by_name, is_ours, names_in, num_listed, read
@@ -22,6 +23,18 @@ class Dialect(Protocol):
 
     def read(self, full: Mapping[str, Any], names: Names) -> FullState:
         """The state in a dict. Raises StateError for a dict of another model, and for ids whose parameters are unknown."""
+
+
+def given_dict(full: Mapping[str, Any], names: Names) -> FullState:
+    """As `normalize`, for a dict that a user gives. Raises StateError that names a value which cannot be copied."""
+    for section, values in full.items() if isinstance(full, Mapping) else ():
+        if section == "state" and isinstance(values, Mapping):
+            for key, its in values.items():
+                for name, value in its.items() if isinstance(its, Mapping) else ((None, its),):
+                    check_elements(f"{key}: {name} of the dict" if name is not None else f"{key} of the dict", value)
+        else:
+            check_elements(f"{section} of the dict", values)
+    return normalize(full, names)
 
 
 def normalize(full: Mapping[str, Any], names: Names) -> FullState:

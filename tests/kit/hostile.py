@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import fsdp_optim
@@ -77,6 +79,20 @@ def _infos() -> list[list[tuple[Any, ...]]]:
     """Where the parameters lie on each rank: whether, offset, number, first and last element."""
     return [[(True, 0, 5, 0, 4), (False, None, None, None, None)], [(True, 0, 1, 5, 5), (True, 1, 3, 0, 2)]]
 
+
+def _dcp(folder: Path) -> None:
+    state = {name: {"step": torch.tensor(3.0), "exp_avg": value} for name, value in WEIGHTS.items()}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": ["w", "b"]}]}
+    dcp.save({"model": dict(WEIGHTS), "optim": optim, "epoch": 3}, checkpoint_id=folder)
+
+
+def _legacy_file(folder: Path) -> None:
+    folder.mkdir()
+    torch.save({"model": dict(WEIGHTS), "epoch": 3}, folder / "a.pt", _use_new_zipfile_serialization=False)
+
+
+BY_BYTES: Mapping[str, Callable[[Path], None]] = {"DCP": _dcp, "legacy torch file": _legacy_file}
+"""The kinds that only bytes are changed of."""
 
 KINDS: Mapping[str, Callable[[Path], None]] = {
     "torch file": _torch_file,
@@ -172,3 +188,73 @@ def damage(folder: Path, seed: int) -> str:
         if other != file and other.parent == file.parent and place in list(places(beside)):
             torch.save(changed(beside, place, change), other)
     return f"seed {seed}: {file.relative_to(folder)}, {place!r:.300}"
+
+
+# ------------------------------------------------------------------------------------------- bytes that no program writes
+
+
+_OPERATIONS = (
+    b"}",
+    b"]",
+    b")",
+    b"(",
+    b"t",
+    b"\x85",
+    b"\x86",
+    b"R",
+    b"b",
+    b"0",
+    b"u",
+    b"s",
+    b"a",
+    b"e",
+    b"\x81",
+    b"N",
+    b"Q",
+    b"2",
+    b".",
+)
+_OPERATIONS += (b"h\x01", b"q\x01", b"r\xff\xff\xff\x7f", b"\x8a\xff", b"X\xff\xff\xff\xff", b"cos\nsystem\n", b"K\xff")
+
+
+def damage_bytes(folder: Path, seed: int) -> str:
+    """Change bytes of one file: of the pickle inside an archive, whose checksum then fits, or of the file itself."""
+    rng = random.Random(seed)
+    file = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    data = file.read_bytes()
+    if zipfile.is_zipfile(file) and rng.random() < 0.7:
+        with zipfile.ZipFile(file) as archive:
+            records = {name: _content(archive, name) for name in archive.namelist()}
+        name = next(name for name in records if name.endswith("data.pkl"))
+        records[name], what = _other_bytes(records[name], rng)
+        method = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+        with zipfile.ZipFile(file, "w", method) as archive:
+            for record, content in records.items():
+                archive.writestr(record, content)
+        what = f"the pickle, {what}"
+    else:
+        data, what = _other_bytes(data, rng)
+        file.write_bytes(data)
+    return f"seed {seed}: {file.relative_to(folder)}: {what}"
+
+
+def _content(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The bytes of a record. The checksums of elements are no promise of this library's own archives."""
+    with archive.open(name) as record:
+        record._expected_crc = None  # type: ignore[attr-defined]
+        return record.read()
+
+
+def _other_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
+    at = rng.randrange(len(data) + 1)
+    end = min(at + rng.choice((1, 1, 4, 40)), len(data))
+    kind = rng.choice(("changed", "removed", "cut", "twice", "an operation", "many operations", "many operations"))
+    made = {
+        "changed": lambda: data[:at] + rng.randbytes(end - at) + data[end:],
+        "removed": lambda: data[:at] + data[end:],
+        "cut": lambda: data[:at],
+        "twice": lambda: data[:end] + data[at:],
+        "an operation": lambda: data[:at] + rng.choice(_OPERATIONS) + data[at:],
+        "many operations": lambda: data[:at] + rng.choice(_OPERATIONS) * rng.choice((1000, 500_000)) + data[at:],
+    }[kind]()
+    return made, f"{kind} at byte {at}"

@@ -343,7 +343,7 @@ class HostileTest(InFolder):
     def test_words_are_not_made(self) -> None:
         """Paths, layouts and memory formats, which nobody needs."""
         for value in (Path("a/b"), torch.strided):
-            self.assertEqual(load_pickle("here", pickle.dumps(value)), "")
+            self.assertEqual(load_pickle("here", [pickle.dumps(value)]), "")
 
 
 def replaced(files: DcpFiles, key: str, **fields: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unittest
 from typing import Any
 
+import torch
 from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
@@ -44,6 +45,58 @@ class PartsTest(unittest.TestCase):
     def test_parts_below_several_keys(self) -> None:
         parts = parts_of("a.pt", {"app": {"trainer": {"model": MODEL, "optim": OPTIM}}, "step": 3})
         self.assertEqual((parts.path, parts.where_model), (("app", "trainer"), "['app']['trainer']['model']"))
+
+    @parameterized.expand(
+        [("int", 3), ("none", None), ("str", "x"), ("object", Unread("mine.Config")), ("dict", {"x": 1})]
+    )
+    def test_weights_with_another_value_among_them_are_a_model(self, _: str, other: Any) -> None:
+        mixed = {**MODEL, "other": other}
+        for key in (*MODEL_KEYS, "generator"):
+            parts = parts_of("a.pt", {key: mixed, "optimizer": OPTIM, "epoch": 3})
+            self.assertIs(parts.model, mixed)
+            self.assertEqual((parts.optims, parts.rest), ([OPTIM], {"epoch": 3}))
+
+    @parameterized.expand(
+        [("int", 3), ("none", None), ("str", "x"), ("object", Unread("mine.Config")), ("dict", {"x": 1})]
+    )
+    def test_other_values_at_the_top_of_weights_are_the_trainers(self, _: str, other: Any) -> None:
+        bare = torch.nn.Module().state_dict()
+        bare.update({**MODEL, "0.added": 1, "_extra_state": 2, "other": other})
+        parts = parts_of("a.pt", bare)
+        self.assertEqual((parts.path, parts.rest), ((), {"other": other}))
+        self.assertEqual(list(parts.model or ()), [*MODEL, "0.added", "_extra_state"])
+        self.assertIs(parts.model._metadata, bare._metadata)  # type: ignore[union-attr]
+        self.assertIn("other", bare)
+
+    def test_the_usual_key_counts_before_a_clean_dict_of_tensors(self) -> None:
+        """The model with a counter among its weights is not passed over for its average."""
+        parts = parts_of("a.pt", {"model": {**MODEL, "epoch": 3}, "ema": MODEL})
+        self.assertEqual((parts.where_model, list(parts.rest)), ("['model']", ["ema"]))
+
+    def test_weights_that_are_outnumbered_are_a_model(self) -> None:
+        """Under any key, and beside a clean dict of tensors, which is not taken in their place without a word."""
+        others: dict[str, Any] = {f"setting_{number}": number for number in range(9)}
+        mixed = {"0.weight": T, **others}
+        parts = parts_of("a.pt", {"actor": mixed, "optimizer": OPTIM, "epoch": 3})
+        self.assertIs(parts.model, mixed)
+        self.assertEqual((parts.optims, parts.rest), ([OPTIM], {"epoch": 3}))
+        with self.assertRaisesRegex(CheckpointError, "several models, under the keys 'actor', 'average'"):
+            parts_of("a.pt", {"actor": mixed, "average": {"1.weight": T}})
+
+    def test_weights_at_the_top_beside_an_optimizer(self) -> None:
+        parts = parts_of("a.pt", {**MODEL, "optimizer": OPTIM, "epoch": 3, "name": "x", "seed": 5})
+        self.assertEqual((list(parts.model or ()), parts.optims), (list(MODEL), [OPTIM]))
+        self.assertEqual((parts.rest, parts.where_optim), ({"epoch": 3, "name": "x", "seed": 5}, "['optimizer']"))
+        losses = {"optimizer": OPTIM, "losses": T, "epoch": 3}
+        self.assertEqual(parts_of("a.pt", losses).rest, {"losses": T, "epoch": 3})
+
+    def test_metrics_and_random_states_are_no_models(self) -> None:
+        loss = StoredTensor("", "float32", (), "a.pt", 0)
+        for others in ({"loss": loss, "n": 3}, {"mean": T, "n": 3}, {"rng_state": T, "n": 3}):
+            parts = parts_of("a.pt", {"optimizer": OPTIM, "metrics": others})
+            self.assertIsNone(parts.model)
+        with self.assertRaisesRegex(CheckpointError, "neither a model"):
+            parts_of("a.pt", {"rng_state": T, "loss": loss, "n": 3})
 
     def test_values_that_modules_add_are_part_of_a_model(self) -> None:
         model = {**MODEL, "0._extra_state": {"x": 1}, "_extra_state": None}

@@ -47,10 +47,6 @@ class TorchFilesTest(InFolders, unittest.TestCase):
     def make_format(self) -> Format:
         return WrittenTorchFiles()
 
-    @property
-    def extra_read(self) -> object:
-        return {"trainer": self._extra()}
-
 
 class TorchFilesByNameTest(TorchFilesTest):
     def make_format(self) -> Format:

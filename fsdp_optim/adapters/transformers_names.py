@@ -1,0 +1,41 @@
+"""Models of transformers whose files have other names than `state_dict()`: version 5 renames, splits and joins weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+_MODELS, _MAPPINGS = "transformers.modeling_utils", "transformers.conversion_mapping"
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """A model whose files have other names. `pairs`: parts of names in its files, each with those of the model."""
+
+    class_name: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+def stored_names_of(modules: Iterable[nn.Module]) -> StoredNames | None:
+    """The first model of transformers among modules, if its files have other names; None else, and for versions before 5."""
+    models, mappings = sys.modules.get(_MODELS), sys.modules.get(_MAPPINGS)
+    base = getattr(models, "PreTrainedModel", None)
+    mapping_of = getattr(mappings, "get_model_conversion_mapping", None)
+    if base is None or mapping_of is None:
+        return None
+    model = next((module for module in modules if isinstance(module, base)), None)
+    if model is None:
+        return None
+    pairs = []
+    for transform in mapping_of(model, add_legacy=False):
+        stored, live = (getattr(transform, name, []) for name in ("source_patterns", "target_patterns"))
+        pairs.append((" and ".join(map(_plain, stored)), " and ".join(map(_plain, live))))
+    names = [one.__name__ for one in type(model).__mro__ if one.__module__.startswith("transformers.")]
+    return StoredNames(names[0], tuple(pairs)) if pairs else None
+
+
+def _plain(pattern: object) -> str:
+    return str(pattern).replace("\\", "").strip(".^$")
