@@ -84,7 +84,7 @@ def next_sequence(store: Store, formats: Collection[Format]) -> int:
     siblings = store.siblings()
     if isinstance(store, Folder):
         briefs = {one.where: one.brief for one in store.shelf().listed() if one.brief is not None}
-        highest = max((brief.sequence for brief in briefs.values()), default=0)
+        highest = max((brief.order[0] for brief in briefs.values()), default=0)
         siblings = store.siblings({where.rpartition("/")[2] for where in briefs})
     for opened in siblings:
         with opened:

@@ -13,7 +13,7 @@ from fsdp_optim.checkpoint.listing import last_number
 from fsdp_optim.checkpoint.stores import StorageOptions, is_url, shelf_at, store_at
 from fsdp_optim.errors import CheckpointError, shortened
 from fsdp_optim.formats.torch_file import TORCH_FILE
-from fsdp_optim.storage.base import names_checkpoint
+from fsdp_optim.storage.base import is_reserved, names_checkpoint
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.looks import is_root, names_in
 
@@ -81,7 +81,8 @@ def _passed_by(root: str | os.PathLike[str], options: StorageOptions) -> Iterato
     if is_url(str(root)):
         return
     path = absolute(root)
-    folders = [path / name for name in names_in(path) if names_checkpoint(name) and str(path / name) not in seen]
+    names = (name for name in names_in(path) if names_checkpoint(name) and not is_reserved(name))  # without dead saves
+    folders = [path / name for name in names if str(path / name) not in seen]
     for folder in sorted(folders, key=lambda folder: last_number(folder.name) or 0, reverse=True)[:_MOST_LOOKS]:
         with contextlib.suppress(CheckpointError), store_at(folder).open_any() as files:
             if format_of(files) is not None:

@@ -39,7 +39,7 @@ from fsdp_optim.storage.posix.filling import Filling, complete_part, make_part
 from fsdp_optim.storage.posix.small_files import has_file, sizes_in
 from fsdp_optim.transport.agree import agree, all_hear, in_turn, tell
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.failure import Failure, is_interrupt
 from fsdp_optim.transport.world import world_here
 
 _CALL = "checkpoint of a trainer"
@@ -294,6 +294,8 @@ class FolderSave:
         is_there = not self.settings.background
         try:
             with meeting("commit", self.settings) as group:
+                if is_interrupt(self.failure.error) and self.failure.error is not None:
+                    raise self.failure.error
                 if self.failure.error is not None:
                     raise CheckpointError(f"{self.path}: {self._reason()}") from self.failure.error
                 result = tell(group, "the trainer's files are written", b"waits" if waits else b"")

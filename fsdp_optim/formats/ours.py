@@ -45,6 +45,7 @@ from fsdp_optim.formats.manifest import (
     version_for,
 )
 from fsdp_optim.formats.standing import JUDGE, CheckpointJudge, read_brief
+from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Opened
 
 _WHERE = "the optimizer"
@@ -140,6 +141,7 @@ class OurWriter(FormatWriter):
         header = Header.of(((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors), metadata)
         left = iter(tensors)
         per_file = [list(islice(left, num)) for num in header.files_within(most_nbytes, _PLAIN)]
+        per_file.sort(key=_has_no_weight)  # transformers reads the dtype of a model from the first file
         planned = []
         for number, in_file in enumerate(per_file, start=1):
             name = (
@@ -182,6 +184,11 @@ class OurWriter(FormatWriter):
         manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
         brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
         yield NAME, replace(manifest, brief=brief).encoded()
+
+
+def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:
+    """Whether a file has integers and flags alone."""
+    return not any(dtype_named(tensor.dtype).is_floating_point for tensor in tensors)
 
 
 def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:

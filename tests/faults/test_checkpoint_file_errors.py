@@ -55,9 +55,11 @@ class FileErrorsTest(unittest.TestCase):
     def test_a_state_that_the_optimizer_cannot_take(self) -> None:
         checkpoint = read_manifest(self.path)
         for param in checkpoint["optim"]["params"].values():
-            param["values"] = [value for value in param["values"] if value[0] != "step"]
+            param["values"] = [
+                value for value in param["values"] if value[0] != "step"
+            ]  # nothing is loaded of what is left
         seal(self.path, checkpoint)
         before = {id(param): dict(values) for param, values in self.one.optim.state.items()}
-        with self.assertRaisesRegex(fsdp_optim.StateError, "load_state_dict.*KeyError: 'step'"):
+        with self.assertRaisesRegex(fsdp_optim.StateError, r"Adam needs step in its next step"):
             self.load()
         self.assertEqual({id(param): dict(values) for param, values in self.one.optim.state.items()}, before)

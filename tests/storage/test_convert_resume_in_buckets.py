@@ -155,11 +155,11 @@ class InMemoryTest(SharedFolder):
                 self.check(nth)
 
     def test_again_and_again(self) -> None:
-        """Each process makes a quarter of the requests that one needs, and its first ones find what is there."""
+        """Each process makes a third of the requests that one needs, and its first ones find what is there."""
         memory, nbytes = Memory(), 0
-        for _ in range(4):
+        for _ in range(3):
             with self.assertRaises(OSError):  # Killed, or the CheckpointError that it caused
-                converted(self.source, InterruptedBucket(memory, len(self.calls) // 4, kills=True))
+                converted(self.source, InterruptedBucket(memory, len(self.calls) // 3, kills=True))
             time.sleep(DEAD_AFTER)
         bucket = CountingBucket(memory)
         converted(self.source, bucket)

@@ -94,7 +94,7 @@ def test_reports_have_one_text_only_where_they_are_equal(other: LiveParam) -> No
 
 
 @pytest.mark.parametrize(
-    "changed", [{"call": "save()"}, {"order": ("b", "a")}, {"other_keys": (("scale", "2.0"),)}, {"not_held": ("c",)}]
+    "changed", [{"call": "save()"}, {"order": ("b", "a")}, {"other_keys": (("scale", "2.0"),)}, {"model_order": ("c",)}]
 )
 def test_what_is_not_of_one_parameter_is_in_the_text_too(changed: dict[str, object]) -> None:
     report = RankReport("gather()", order=("a", "b"), params=(LIVE,))

@@ -33,6 +33,7 @@ from fsdp_optim.storage.base.names import (
     check_inside,
     check_name,
     check_not_reserved,
+    is_reserved,
     is_sure_that_not,
     names_checkpoint,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "check_inside",
     "check_name",
     "check_not_reserved",
+    "is_reserved",
     "is_resumable",
     "is_sure_that_not",
     "keeps_parts",

@@ -58,12 +58,17 @@ def check_inside(where: str, name: object) -> str:
     return str(name)
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a name is one that saves give to what is not a checkpoint yet, or not any more."""
+    return _RESERVED.fullmatch(name) is not None
+
+
 def check_not_reserved(where: str, parts: Iterable[str]) -> None:
     """Raise CheckpointError for a place below a name that saves give to what is not a checkpoint yet, or not any more: the next
     save beside it would remove it. `parts`: the names of the place and of the folders that it is in.
     """
     for name in parts:
-        if _RESERVED.fullmatch(name):
+        if is_reserved(name):
             raise CheckpointError(
                 f"{where}: {name} is a name that saves give to unfinished and removed checkpoints, so the next save would remove "
                 "it: save to a path without this name"

@@ -109,6 +109,8 @@ class Folder(ResumableStore):
             names = os.listdir(self.path.parent)
         except PermissionError:  # then no user can list checkpoints there either
             names = []
+        except OSError as error:
+            raise CheckpointError(f"{self.path.parent}: cannot be listed: {error.strerror or error}") from error
         for name in names:
             if name in known:
                 continue
