@@ -110,7 +110,9 @@ class Folder(ResumableStore):
         except PermissionError:  # then no user can list checkpoints there either
             names = []
         except OSError as error:
-            raise CheckpointError(f"{self.path.parent}: cannot be listed: {error.strerror or error}") from error
+            raise CheckpointError(
+                f"{self.path}: the folder that it is in cannot be listed: {error.strerror or error}"
+            ) from error
         for name in names:
             if name in known:
                 continue
