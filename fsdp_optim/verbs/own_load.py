@@ -12,10 +12,11 @@ import torch
 
 from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import StateError
-from fsdp_optim.memory import is_plain, same_bits
+from fsdp_optim.memory import is_plain
 from fsdp_optim.state.classes import is_of_torch, layers
 from fsdp_optim.state.kinds import is_known_moment
 from fsdp_optim.state.packed import given_names
+from fsdp_optim.state.same import same
 
 WAYS_OUT = (
     "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "
@@ -162,7 +163,7 @@ def _put_right(live: Any, param: torch.Tensor, name: Any, value: Any) -> None:
         found = live[name]
         if type(found) is not type(value) or found.shape != value.shape or found.dtype != param.dtype:
             return
-        if not is_plain(found) or not same_bits(found, value.to(found.device, found.dtype)):
+        if not same(found, value.to(device=found.device, dtype=found.dtype)):  # also of the parts of DTensors
             return
     live[name] = _moved(value, param.device)
 
