@@ -20,7 +20,7 @@ from torch import nn
 import fsdp_optim
 from fsdp_optim.testing import RankPool
 
-BUCKET, SLACK = 8.0, 3.0  # MiB; the slack is what the interpreter needs, and whole pages
+BUCKET, SLACK = 8.0, 4.0  # MiB; the slack is what the interpreter needs, and whole pages
 M_MMAP_THRESHOLD = -3  # of mallopt(3): so that freed memory goes back at once
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
