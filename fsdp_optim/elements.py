@@ -20,7 +20,15 @@ MOST_DEEP = 100
 
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _FAKE = "torch._subclasses.fake_tensor"
+_USUAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool})
 _OF_LESS_THAN_A_BYTE = frozenset(f"torch.{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8))
+
+
+def is_usual(value: object) -> bool:
+    """Whether a value is a tensor whose elements surely can be copied, as nearly all are: nothing more has to be asked."""
+    if type(value) is not torch.Tensor or value.dtype not in _USUAL:
+        return False
+    return value.layout is torch.strided and not value.is_meta and not value.is_nested
 
 
 def check_elements(where: str, value: Any, error: type[FsdpOptimError] = StateError) -> None:
@@ -41,7 +49,7 @@ def _check(where: str, value: Any, error: type[FsdpOptimError], depth: int) -> N
             )
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in pairs:
-            if isinstance(item, (torch.Tensor, Mapping, list, tuple, Set)):
+            if not is_usual(item) and isinstance(item, (torch.Tensor, Mapping, list, tuple, Set)):
                 _check(f"{where}[{key!r}]" if depth < 10 else where, item, error, depth + 1)
 
 

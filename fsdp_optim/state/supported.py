@@ -8,11 +8,9 @@ from typing import Any, TypeGuard
 import torch
 
 from fsdp_optim.dtensors import as_local
-from fsdp_optim.elements import check_elements
+from fsdp_optim.elements import check_elements, is_usual
 from fsdp_optim.errors import WrapperError
 from fsdp_optim.memory import is_plain, tensors_in
-
-_USUAL = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool})
 
 
 def check_supported(optim: object) -> None:
@@ -44,7 +42,7 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
     Raises WrapperError that names the parameter, the value and the way out.
     """
     for name, value in state.items():
-        if type(value) is torch.Tensor and _is_usual(value):  # nearly every value, and there are many
+        if is_usual(value):  # nearly every value, and there are many
             continue
         check_elements(f"{fqn}: {name}", value, WrapperError)
         if inner and not isinstance(value, torch.Tensor):
@@ -63,10 +61,6 @@ def check_values(fqn: str, state: Mapping[str, object], *, inner: bool) -> None:
                     "reduction (as in the norm of a DTensor); store .full_tensor() of the DTensor in the optimizer's state, or "
                     ".redistribute() it to Replicate or Shard"
                 )
-
-
-def _is_usual(value: torch.Tensor) -> bool:
-    return value.is_cpu and value.dtype in _USUAL and value.layout is torch.strided and not value.is_nested
 
 
 def copyable(where: str, value: Any) -> Any:
