@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.compare import check_same, error_text, refused_on_ranks
-from kit.wraps import in_ddp, in_hsdp
+from kit.wraps import in_ddp, in_fsdp2, in_hsdp
 from parameterized import parameterized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,6 +160,55 @@ def moments_on_shard(folder: str) -> None:
     lowest = gathered(model, differing, on_replica_mismatch="lowest_rank")
     check_same("lowest rank", lowest["state"], wanted)
     check_training_goes_on()
+
+
+def saved_on_shard(folder: str) -> None:
+    model, line = in_hsdp(Two(), (2, 2)), mesh_of(2, 2)["shard"]
+    optim = Keeps(
+        model.parameters(), lambda param: {"moment": cut(like(param), line, Shard(0)), "step": torch.tensor(3.0)}
+    )
+    optim.step()
+    fsdp_optim.save(f"{folder}/now", model, optim)
+    fsdp_optim.async_save(f"{folder}/later", model, optim).wait()
+
+
+def resumed_on_fsdp2(folder: str) -> None:
+    """Into FSDP2 on other ranks, whose state is cut like its parameters, whether the optimizer has state or not."""
+    wanted = {name: {"moment": like(param), "step": torch.tensor(3.0)} for name, param in Two().named_parameters()}
+    for name in ("now", "later", "dcp", "torch"):
+        for has_state in (False, True):
+            model = in_fsdp2(Two())
+            optim = Keeps(
+                model.parameters(), lambda param: {"moment": torch.zeros_like(param), "step": torch.tensor(0.0)}
+            )
+            if has_state:
+                optim.step()
+            fsdp_optim.load(f"{folder}/{name}", model, optim, check="bitwise")
+            check_same(f"{name}, {has_state}", gathered(model, optim)["state"], wanted)
+            cuts = {optim.state[param]["moment"].placements == param.placements for param in model.parameters()}
+            check_same(f"{name}, {has_state}: cut like the parameters", cuts, {True})
+
+
+def managed(folder: str) -> None:
+    """A manager's save and resume of DTensor state under DDP."""
+    model, mesh = in_ddp(Two()), mesh_of(WORLD)
+
+    def optim_of(add: float) -> Keeps:
+        both = {"moment": Shard(0), "mean": Replicate()}
+        optim = Keeps(
+            model.parameters(), lambda param: {name: cut(like(param, add), mesh, spec) for name, spec in both.items()}
+        )
+        optim.step()
+        return optim
+
+    optim, again = optim_of(0.0), optim_of(9.0)
+    with fsdp_optim.CheckpointManager(folder, model, optim, every=1) as manager:
+        manager.resume()
+        manager.step(1)
+    with fsdp_optim.CheckpointManager(folder, model, again, every=1) as manager:
+        check_same("step", manager.resume(), 1)
+    check_same("state", gathered(model, again)["state"], gathered(model, optim)["state"])
+    check_same("classes", {type(one) for values in again.state.values() for one in values.values()}, {DTensor})
 
 
 def on_one_rank_each(folder: str) -> None:
@@ -357,6 +406,7 @@ class OwnCutsTest(unittest.TestCase):
             (opaque_under_ddp,),
             (opaque_under_hsdp,),
             (moments_on_shard,),
+            (managed,),
             (on_one_rank_each,),
             (inner_values,),
             (given_dicts,),
@@ -376,3 +426,11 @@ class OwnCutsTest(unittest.TestCase):
 
     def test_a_call_without_all_ranks_of_the_mesh(self) -> None:
         run_on_ranks(beyond_the_call, WORLD)
+
+    def test_moments_on_shard_resume_on_other_ranks_and_in_other_formats(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run_on_ranks(saved_on_shard, WORLD, folder)
+            for format in ("dcp", "torch"):
+                fsdp_optim.convert(f"{folder}/now", f"{folder}/{format}", format=format)
+            for world_size in (1, 2, 3):
+                run_on_ranks(resumed_on_fsdp2, world_size, folder)
