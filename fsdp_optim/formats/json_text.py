@@ -10,13 +10,19 @@ from fsdp_optim.errors import CheckpointError
 
 _FEW = 4096  # lists that even a tiny file may have
 _NBYTES_EACH = 4  # bytes that a file needs for each further list; an object counts as two
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _WORD = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 def parse_json(where: str, data: bytes) -> Any:
-    """The parsed value. Raises CheckpointError for a text that is not JSON, has a key twice, or is nested too deeply."""
+    """The parsed value. Raises CheckpointError for a text that is not JSON, has a key twice or half of a character, or is nested
+    too deeply.
+    """
     try:
-        return json.loads(data.decode(), object_pairs_hook=without_duplicates)
+        value = json.loads(data.decode(), object_pairs_hook=without_duplicates)
+        if _SURROGATE.search(data):  # two of them are a character, one alone cannot be encoded again
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error) or type(error).__name__
         raise CheckpointError(f"{where}: is not readable JSON: {reason}") from error

@@ -210,6 +210,12 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
     "not JSON": lambda header: packed(b'{"stem.weight": '),
     "two values": lambda header: packed(b"{} {}"),
     "not UTF-8": lambda header: packed(b'{"\xff\xfe": 1}'),
+    "half a surrogate as a field": lambda header: packed(
+        b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], "\\ud800": 1}}'
+    ),
+    "half a surrogate as a dtype": lambda header: packed(
+        b'{"a": {"dtype": "\\uDFFF", "shape": [0], "data_offsets": [0, 0]}}'
+    ),
     "half a surrogate": lambda header: packed(b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'),
     "a NUL in a name": lambda header: packed(b'{"a\\u0000": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'),
     "deep lists": lambda header: packed(b"[" * 200_000),
