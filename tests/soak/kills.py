@@ -160,15 +160,20 @@ class Kills:
             finally:
                 for rank in death.victims:
                     os.kill(pids[rank], signal.SIGKILL)
-        elif not alone and case.ranks > 1:  # the first rank to reach its nth call kills the others too
+        elif alone:  # a rank to which no elements fall makes few such calls, or none
+            self._wait_for_a_death(pids, WAITS)
+            for rank in death.victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[rank], signal.SIGKILL)
+        elif case.ranks > 1:  # the first rank to reach its nth call kills the others too
             self._wait_for_a_death(pids)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return pids, notes
 
-    def _wait_for_a_death(self, pids: Sequence[int]) -> None:
-        end = time.monotonic() + HUNG
+    def _wait_for_a_death(self, pids: Sequence[int], seconds: float = HUNG) -> None:
+        end = time.monotonic() + seconds
         while time.monotonic() < end and not any(_is_dead(pid) for pid in pids):
             time.sleep(0.002)
 
