@@ -78,6 +78,7 @@ class Subject:
         self._meeting = Meeting() if self.ranks > 1 else None
         self.one, self.target = (Trained("plain", adam, 1, Small) for _ in range(2))
         self.totals: dict[Any, int] = {}
+        self.first: tuple[int, int] | None = None  # descriptors and threads before the first case that is judged
 
     def tell(self, what: Any) -> list[Any]:
         """The values of all ranks."""
@@ -138,7 +139,7 @@ class Subject:
                 self.judge_saved(root, there, error)
                 self.together(lambda: self.save(case, root, there + 2))
                 self.judge_next(case, root, there, error)
-            self.together(lambda: _check("(descriptors, threads)", self.resources(), [before]))
+            self.together(lambda: self.judge_resources(before))
         except AssertionError as error:
             return [f"{case}: {error}"], figures
         return [], figures
@@ -154,6 +155,18 @@ class Subject:
         wrong = {rank: one for rank, one in enumerate(self.tell(text)) if one is not None}
         if wrong:
             raise Differs("; ".join(f"rank {rank}: {one}" for rank, one in wrong.items()))
+
+    def judge_resources(self, before: tuple[int, int]) -> None:
+        """Raise if anything is left open. The driver of the torture may have closed files of its own meanwhile.
+
+        A connection on which a call still waits, in a thread of its own, comes and goes with the waits of the ranks; there is
+        one at most, over all cases.
+        """
+        descriptors, threads = self.resources()
+        self.first = self.first or before
+        most = self.first[1] + 1 if self.ranks > 1 else before[1]
+        if descriptors > before[0] or threads > most:
+            raise Differs(f"(descriptors, threads): {descriptors, threads}, not {before}, {most} threads at most")
 
     def resources(self) -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
