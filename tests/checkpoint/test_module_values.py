@@ -6,8 +6,7 @@ import json
 import logging
 import tempfile
 import unittest
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from kit.log_texts import log_texts
 from kit.wrapping import WRAPPERS, Trained, adam, check_refused, check_same, cpu, error_text
 from safetensors import safe_open
 from torch import nn
@@ -104,26 +104,12 @@ def stored_in(folder: Path) -> dict[str, Any]:
         return found
 
 
-@contextmanager
-def warnings() -> Iterator[list[str]]:
-    """The warnings of the library in the block."""
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_optim")
-    logger.addHandler(handler)
-    try:
-        yield told
-    finally:
-        logger.removeHandler(handler)
-
-
 def untouched(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     raise AssertionError("state_dict() of a module was called, which gathers in some wrappers")
 
 
 def save_in_all(folder: str) -> None:
-    with cpu(), warnings() as told:
+    with cpu(), log_texts(logging.WARNING) as told:
         for number, wrapper in enumerate(WRAPPERS):
             target = Trained(wrapper, adam, 1, Deep)
             give(target.model, number)
@@ -349,7 +335,7 @@ class ModuleValuesTest(unittest.TestCase):
         model = nn.Sequential(Dumb(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].register_state_dict_post_hook(rename_keys)
         model[2].register_state_dict_pre_hook(lambda module, prefix, keep_vars: None)
-        with warnings() as told:
+        with log_texts(logging.WARNING) as told:
             fsdp_optim.save(self.path, model)
         self.assertEqual(len(told), 2, told)
         self.assertIn("0._extra_state", told[0])

@@ -6,14 +6,14 @@ import logging
 import re
 import tempfile
 import unittest
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from kit.compare import Differs, check_same, refused_on_ranks
+from kit.log_texts import log_texts
 from kit.pretrained import build
 from kit.wrapping import cpu, in_fsdp1, in_fsdp2
 from parameterized import parameterized
@@ -26,19 +26,6 @@ LOADED = ("kit.loaded.hugging_face",)
 LLAMA, ROTARY = "llama", "model.rotary_emb"
 KINDS = ("FSDP2", "FSDP1 flat", "FSDP1 orig", "plain")
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6]]
-
-
-@contextmanager
-def warnings_of_loads() -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("fsdp_optim")
-    log.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        log.removeHandler(handler)
 
 
 def materialised(kind: str, name: str = LLAMA) -> Any:
@@ -74,7 +61,7 @@ def load_llama(root: Path, kind: str) -> None:
     with cpu(), torch.no_grad():
         wanted = build(LLAMA)(tokens).logits
         model = materialised(kind)
-        with warnings_of_loads() as texts:
+        with log_texts(logging.WARNING) as texts:
             fsdp_optim.load(root, model, check="bitwise")
         named = [f"{ROTARY}.inv_freq" in text and f"{ROTARY}.original_inv_freq" in text for text in texts]
         check_same("one warning, with both buffers and what to do", (named, "to_empty()" in texts[0]), ([True], True))
@@ -82,7 +69,7 @@ def load_llama(root: Path, kind: str) -> None:
             raise Differs("the case does not need the buffers")
         model = materialised(kind)
         as_documented(model)
-        with warnings_of_loads() as texts:
+        with log_texts(logging.WARNING) as texts:
             fsdp_optim.load(root, model, check="bitwise")
         check_same("warnings", texts, [])
         check_same("logits", model(tokens).logits, wanted)
@@ -132,7 +119,7 @@ class UnsavedBuffersTest(unittest.TestCase):
             run_on_ranks(on_meta_in_part, 2, f"{folder}/it")
 
     def _warned(self, model: nn.Module, load: Callable[..., Any] = fsdp_optim.load) -> list[str]:
-        with tempfile.TemporaryDirectory() as folder, warnings_of_loads() as texts:
+        with tempfile.TemporaryDirectory() as folder, log_texts(logging.WARNING) as texts:
             fsdp_optim.save(f"{folder}/it", Table(), durable=False)
             load(f"{folder}/it", model)
         return texts
@@ -165,7 +152,7 @@ class UnsavedBuffersTest(unittest.TestCase):
     def test_a_full_dict_of_weights_is_a_load_too(self) -> None:
         model = Table()
         model.table.fill_(float("nan"))
-        with warnings_of_loads() as texts:
+        with log_texts(logging.WARNING) as texts:
             fsdp_optim.scatter_full_model_state_dict(model, Table().state_dict())
         self.assertEqual(["table" in text for text in texts], [True])
 

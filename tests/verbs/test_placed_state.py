@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kit.compare import Differs, check_same
+from kit.log_texts import log_texts
 from kit.wraps import in_ddp, in_fairscale, in_fsdp1, in_fsdp2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -225,19 +224,6 @@ def loaded_elsewhere(folder: str, wrap: str) -> None:
             fsdp_optim.load(folder, model, optim, check="bitwise")
             again = fsdp_optim.gather_full_optim_state_dict(model, optim, recipient_rank=None, key_by="name")
             check_plain(f"{wrap}, load", again["state"], wanted)
-
-
-@contextmanager
-def log_texts() -> Iterator[list[str]]:
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("fsdp_optim")
-    log.addHandler(handler)
-    try:
-        yield texts
-    finally:
-        log.removeHandler(handler)
 
 
 @pytest.mark.parametrize("wrap", list(WRAPS))
