@@ -25,7 +25,7 @@ _OF_LESS_THAN_A_BYTE = frozenset(f"torch.{kind}{bits}" for kind in ("int", "uint
 
 
 def is_usual(value: object) -> bool:
-    """Whether a value is a tensor whose elements surely can be copied, as nearly all are: nothing more has to be asked."""
+    """Whether a value is an ordinary tensor, whose elements can be copied. Nearly all are, and need no further check."""
     if type(value) is not torch.Tensor or value.dtype not in _USUAL:
         return False
     return value.layout is torch.strided and not value.is_meta and not value.is_nested

@@ -78,5 +78,5 @@ def _next(
 
 
 def _shapes_of(values: Mapping[str, Any]) -> frozenset[Shape]:
-    """The shapes of the tensors with dimensions in the state of a parameter, one of which is the parameter's own."""
+    """The shapes of a parameter's state tensors that have dimensions. The parameter has one of these shapes."""
     return frozenset(value.shape for value in values.values() if isinstance(value, StoredTensor) and value.shape)

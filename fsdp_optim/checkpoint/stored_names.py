@@ -15,7 +15,7 @@ _MOST_PAIRS = 4
 def why_names_differ(
     reader: ModelReader, checkpoint: FormatReader, missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
-    """What transformers does with the names of this model, and the way out; "" where it keeps them.
+    """How transformers renames the weights of this model, and the fix; "" where it keeps them.
 
     `missing`, `unexpected`: names that only the model has, and only the checkpoint.
     """

@@ -191,7 +191,7 @@ def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -
 
 
 def _beside(checkpoint: FormatReader) -> str:
-    """The other values of another library's file, one of which the user may have taken for the weights."""
+    """The other values of another library's file. The user may have mistaken one of them for the weights."""
     others = (checkpoint.extra_values or {}) if isinstance(checkpoint, ForeignReader) else {}
     return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)" if others else ""
 

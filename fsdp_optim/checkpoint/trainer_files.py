@@ -294,7 +294,7 @@ class FolderSave:
         is_there = not self.settings.background
         try:
             with meeting("commit", self.settings) as group:
-                if is_interrupt(self.failure.error) and self.failure.error is not None:
+                if is_interrupt(self.failure.error):
                     raise self.failure.error
                 if self.failure.error is not None:
                     raise CheckpointError(f"{self.path}: {self._reason()}") from self.failure.error

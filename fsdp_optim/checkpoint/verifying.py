@@ -23,7 +23,7 @@ from fsdp_optim.move import Key
 from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
 from fsdp_optim.storage.base import StoreWriter
 
-_NUM_THREADS = 4  # that compare checksums of torch, each of which is of a whole tensor
+_NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
 _MOST_NAMED = 20  # damaged places in an error
 
 

@@ -176,7 +176,7 @@ class Encoder:
 
 
 def _local(where: str, value: Any) -> Any:
-    """The local tensor of a DTensor. Raises CheckpointError for one of which this rank has only a part."""
+    """The local tensor of a DTensor. Raises CheckpointError if this rank has only a part of the DTensor."""
     try:
         return as_local(where, value)
     except WrapperError as error:

@@ -30,7 +30,7 @@ class _Inside:
 
 
 class SafetensorsInside:
-    """The safetensors files inside of DCP files, each of which is looked for once."""
+    """The safetensors files inside DCP files. Each is looked up once."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened

@@ -150,7 +150,7 @@ def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
 
 
 def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, StoredTensor]:
-    """The tensors of files, each of which has whole ones. Raises CheckpointError where two files have the same."""
+    """The tensors of several files, each complete in one of them. Raises CheckpointError if two files have the same tensor."""
     model: dict[str, StoredTensor] = {}
     for file in files:
         check_is_whole(opened, file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
 """What a signal handler or a notebook raises on one rank."""
 
@@ -9,7 +11,7 @@ RANK_ERRORS = (Exception, *INTERRUPTS)
 """What ends a call on one rank, so that the other ranks must be told."""
 
 
-def is_interrupt(error: BaseException | None) -> bool:
+def is_interrupt(error: BaseException | None) -> TypeGuard[KeyboardInterrupt | SystemExit]:
     """Whether this is an interrupt of this rank, which is raised as it is, while the other ranks hear of it as of an error."""
     return isinstance(error, INTERRUPTS)
 
