@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measure import table
 
-from fsdp_optim.checkpoint.files import stored_on, written_cut
-from fsdp_optim.checkpoint.reading import elements_of
+from fsdp_optim.checkpoint.common.files import stored_on, written_cut
+from fsdp_optim.checkpoint.load.reading import elements_of
 from fsdp_optim.layout import STORAGE, FlatChunks, MeshBoxes, Placement, Whole
 from fsdp_optim.move import StateValue
 from fsdp_optim.plan import Plans, RankPlan, Request

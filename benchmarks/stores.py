@@ -42,7 +42,7 @@ from kit.servers import new_bucket, port_of, serving
 from measure import Series, run_in_turn, table
 
 import fsdp_optim
-from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.buckets.s3.bucket import S3Bucket
 from fsdp_optim.testing import fairscale_on_cpu, run_on_ranks
 
 PART_NBYTES, READ_NBYTES, LEAST_NBYTES = 5 << 20, 8 << 20, 1 << 20

@@ -53,7 +53,7 @@ from fsdp_optim.errors import (
 
 if TYPE_CHECKING:
     # Not in __all__: `import *`, completion and help() would import fairscale, or fail where it is not installed.
-    from fsdp_optim.drop_in import FullyShardedDataParallel as FullyShardedDataParallel
+    from fsdp_optim.fairscale import FullyShardedDataParallel as FullyShardedDataParallel
 
 __version__ = "0.1.0"
 
@@ -109,7 +109,7 @@ if not TYPE_CHECKING:  # type checkers take every name as there where a module h
     def __getattr__(name: str) -> Any:
         """Import `FullyShardedDataParallel` on first access, because it imports fairscale, which is an extra."""
         if name == "FullyShardedDataParallel":
-            from fsdp_optim.drop_in import FullyShardedDataParallel
+            from fsdp_optim.fairscale import FullyShardedDataParallel
 
             return FullyShardedDataParallel
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

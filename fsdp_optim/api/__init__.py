@@ -18,13 +18,13 @@ from fsdp_optim.api.optim_dicts import (
 )
 from fsdp_optim.api.save_load import async_save, load, save
 from fsdp_optim.api.slices import declare_slice
-from fsdp_optim.checkpoint.alone import launched_ranks
-from fsdp_optim.checkpoint.inspecting import GroupInfo, Inspected, TensorInfo
-from fsdp_optim.checkpoint.manager import CheckpointManager
-from fsdp_optim.checkpoint.pending import SaveHandle
-from fsdp_optim.checkpoint.restored import Restored
-from fsdp_optim.checkpoint.results import CheckpointInfo, LoadSummary, Saved
-from fsdp_optim.checkpoint.verifying import Verified
+from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.common.results import CheckpointInfo, LoadSummary, Saved
+from fsdp_optim.checkpoint.common.single_rank_warning import launched_ranks
+from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.run.manager import CheckpointManager
+from fsdp_optim.offline.inspecting import GroupInfo, Inspected, TensorInfo
+from fsdp_optim.offline.verifying import Verified
 from fsdp_optim.verbs.load_state import Incompatible
 
 __all__ = [

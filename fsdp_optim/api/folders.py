@@ -10,12 +10,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_optim.checkpoint import catalog, listing, resuming, roots
-from fsdp_optim.checkpoint.formats import SAVED
-from fsdp_optim.checkpoint.pending import pending
-from fsdp_optim.checkpoint.restored import Restored
-from fsdp_optim.checkpoint.results import CheckpointInfo
-from fsdp_optim.checkpoint.stores import shelf_at
+from fsdp_optim.buckets.schemes import scheme_of
+from fsdp_optim.checkpoint.catalog import listing, roots
+from fsdp_optim.checkpoint.catalog import newest as catalog
+from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.pending import pending
+from fsdp_optim.checkpoint.common.results import CheckpointInfo
+from fsdp_optim.checkpoint.common.stores import shelf_at
+from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.run import resuming
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
@@ -30,7 +33,6 @@ from fsdp_optim.options import (
     WhichWeights,
 )
 from fsdp_optim.storage.posix.files import checkpoint_errors
-from fsdp_optim.storage.schemes import scheme_of
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_optim.checkpoint import convert as conversion
-from fsdp_optim.checkpoint import inspecting, verifying
-from fsdp_optim.checkpoint.formats import WRITTEN
-from fsdp_optim.checkpoint.inspecting import Inspected
-from fsdp_optim.checkpoint.results import Saved
-from fsdp_optim.checkpoint.verifying import Verified
+from fsdp_optim.checkpoint.common.formats import WRITTEN
+from fsdp_optim.checkpoint.common.results import Saved
 from fsdp_optim.memory import ordinary_tensors
+from fsdp_optim.offline import convert as conversion
+from fsdp_optim.offline import inspecting, verifying
+from fsdp_optim.offline.inspecting import Inspected
+from fsdp_optim.offline.verifying import Verified
 from fsdp_optim.options import CONVERT_NBYTES, ConvertOptions, KeyBy, Model, Options
 from fsdp_optim.storage.posix.files import checkpoint_errors
 

@@ -22,9 +22,9 @@ from fsdp_optim.options import (
     Options,
     ScatterOptions,
 )
-from fsdp_optim.state.full import FullDict
-from fsdp_optim.state.local import OptimizerLike, Optimizers
-from fsdp_optim.state.local_dict import Shard
+from fsdp_optim.state.dicts.full import FullDict
+from fsdp_optim.state.live.local import OptimizerLike, Optimizers
+from fsdp_optim.state.live.local_dict import Shard
 from fsdp_optim.verbs import gather, iterate, rekey, scatter, shard, transfer
 from fsdp_optim.verbs import load_state as loading
 from fsdp_optim.verbs.load_state import Incompatible, LoadableOptimizer

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_optim.checkpoint import background, restore
-from fsdp_optim.checkpoint import save as saving
-from fsdp_optim.checkpoint.pending import SaveHandle
-from fsdp_optim.checkpoint.restored import Restored
-from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.save import background
+from fsdp_optim.checkpoint.save import foreground as saving
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import (
     BUCKET_NBYTES,
@@ -31,7 +32,7 @@ from fsdp_optim.options import (
     Strategy,
     WhichWeights,
 )
-from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.live.local import Optimizers
 from fsdp_optim.storage.posix.files import checkpoint_errors
 from fsdp_optim.verbs.load_state import LoadableOptimizer
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from fsdp_optim.adapters.module_values import is_extra_state
-from fsdp_optim.checkpoint import module_values
-from fsdp_optim.checkpoint.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
-from fsdp_optim.checkpoint.installing import install_all
-from fsdp_optim.checkpoint.local_extents import bytes_of
-from fsdp_optim.checkpoint.reading import FlatsEnd, stored_value
-from fsdp_optim.checkpoint.targets import Weights
+from fsdp_optim.checkpoint.common import module_values
+from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, checked_weights_of
+from fsdp_optim.checkpoint.common.local_extents import bytes_of
+from fsdp_optim.checkpoint.load.installing import install_all
+from fsdp_optim.checkpoint.load.reading import FlatsEnd, stored_value
+from fsdp_optim.checkpoint.load.targets import Weights
 from fsdp_optim.errors import RankError, StateError
-from fsdp_optim.formats.base import MODULES, UNKNOWN_WEIGHTS, ExtraValues, SavedWeights, StoredTensor
-from fsdp_optim.formats.extents import Extent
+from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.protocols import MODULES, UNKNOWN_WEIGHTS, ExtraValues, SavedWeights, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, flatten, is_plain
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import GatherOptions, LoadOptions, Model, WhichWeights
-from fsdp_optim.state.replicas import ELEMENTS
+from fsdp_optim.state.merged.replicas import ELEMENTS
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from fsdp_optim.checkpoint.trainer_files import Settings, check_settings
+from fsdp_optim.checkpoint.trainers.folder import Settings, check_settings
 from fsdp_optim.integrations import accelerator_state, trainer_folder
 from fsdp_optim.integrations.needed import needed, version_of
 from fsdp_optim.integrations.patches import is_replaced, put_back, replace_function, replace_method

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_optim.api import wait
-from fsdp_optim.checkpoint.trainer_files import (
+from fsdp_optim.checkpoint.trainers.folder import (
     FolderSave,
     Settings,
     by_lowest,
@@ -22,7 +22,7 @@ from fsdp_optim.checkpoint.trainer_files import (
     optimizers_inside,
     wait_on_all,
 )
-from fsdp_optim.checkpoint.trainer_signs import put_up_sign
+from fsdp_optim.checkpoint.trainers.signs import put_up_sign
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.patches import standing_in
 from fsdp_optim.storage.posix.files import absolute

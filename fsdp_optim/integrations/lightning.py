@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import get_rank, group
 
 import fsdp_optim
-from fsdp_optim.checkpoint.stores import is_url, store_at
-from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
-from fsdp_optim.checkpoint.trainer_state import RANDOM, RANK, LoadedState, TrainerState, set_random_states
+from fsdp_optim.checkpoint.common.stores import is_url, store_at
+from fsdp_optim.checkpoint.run.trainer_state import RANDOM, RANK, LoadedState, TrainerState, set_random_states
+from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError, FsdpOptimError, StateError
 from fsdp_optim.integrations.needed import refusal
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fsdp_optim.checkpoint.restored import Restored
+    from fsdp_optim.checkpoint.load.restored import Restored
 
 __all__ = ["Checkpoints", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"]
 

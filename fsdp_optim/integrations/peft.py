@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from fsdp_optim import api
-from fsdp_optim.checkpoint.as_others import async_save_as, clean_name, module_inside, save_as
-from fsdp_optim.checkpoint.formats import FormatChoices
-from fsdp_optim.checkpoint.pending import SaveHandle
-from fsdp_optim.checkpoint.restored import Restored
-from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.common.formats import FormatChoices
+from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.trainers.foreign_names import async_save_as, clean_name, module_inside, save_as
 from fsdp_optim.errors import StateError, WrapperError
 from fsdp_optim.integrations.needed import refusal
 from fsdp_optim.memory import ordinary_tensors
 from fsdp_optim.options import Options, SaveOptions
-from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.live.local import Optimizers
 
 __all__ = ["async_save", "load", "resume", "save"]
 

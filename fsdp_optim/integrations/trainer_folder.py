@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_optim.api import inspect
 from fsdp_optim.checkpoint.model_dict import gather_model
-from fsdp_optim.checkpoint.trainer_files import (
+from fsdp_optim.checkpoint.trainers.folder import (
     SHARDED_OPTIM,
     FolderSave,
     Settings,
@@ -27,7 +27,7 @@ from fsdp_optim.checkpoint.trainer_files import (
     see_file,
     wait_on_all,
 )
-from fsdp_optim.checkpoint.trainer_signs import put_up_sign
+from fsdp_optim.checkpoint.trainers.signs import put_up_sign
 from fsdp_optim.errors import CheckpointError, StateError
 from fsdp_optim.integrations.patches import standing_in
 from fsdp_optim.options import GatherOptions, Rename, WhichWeights

@@ -20,14 +20,15 @@ from typing import Any, Literal
 from torch import nn
 
 from fsdp_optim import api
-from fsdp_optim.checkpoint.background import async_save
-from fsdp_optim.checkpoint.pending import SaveHandle
-from fsdp_optim.checkpoint.restore import restore
-from fsdp_optim.checkpoint.save import save
-from fsdp_optim.checkpoint.saving_objects import with_objects
-from fsdp_optim.checkpoint.sharing import waited_for
-from fsdp_optim.checkpoint.trainer_files import Settings, by_lowest
-from fsdp_optim.checkpoint.trainer_state import LoadedState, TrainerState
+from fsdp_optim.buckets.schemes import scheme_of
+from fsdp_optim.checkpoint.common.pending import SaveHandle
+from fsdp_optim.checkpoint.common.seen_by_all import waited_for
+from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.checkpoint.run.saving_objects import with_objects
+from fsdp_optim.checkpoint.run.trainer_state import LoadedState, TrainerState
+from fsdp_optim.checkpoint.save.background import async_save
+from fsdp_optim.checkpoint.save.foreground import save
+from fsdp_optim.checkpoint.trainers.folder import Settings, by_lowest
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.integrations.needed import needed
 from fsdp_optim.options import LoadOptions, Options, SaveOptions, WhichWeights
@@ -36,7 +37,6 @@ from fsdp_optim.storage.posix.beacon import refresh, sees
 from fsdp_optim.storage.posix.filesystem import is_of_one_machine
 from fsdp_optim.storage.posix.leftovers import SAVING
 from fsdp_optim.storage.posix.small_files import folders_in, has_file, replace_text
-from fsdp_optim.storage.schemes import scheme_of
 
 __all__ = ["FsdpOptimCheckpointManager", "disable", "enable"]
 

@@ -7,8 +7,8 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from fsdp_optim.buckets.objects.base import Bucket
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.objects.base import Bucket
 from fsdp_optim.testing.mix_in import MixIn
 
 

@@ -1,4 +1,4 @@
-"""What every Bucket has to do, as one test class; `fsdp_optim.storage.objects.base` has the protocol.
+"""What every Bucket has to do, as one test class; `fsdp_optim.buckets.objects.base` has the protocol.
 
     class TestMyBucket(BucketConformance, unittest.TestCase):
         def make_bucket(self):
@@ -15,8 +15,8 @@ import itertools
 import random
 from collections.abc import Sequence
 
+from fsdp_optim.buckets.objects.base import ABSENT, MissingObjectError, OvertakenError
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.objects.base import ABSENT, MissingObjectError, OvertakenError
 from fsdp_optim.testing.bucket_uploads import UploadPromises
 
 _ODD_KEYS = (

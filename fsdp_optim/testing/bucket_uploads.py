@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fsdp_optim.buckets.objects.base import ABSENT, OvertakenError
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage.objects.base import ABSENT, OvertakenError
 from fsdp_optim.testing.bucket_case import BucketCase
 
 

@@ -1,4 +1,4 @@
-"""A test class for every format of another library that is read; `fsdp_optim.formats.foreign` has the reader that they share.
+"""A test class for every format of another library that is read; `fsdp_optim.foreign.reader` has the reader that they share.
 
     class TestTheirFormat(ReaderConformance, unittest.TestCase):
         def make_format(self):
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import COMMON, Format, FormatReader, StoredTensor
-from fsdp_optim.formats.extents import Extent
-from fsdp_optim.formats.foreign import tensors_in
+from fsdp_optim.foreign.reader import tensors_in
+from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.protocols import COMMON, Format, FormatReader, StoredTensor
 from fsdp_optim.layout import Whole
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.plan import Copy, copies_into

@@ -1,4 +1,4 @@
-"""A test class for every checkpoint format; `fsdp_optim.formats.base` has the protocols.
+"""A test class for every checkpoint format; `fsdp_optim.formats.base.protocols` has the protocols.
 
     class TestMyFormat(FormatConformance, unittest.TestCase):
         def make_format(self):
@@ -22,7 +22,17 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import (
+from fsdp_optim.formats.base.description import (
+    OPAQUE,
+    SCALAR,
+    SCALAR_TENSOR,
+    TENSOR,
+    GroupDescription,
+    OptimDescription,
+    ParamDescription,
+)
+from fsdp_optim.formats.base.extents import Extent, write_extents
+from fsdp_optim.formats.base.protocols import (
     COMMON,
     CheckpointContents,
     Format,
@@ -35,16 +45,6 @@ from fsdp_optim.formats.base import (
     WrittenFiles,
     rank_extra_name,
 )
-from fsdp_optim.formats.description import (
-    OPAQUE,
-    SCALAR,
-    SCALAR_TENSOR,
-    TENSOR,
-    GroupDescription,
-    OptimDescription,
-    ParamDescription,
-)
-from fsdp_optim.formats.extents import Extent, write_extents
 from fsdp_optim.memory import dtype_name, dtype_named
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing.mix_in import MixIn

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.formats.base import COMMON, Half
-from fsdp_optim.formats.description import (
+from fsdp_optim.formats.base.description import (
     SCALAR,
     SCALAR_TENSOR,
     TENSOR,
@@ -32,6 +31,7 @@ from fsdp_optim.formats.description import (
     OptimDescription,
     ParamDescription,
 )
+from fsdp_optim.formats.base.protocols import COMMON, Half
 from fsdp_optim.storage.base import Store
 from fsdp_optim.testing.foreign_readers import ReaderConformance, Tensors, Written
 from fsdp_optim.testing.formats import Saved, save_as

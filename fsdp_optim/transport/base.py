@@ -17,8 +17,8 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.options import BUCKET_NBYTES, DEFAULT_TIMEOUT
 from fsdp_optim.plan import Copy, Plans
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.job_store import JobStore
-from fsdp_optim.transport.pulse import Pulse
+from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.pulse import Pulse
 from fsdp_optim.transport.turns import Turn, Turns
 from fsdp_optim.transport.verdict import Statement, Verdict
 

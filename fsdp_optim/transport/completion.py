@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fsdp_optim.errors import CheckpointError, RankTimeoutError, StoreLostError
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.pulse import Watch, lost_ranks
+from fsdp_optim.transport.job.pulse import Watch, lost_ranks
 
 _PART_NBYTES = 4 << 20  # bytes of a report in one value of the store
 _TOGETHER = 64  # values that are read at once

@@ -24,8 +24,8 @@ from fsdp_optim.memory import Budget
 from fsdp_optim.plan import Plans
 from fsdp_optim.transport.base import Item, RankGroup, Send, World
 from fsdp_optim.transport.failure import Failure
-from fsdp_optim.transport.job_store import JobStore
-from fsdp_optim.transport.pulse import Pulse
+from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.pulse import Pulse
 from fsdp_optim.transport.turns import Turns
 from fsdp_optim.transport.verdict import Statement, Verdict, Waiting, absence, at_another_step, deadlock, reason_of
 

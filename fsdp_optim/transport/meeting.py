@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from fsdp_optim.errors import class_name
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import INTERRUPTS, Failure
-from fsdp_optim.transport.job_store import JobStore
-from fsdp_optim.transport.pulse import Watch, lost_ranks
+from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.pulse import Watch, lost_ranks
 from fsdp_optim.transport.stored_verdict import CONTENT, STEP, Notes, StoredVerdict, note_line
 from fsdp_optim.transport.verdict import Reason, Statement, Waiting, absence, deadlock, loss, reason_of
 

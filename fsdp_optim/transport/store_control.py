@@ -6,7 +6,7 @@ import hashlib
 
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import INTERRUPTS
-from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.meeting import Meeting
 from fsdp_optim.transport.verdict import Statement, Verdict
 

@@ -18,16 +18,16 @@ from fsdp_optim.errors import StateError, counted_noun, shortened
 from fsdp_optim.layout import OnMesh, Placement, RankSet, Shape
 from fsdp_optim.options import Arguments, Model, OnReplicaMismatch, Options
 from fsdp_optim.speed import speed_of
-from fsdp_optim.state.draw import draw
-from fsdp_optim.state.fitting import LiveOptimizer
-from fsdp_optim.state.local import LocalOptim, LocalParam, Optimizers, read_optimizer
-from fsdp_optim.state.names import Names
-from fsdp_optim.state.order import Counted, Listed, count
-from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.replicas import STATE, print_of_state
-from fsdp_optim.state.reports import LiveParam, RankReport
-from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of, same
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.state.dicts.order import Counted, Listed, count
+from fsdp_optim.state.live.fitting import LiveOptimizer
+from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers, read_optimizer
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.merge_reports import draw
+from fsdp_optim.state.merged.replicas import STATE, print_of_state
+from fsdp_optim.state.merged.reports import LiveParam, RankReport
+from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of, same
+from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import agree, all_hear, compare, in_turn
 from fsdp_optim.transport.base import RankGroup, World
 from fsdp_optim.transport.failure import RANK_ERRORS, Failure, is_interrupt

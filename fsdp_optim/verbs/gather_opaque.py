@@ -10,7 +10,7 @@ import torch
 
 from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import own
-from fsdp_optim.state.opaque import OpaqueShards, cuts_of, holds_all
+from fsdp_optim.state.values.opaque import OpaqueShards, cuts_of, holds_all
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.parcels import NOTHING, Parcel, send

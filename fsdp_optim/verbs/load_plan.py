@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.state.fits import Fit
-from fsdp_optim.state.local import LocalParam
-from fsdp_optim.state.local_dict import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
-from fsdp_optim.state.packed import LocalId
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.dicts.packed import LocalId
+from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.local import LocalParam
+from fsdp_optim.state.live.local_dict import Shard, Summaries, local_values, opaque_values, shard_dicts, summary_for
+from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.verbs.call import Local, log_summary
 
 log = logging.getLogger("fsdp_optim")

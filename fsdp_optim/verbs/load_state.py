@@ -12,12 +12,12 @@ import torch
 from fsdp_optim.elements import check_elements
 from fsdp_optim.errors import FsdpOptimError, StateError, counted_noun, shortened
 from fsdp_optim.memory import tensors_in, within
-from fsdp_optim.state.class_fit import lacking_values
-from fsdp_optim.state.classes import OptimizerClass, has_own_form
-from fsdp_optim.state.full import RESERVED_KEYS
-from fsdp_optim.state.local import OptimizerLike
-from fsdp_optim.state.local_dict import INCOMPATIBLE
-from fsdp_optim.state.same import same
+from fsdp_optim.state.dicts.full import RESERVED_KEYS
+from fsdp_optim.state.live.class_fit import lacking_values
+from fsdp_optim.state.live.local import OptimizerLike
+from fsdp_optim.state.live.local_dict import INCOMPATIBLE
+from fsdp_optim.state.values.classes import OptimizerClass, has_own_form
+from fsdp_optim.state.values.same import same
 from fsdp_optim.verbs.arguments import check_optimizers, check_shard
 from fsdp_optim.verbs.own_load import WAYS_OUT, OwnLoad, names_in
 from fsdp_optim.verbs.widening import in_words, widened

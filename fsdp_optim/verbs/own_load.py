@@ -13,10 +13,10 @@ import torch
 from fsdp_optim.adapters import all_adapters
 from fsdp_optim.errors import StateError
 from fsdp_optim.memory import is_plain
-from fsdp_optim.state.classes import is_of_torch, layers
-from fsdp_optim.state.kinds import is_known_moment
-from fsdp_optim.state.packed import given_names
-from fsdp_optim.state.same import same
+from fsdp_optim.state.dicts.packed import given_names
+from fsdp_optim.state.values.classes import is_of_torch, layers
+from fsdp_optim.state.values.kinds import is_known_moment
+from fsdp_optim.state.values.same import same
 
 WAYS_OUT = (
     "cut it with get_shard_from_optim_state_dict(model, optim, full), or where only one rank has it with "

@@ -14,13 +14,13 @@ from fsdp_optim.dtensors import as_local
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import Shape
 from fsdp_optim.options import KeyBy, Model, check_one_of
-from fsdp_optim.state.dialects import given_dict
-from fsdp_optim.state.fits import check_fits
-from fsdp_optim.state.full import FullDict, FullState, kinds_of, records_kinds, write
-from fsdp_optim.state.local import Optimizers, read_optimizer
-from fsdp_optim.state.local_dict import summarize
-from fsdp_optim.state.names import Names
-from fsdp_optim.state.order import Listed, as_ids_count, count
+from fsdp_optim.state.dicts.dialects import given_dict
+from fsdp_optim.state.dicts.full import FullDict, FullState, kinds_of, records_kinds, write
+from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.state.dicts.order import Listed, as_ids_count, count
+from fsdp_optim.state.live.fits import check_fits
+from fsdp_optim.state.live.local import Optimizers, read_optimizer
+from fsdp_optim.state.live.local_dict import summarize
 from fsdp_optim.verbs.arguments import check_full, check_model, check_optimizers
 from fsdp_optim.verbs.call import Local, names_of_model
 from fsdp_optim.verbs.sharded_dict import is_sharded

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Placement
 from fsdp_optim.options import OnReplicaMismatch
-from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.replicas import STATE, not_replicas, print_of_state, print_of_value
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.merged.global_state import Param, Picture
+from fsdp_optim.state.merged.replicas import STATE, not_replicas, print_of_state, print_of_value
+from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import MeetingResult, compare, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -16,14 +16,14 @@ from fsdp_optim.layout import Whole
 from fsdp_optim.memory import Slabs, own
 from fsdp_optim.move import End, StateValue, move
 from fsdp_optim.options import Model, Options, ScatterOptions
-from fsdp_optim.state.dialects import given_dict
-from fsdp_optim.state.fits import Fit
-from fsdp_optim.state.full import FullState
-from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.local_dict import Shard, allocate, summarize
-from fsdp_optim.state.opaque import OpaqueShards
-from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.dicts.dialects import given_dict
+from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.live.local_dict import Shard, allocate, summarize
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.values.opaque import OpaqueShards
+from fsdp_optim.state.values.summary import Summary
 from fsdp_optim.transport.agree import agree, tell
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -13,12 +13,12 @@ from fsdp_optim.errors import StateError, WrapperError, counted_noun
 from fsdp_optim.layout import Whole
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Model, Options
-from fsdp_optim.state.dialects import given_dict
-from fsdp_optim.state.expected import expected_optimizer
-from fsdp_optim.state.fits import check_shapes
-from fsdp_optim.state.full import FullState
-from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.local_dict import Shard, summarize
+from fsdp_optim.state.dicts.dialects import given_dict
+from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.live.expected import expected_optimizer
+from fsdp_optim.state.live.fits import check_shapes
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.live.local_dict import Shard, summarize
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.failure import Failure
 from fsdp_optim.transport.world import world_here

@@ -16,12 +16,12 @@ from fsdp_optim.layout import Placement, Whole
 from fsdp_optim.memory import dtype_name, dtype_named, flatten, is_plain
 from fsdp_optim.move import StateValue, move
 from fsdp_optim.options import Model, Options
-from fsdp_optim.state.dialects import given_dict
-from fsdp_optim.state.full import FullState
-from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.local_dict import Shard, Summaries, summarize
-from fsdp_optim.state.parts import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
-from fsdp_optim.state.same import Incomparable, fingerprint_of, key_of
+from fsdp_optim.state.dicts.dialects import given_dict
+from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.live.local_dict import Shard, Summaries, summarize
+from fsdp_optim.state.merged.sharded_dict import WHOLE_HERE, DictPart, PartsByRanks, ValuePart, join
+from fsdp_optim.state.values.same import Incomparable, fingerprint_of, key_of
 from fsdp_optim.transport.agree import agree, compare
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fsdp_optim.state.classes import innermost
-from fsdp_optim.state.local import Optimizers
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.values.classes import innermost
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 

@@ -10,13 +10,13 @@ from fsdp_optim.adapters import ModelReader
 from fsdp_optim.errors import StateError, counted_noun
 from fsdp_optim.layout import OnMesh, Placement, cut_of
 from fsdp_optim.options import Model, Options
-from fsdp_optim.state.fits import LIVE_GROUPS, Fit
-from fsdp_optim.state.full import FullState
-from fsdp_optim.state.local import Optimizers
-from fsdp_optim.state.opaque import cuts_of
-from fsdp_optim.state.picture import Param, Picture
-from fsdp_optim.state.reports import LiveParam
-from fsdp_optim.state.values import OpaqueType, Summary
+from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.live.fits import LIVE_GROUPS, Fit
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.merged.global_state import Param, Picture
+from fsdp_optim.state.merged.reports import LiveParam
+from fsdp_optim.state.values.opaque import cuts_of
+from fsdp_optim.state.values.summary import OpaqueType, Summary
 from fsdp_optim.transport.agree import agree
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.failure import Failure

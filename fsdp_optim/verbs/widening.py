@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fsdp_optim.errors import StateError, shortened
-from fsdp_optim.state.classes import innermost, is_of_torch
-from fsdp_optim.state.kinds import is_known_moment
+from fsdp_optim.state.values.classes import innermost, is_of_torch
+from fsdp_optim.state.values.kinds import is_known_moment
 
 
 def widened(

@@ -34,7 +34,7 @@ from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import fsdp_optim
-from fsdp_optim.state.order import Counted, Listed, count, merge
+from fsdp_optim.state.dicts.order import Counted, Listed, count, merge
 from fsdp_optim.testing import run_on_ranks
 
 FLAT = ("fairscale flat", "FSDP1 flat")

@@ -132,7 +132,7 @@ def by_attribute():
     fsdp_optim.FullyShardedDataParallel
 
 def by_module():
-    import fsdp_optim.drop_in
+    import fsdp_optim.fairscale
 
 def on_cpu():
     with fairscale_on_cpu():

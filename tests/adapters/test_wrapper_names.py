@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp_optim
-from fsdp_optim.formats import olmo_local
-from fsdp_optim.state.wrapped_names import WrappedNames
+from fsdp_optim.foreign.per_rank import olmo_local
+from fsdp_optim.state.dicts.wrapped_names import WrappedNames
 from fsdp_optim.testing import run_on_ranks
 
 NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module")

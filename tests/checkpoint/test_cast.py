@@ -17,7 +17,7 @@ from kit.wrapping import Oracle, Trained, adam, check_refused, check_same, cpu, 
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import casting
+from fsdp_optim.checkpoint.common import casting
 from fsdp_optim.testing import run_on_ranks
 
 

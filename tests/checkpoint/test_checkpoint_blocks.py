@@ -18,7 +18,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.state.same import same
+from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 
 _MOST = 20_000  # bytes of a manifest of these models
@@ -116,7 +116,7 @@ class BlocksTest(unittest.TestCase):
     def test_bytes_that_are_none(self) -> None:
         """A number that is no tensor of bytes is damage, told as such."""
         from fsdp_optim.errors import CheckpointError
-        from fsdp_optim.formats.codec import Decoder
+        from fsdp_optim.formats.base.codec import Decoder
 
         for said in (0, 1, True, None, [0]):
             with self.assertRaises(CheckpointError):

@@ -19,9 +19,9 @@ from soak.mutators import repair
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.bools import BOOL, check_bools
-from fsdp_optim.formats.extents import Extent
-from fsdp_optim.formats.header import Entry
+from fsdp_optim.formats.base.bools import BOOL, check_bools
+from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.header import Entry
 from fsdp_optim.testing import run_on_ranks
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 import fsdp_optim
-from fsdp_optim.state.folding import fold_of
+from fsdp_optim.state.values.digest import fold_of
 from fsdp_optim.testing import run_on_ranks
 
 
@@ -169,7 +169,7 @@ def cast_by_wrappers(folder: str) -> dict[str, tuple[str, str]]:
 
 def altered_after_install(load: Callable[[], Any], model: nn.Module) -> None:
     """Run a load with one element of the buffer changed between the end of the load and the check."""
-    from fsdp_optim.checkpoint import restore
+    from fsdp_optim.checkpoint.load import restore
 
     check, number = restore.check_bitwise, dist.get_rank() if dist.is_initialized() else 0
 

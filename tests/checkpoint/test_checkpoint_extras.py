@@ -22,7 +22,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.codec import Decoder, Encoder
+from fsdp_optim.formats.base.codec import Decoder, Encoder
 from fsdp_optim.testing import run_on_ranks
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
@@ -183,7 +183,7 @@ SHORT: dict[str, Any] = {
 class MemoryTest(unittest.TestCase):
     @parameterized.expand(SHORT)
     def test_is_not_long_in_memory(self, case: str) -> None:
-        from fsdp_optim.checkpoint.contents import RECORDS
+        from fsdp_optim.checkpoint.common.contents import RECORDS
 
         tensor = torch.zeros(1 << 16)
         tracemalloc.start()

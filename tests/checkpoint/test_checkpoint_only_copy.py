@@ -22,7 +22,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.formats.own.probe import JUDGE
 from fsdp_optim.storage.posix.claim import LOCK
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.testing import run_on_ranks

@@ -31,7 +31,7 @@ from kit.optimizers import two_groups
 from kit.wrapping import STEPS, WRAPPERS, Differs, OfModel, Trained, check_refused, check_same, cpu, error_text
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint import local_extents
+from fsdp_optim.checkpoint.common import local_extents
 from fsdp_optim.storage.posix import filesystem, folder, store
 from fsdp_optim.testing import run_on_ranks
 
@@ -280,7 +280,7 @@ class ClosingTest(InFolder):
 
 def save_all_but_one(path: Path, checksums: bool) -> tuple[str, str]:
     """Rank 1 loses a run on the way."""
-    from fsdp_optim.checkpoint.writing import RankWriter
+    from fsdp_optim.checkpoint.save.writing import RankWriter
 
     real = RankWriter.extents_of
 

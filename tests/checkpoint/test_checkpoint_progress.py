@@ -35,7 +35,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import progress as progress_of
+from fsdp_optim.checkpoint.common import progress as progress_of
 from fsdp_optim.testing import run_on_ranks
 
 BUCKET = 8 << 10  # bytes: one tensor on a rank

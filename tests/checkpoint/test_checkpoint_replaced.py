@@ -27,8 +27,8 @@ from kit.wrapping import Differs, Trained, check_same, cpu, error_text, local_of
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.checkpoint import restore
-from fsdp_optim.checkpoint.lanes import Share
+from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.offline.workers import Share
 from fsdp_optim.storage.posix import opened
 from fsdp_optim.testing import run_on_ranks
 
@@ -405,7 +405,7 @@ class ReplacedTest(unittest.TestCase):
 
 def open_one_after_the_other(root: Path, late: int) -> list[float]:
     """One rank opens the path when another checkpoint is there already."""
-    from fsdp_optim.checkpoint import opening
+    from fsdp_optim.checkpoint.load import opening
 
     meeting, place = Meeting(), Place(root)
     real_open, opens = opening.open_checkpoint, itertools.count()

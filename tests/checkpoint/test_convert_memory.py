@@ -12,7 +12,7 @@ from kit.conversions import MEMORY
 from kit.large import NAMES, SOURCES, ours
 from kit.scripts import run
 
-from fsdp_optim.checkpoint.formats import WRITTEN
+from fsdp_optim.checkpoint.common.formats import WRITTEN
 
 SOON = ("torch transposed", "ZeRO 3", "fairscale_shards")
 ROWS = 2304

@@ -19,8 +19,8 @@ from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.checkpoint.lanes import JOURNAL
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.offline.workers import JOURNAL
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.writer import FolderWriter
 from fsdp_optim.testing import run_on_ranks

@@ -13,7 +13,7 @@ from kit.wrapping import check_same
 from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.description import (
+from fsdp_optim.formats.base.description import (
     GroupDescription,
     OptimDescription,
     ParamDescription,

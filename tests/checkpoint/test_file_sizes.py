@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import fsdp_optim
-from fsdp_optim.formats.header import Header
+from fsdp_optim.formats.base.header import Header
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False, "overwrite": True}
 NAMES = {

@@ -33,7 +33,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError, RankError, StateError
-from fsdp_optim.storage.posix.shelf import FolderShelf
+from fsdp_optim.storage.posix.directory import FolderShelf
 from fsdp_optim.testing import run_on_ranks
 
 LAST = 7

@@ -9,7 +9,7 @@ from unittest import mock
 from kit.catalogs import LOG, CatalogTest, unreadable
 from kit.managed import Run, steps_in
 
-from fsdp_optim.checkpoint.keeping import ManagedSave
+from fsdp_optim.checkpoint.catalog.retention import ManagedSave
 
 
 class BranchTest(CatalogTest):

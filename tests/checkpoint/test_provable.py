@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError, WrapperError
-from fsdp_optim.state.same import same
+from fsdp_optim.state.values.same import same
 
 
 class Columns(nn.Module):
@@ -164,7 +164,7 @@ class TestRefused(Folder):
         """A value whose recorded kind is wrong is refused by the save, not by the load, whatever made it so."""
         from unittest import mock
 
-        from fsdp_optim.checkpoint import begin as begin_of_save
+        from fsdp_optim.checkpoint.save import begin as begin_of_save
 
         model = nn.Linear(2, 2)
         optim = trained(model, sgd)

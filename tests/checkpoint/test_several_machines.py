@@ -25,10 +25,13 @@ from kit.wrapping import STEPS, OfModel, Trained, check_refused, check_same, cpu
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.checkpoint import opening, sharing, upload
+from fsdp_optim.checkpoint.common import seen_by_all as sharing
+from fsdp_optim.checkpoint.load import opening
+from fsdp_optim.checkpoint.save import upload
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.standing import JUDGE
-from fsdp_optim.storage.posix import claim, folder, shelf, store, writer
+from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.storage.posix import claim, folder, store, writer
+from fsdp_optim.storage.posix import directory as shelf
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import run_on_ranks
 

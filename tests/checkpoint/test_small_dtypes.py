@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.formats.header import DTYPES, Header, parse_header
+from fsdp_optim.formats.base.header import DTYPES, Header, parse_header
 
 
 class Holding(nn.Module):

@@ -12,13 +12,13 @@ from kit.managed import Run, steps_in
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint.pending import Pending, SaveHandle
-from fsdp_optim.checkpoint.results import Saved
+from fsdp_optim.checkpoint.common.pending import Pending, SaveHandle
+from fsdp_optim.checkpoint.common.results import Saved
 
 
 def failing_in(root: Path) -> mock._patch[object]:
     """Make the saves below a folder fail in the background."""
-    from fsdp_optim.checkpoint import background
+    from fsdp_optim.checkpoint.save import background
 
     write = background._write
 

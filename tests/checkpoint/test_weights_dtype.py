@@ -23,13 +23,13 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp_optim
-from fsdp_optim.checkpoint.casting import cast_part
-from fsdp_optim.checkpoint.restore import restore
-from fsdp_optim.checkpoint.save import save
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.common.casting import cast_part
+from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.checkpoint.save.foreground import save
+from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
-from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 LOADERS = dict(zip(WRAPPERS, [*list(WRAPPERS)[1:], next(iter(WRAPPERS))], strict=True))
@@ -190,7 +190,7 @@ class OneProcessTest(unittest.TestCase):
             nbytes.append(part.flat.nbytes)
             return cast_part(value, part)
 
-        with mock.patch("fsdp_optim.checkpoint.file_plan.cast_part", watched):
+        with mock.patch("fsdp_optim.checkpoint.save.file_plan.cast_part", watched):
             fsdp_optim.save(self.folder / "a", model, weights_dtype=BF16, bucket_nbytes=64 << 10)
         self.assertEqual(sum(nbytes), model.weight.nbytes)
         self.assertLessEqual(max(nbytes), 16 << 10)

@@ -17,8 +17,8 @@ from kit.groups import Meeting
 from kit.wrapping import Differs, Trained, adam, check_same, cpu, error_text
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background
-from fsdp_optim.checkpoint.job import Job
+from fsdp_optim.checkpoint.save import background
+from fsdp_optim.checkpoint.save.job import Job
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport.completion import Completion
 

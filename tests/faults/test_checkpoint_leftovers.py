@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.formats.own.probe import JUDGE
 from fsdp_optim.storage.posix import leftovers
 from fsdp_optim.storage.posix.claim import LOCK, is_held
 from fsdp_optim.storage.posix.folder import FolderStaging

@@ -22,8 +22,9 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import proving, stored_state
-from fsdp_optim.formats.json_text import parse_json
+from fsdp_optim.checkpoint.load import stored_state
+from fsdp_optim.checkpoint.save import loadable_check as proving
+from fsdp_optim.formats.base.json_text import parse_json
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}
 
@@ -269,7 +270,7 @@ class GrowthTest(InFolder):
 
             __hash__ = str.__hash__
 
-        from fsdp_optim.formats import json_text
+        from fsdp_optim.formats.base import json_text
 
         for number in (500, 2000):
             pairs = [(Key(f"key {index}"), 0) for index in range(number)] + [(Key(f"key {number - 1}"), 1)]

@@ -15,8 +15,8 @@ from kit.compare import check_same, refused
 from kit.managed import Run
 
 from fsdp_optim import StateError
-from fsdp_optim.checkpoint import trainer_state
-from fsdp_optim.checkpoint.targets import Weights
+from fsdp_optim.checkpoint.load.targets import Weights
+from fsdp_optim.checkpoint.run import trainer_state
 from fsdp_optim.testing import run_on_ranks
 
 WORLD = 2

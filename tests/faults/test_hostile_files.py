@@ -19,7 +19,7 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.errors import FsdpOptimError
-from fsdp_optim.formats.torch_shards import DTensorFields, Fields, shards_of
+from fsdp_optim.foreign.per_rank.torch_shards import DTensorFields, Fields, shards_of
 
 SOON, LATER = 3, 150  # changes of each kind
 MOST_MIB, TIMES = 160, 80  # of memory: in all, and for each byte of the files

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import fsdp_optim
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats import dcp_pickle
-from fsdp_optim.formats.dcp_operations import Operations
+from fsdp_optim.foreign.dcp import metadata_pickle as dcp_pickle
+from fsdp_optim.foreign.dcp.pickle_operations import Operations
 
 HEAD, MANY = b"\x80\x02", 3_000_000
 TEXT = b"X\x30\x00\x00\x00" + b"x" * 48 + b"0"  # bytes that bring no object

@@ -29,7 +29,7 @@ from fsdp_optim.verbs import call as calls
 WORLD, TIMEOUT = 2, 60.0
 PATIENCE = 20.0
 LIBRARY = f"{Path(fsdp_optim.__file__).parent}{os.sep}"
-UNSEEN = ("transport/failure.py", "transport/pulse.py", "transport/turns.py", "machine.py")
+UNSEEN = ("transport/failure.py", "transport/job/pulse.py", "transport/turns.py", "machine.py")
 PLACES: dict[str, tuple[Any, str]] = {
     "arguments": (calls, "check_model"),
     "reading": (calls, "read_optimizer"),
@@ -220,7 +220,7 @@ def interrupted_in_a_load_and_a_save(folder: Path) -> None:
     fsdp_optim.save(folder / "saved", *both, durable=False)
     for number, call in enumerate((fsdp_optim.save, fsdp_optim.async_save, fsdp_optim.load)):
         for bad in range(WORLD):
-            from fsdp_optim.checkpoint import restore
+            from fsdp_optim.checkpoint.load import restore
 
             def stop(*args: Any, **kwargs: Any) -> None:
                 raise KeyboardInterrupt("by hand")

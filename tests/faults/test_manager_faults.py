@@ -101,7 +101,9 @@ class TwoRunsTest(CatalogTest):
         """Also the first one of a run that has not resumed: the folder was empty."""
         run = Run(self.root, "plain", every=1, keep_last=1, durable=True)
         with run.manager:
-            with mock.patch("fsdp_optim.checkpoint.keeping.ManagedSave.remove_outdated", side_effect=failed()):
+            with mock.patch(
+                "fsdp_optim.checkpoint.catalog.retention.ManagedSave.remove_outdated", side_effect=failed()
+            ):
                 for step in (1, 2):
                     run.steps([step])
                     refused(run.manager.wait, CheckpointError, "Input/output error")
@@ -124,7 +126,7 @@ with run.manager:
 """
 KILLED = """
 import os, signal
-from fsdp_optim.storage.posix.shelf import FolderShelf
+from fsdp_optim.storage.posix.directory import FolderShelf
 from kit.managed import Run
 run = Run({root!r}, 'plain', every=1, keep_last=1)
 run.manager.resume()

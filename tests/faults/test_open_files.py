@@ -20,9 +20,9 @@ from soak.failing import FLUSHING, INTERRUPT, LOCKING, MAKING, MOVING, READING, 
 from soak.mutations import Tiny
 
 import fsdp_optim
-from fsdp_optim.checkpoint.formats import open_checkpoint
+from fsdp_optim.checkpoint.common.formats import open_checkpoint
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.storage.posix.store import Folder
 
 EVERY = (*READING, *MAKING, *MOVING, *FLUSHING, *WRITING, *LOCKING)

@@ -17,7 +17,7 @@ from soak.faults import Case, Subject, on_ranks
 from soak.torture import temporary
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.formats.own.probe import JUDGE
 from fsdp_optim.storage.posix.files import sync_file, sync_folder
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.testing import run_on_ranks

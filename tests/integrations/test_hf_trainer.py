@@ -24,7 +24,7 @@ from kit.hugging_face import KINDS, enabled, on_cpu, state_of, tiny_llama, train
 from kit.pretrained import transformers
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background
+from fsdp_optim.checkpoint.save import background
 from fsdp_optim.integrations.accelerate import FsdpOptimTrainerMixin, Settings
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.writer import FolderWriter

@@ -124,7 +124,7 @@ def keeps_and_removes(root: str) -> list[tuple[str, list[int]]]:
 
 def save_in_background(root: str) -> None:
     """The end of a save is held back until the trainer has gone on."""
-    from fsdp_optim.checkpoint import background
+    from fsdp_optim.checkpoint.save import background
 
     goes_on, finish = threading.Event(), background.finish
 
@@ -155,7 +155,7 @@ def save_in_background(root: str) -> None:
 
 def fails_in_background(root: str) -> str:
     """The second save fails on rank 0. Returns the error of this rank."""
-    from fsdp_optim.checkpoint import background
+    from fsdp_optim.checkpoint.save import background
 
     finish, num = background.finish, [0]
 
@@ -187,7 +187,7 @@ class Logged(logging.Handler):
 
 def dies(root: str) -> list[str]:
     """The training ends by an error of its own while a save fails in the background. Returns the log."""
-    from fsdp_optim.checkpoint import background
+    from fsdp_optim.checkpoint.save import background
 
     def broken(*args: Any) -> Any:
         raise fsdp_optim.CheckpointError("the disk is full")

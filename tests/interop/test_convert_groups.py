@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import fsdp_optim
 from fsdp_optim.errors import StateError
-from fsdp_optim.state.flattened import unflatten
+from fsdp_optim.state.dicts.flattened import unflatten
 from fsdp_optim.testing import run_on_ranks
 
 QUIET: Mapping[str, Any] = {"durable": False, "progress": False}

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint.trainer_state import set_random_states
+from fsdp_optim.checkpoint.run.trainer_state import set_random_states
 from fsdp_optim.testing import run_on_ranks
 
 STEPS = 4

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fsdp_optim
-from fsdp_optim.checkpoint.group_order import by_group
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.base import StoredTensor
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.offline.group_order import by_group
 from fsdp_optim.testing import run_on_ranks
 
 QUIET: dict[str, Any] = {"durable": False, "progress": False}

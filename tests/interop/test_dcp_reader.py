@@ -41,11 +41,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_optim
-from fsdp_optim.checkpoint import restore
-from fsdp_optim.formats.dcp import DCP
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.opened import OpenFolder
 from fsdp_optim.testing import run_on_ranks
 

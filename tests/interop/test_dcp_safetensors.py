@@ -32,11 +32,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_optim
 from fsdp_optim import CheckpointError, StateError
-from fsdp_optim.checkpoint import restore
-from fsdp_optim.formats.dcp import DCP
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.foreign.dcp.reader import DCP
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 pytest.importorskip(

@@ -32,14 +32,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import restore
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.load import restore
 from fsdp_optim.errors import CheckpointError, StateError
-from fsdp_optim.formats.deepspeed import DEEPSPEED
-from fsdp_optim.formats.foreign import NO_JUDGE, ForeignReader
-from fsdp_optim.formats.torch_archive import read_archive
+from fsdp_optim.foreign.archive.torch_archive import read_archive
+from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
+from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import ReaderConformance, Written, run_on_ranks
 from fsdp_optim.testing.foreign_readers import read_elements

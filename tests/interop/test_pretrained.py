@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import restore
-from fsdp_optim.formats.foreign import ForeignReader
-from fsdp_optim.formats.hugging_face import HUGGING_FACE
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
+from fsdp_optim.foreign.reader import ForeignReader
 from fsdp_optim.options import LoadOptions, Options
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 LOADED = ("kit.loaded.hugging_face",)

@@ -19,12 +19,12 @@ from kit.verified import VerifiedConformance
 from kit.wrapping import STEPS, Oracle, Trained, adam, cpu
 from torch import nn
 
-from fsdp_optim.formats.base import Format
-from fsdp_optim.formats.dcp import DCP
-from fsdp_optim.formats.fairscale_shards import FAIRSCALE_SHARDS
-from fsdp_optim.formats.foreign import NO_JUDGE, tensors_in
-from fsdp_optim.formats.olmo_local import OLMO_LOCAL
-from fsdp_optim.formats.rank_tensors import RANK_TENSORS
+from fsdp_optim.foreign.dcp.reader import DCP
+from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
+from fsdp_optim.foreign.per_rank.olmo_local import OLMO_LOCAL
+from fsdp_optim.foreign.per_rank.rank_tensors import RANK_TENSORS
+from fsdp_optim.foreign.reader import NO_JUDGE, tensors_in
+from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import Written, run_on_ranks

@@ -15,12 +15,12 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import convert as conversion
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.torch_writer import TorchFilesJudge
+from fsdp_optim.foreign.torch.writer import TorchFilesJudge
+from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 MAKES = {"fairscale flat": adam, "FSDP2": adamw_tensor_lr}

@@ -12,7 +12,13 @@ import numpy
 from xxhash import xxh3_64_hexdigest
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import (
+from fsdp_optim.formats.base.bools import check_bytes
+from fsdp_optim.formats.base.checksums import Sums, join_tables
+from fsdp_optim.formats.base.description import OptimDescription, decoded, to_plain
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.formats.base.protocols import (
     CheckpointContents,
     Chunks,
     Format,
@@ -26,14 +32,8 @@ from fsdp_optim.formats.base import (
     WrittenFiles,
     replaced_error,
 )
-from fsdp_optim.formats.bools import check_bytes
-from fsdp_optim.formats.checksums import Sums, join_tables
-from fsdp_optim.formats.description import OptimDescription, decoded, to_plain
-from fsdp_optim.formats.distrust import distrusted
-from fsdp_optim.formats.extents import DataSection, Extent, read_extents
-from fsdp_optim.formats.extras import Extra, encode_extra, info_of, read_extra
-from fsdp_optim.formats.json_text import parse_json
-from fsdp_optim.formats.manifest import FileInfo
+from fsdp_optim.formats.own.extras import Extra, encode_extra, info_of, read_extra
+from fsdp_optim.formats.own.manifest import FileInfo
 from fsdp_optim.layout import FlatChunks
 from fsdp_optim.memory import dtype_named
 from fsdp_optim.storage.base import Judge, Opened, Standing, check_name

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.meeting import Meeting
 
 OF_OPERATION = {

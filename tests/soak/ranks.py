@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fsdp_optim
-from fsdp_optim.checkpoint.restore import _LOOKS as LOOKS
+from fsdp_optim.checkpoint.load.restore import _LOOKS as LOOKS
 from soak.torture import PATIENCE
 
 WORLD = 2

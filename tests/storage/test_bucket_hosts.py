@@ -20,15 +20,16 @@ from kit.scripts import run, start
 from kit.servers import free_port
 from parameterized import parameterized
 
+from fsdp_optim.buckets.fsspec import bucket as filesystem
+from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
+from fsdp_optim.buckets.objects.base import Bucket
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.saves import is_ownerless
+from fsdp_optim.buckets.objects.staging import ObjectStaging
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.s3 import bucket as s3
 from fsdp_optim.errors import CheckpointError
 from fsdp_optim.machine import identity_of_process
-from fsdp_optim.storage.objects import filesystem, s3
-from fsdp_optim.storage.objects.base import Bucket
-from fsdp_optim.storage.objects.filesystem import FsspecBucket
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.saves import is_ownerless
-from fsdp_optim.storage.objects.staging import ObjectStaging
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
 
 DEAD_AFTER = 300.0  # seconds: no beat of a thread comes while a test runs
@@ -51,7 +52,7 @@ def later(seconds: float) -> Iterator[None]:
     """Inside, some seconds have passed for this process; the store's clock, and the beats of saves, do not know of them."""
     real = time.monotonic
     watch = mock.Mock(monotonic=lambda: real() + seconds)
-    with mock.patch("fsdp_optim.storage.objects.watched.time", watch):
+    with mock.patch("fsdp_optim.buckets.objects.watched.time", watch):
         yield
 
 

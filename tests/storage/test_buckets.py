@@ -9,10 +9,10 @@ from typing import Any
 
 from kit.servers import PAGE_KEYS, Options, Server, new_bucket, shared
 
-from fsdp_optim.storage.objects.base import Bucket
-from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
-from fsdp_optim.storage.objects.s3 import S3Bucket
-from fsdp_optim.storage.objects.s3_client import Clients
+from fsdp_optim.buckets.objects.base import Bucket
+from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
+from fsdp_optim.buckets.s3.bucket import S3Bucket
+from fsdp_optim.buckets.s3.client import Clients
 from fsdp_optim.testing import BucketConformance
 
 

@@ -18,16 +18,16 @@ from kit.checkpoints import mine, scramble
 from kit.wrapping import Trained, check_same, cpu
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint.restore import restore
-from fsdp_optim.checkpoint.save import save
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.buckets.blocks import BlockFolder
+from fsdp_optim.buckets.cached import CachedStore
+from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.checkpoint.save.foreground import save
+from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
-from fsdp_optim.storage.cached import CachedStore
-from fsdp_optim.storage.objects.filesystem import FsspecBucket
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
-from fsdp_optim.storage.posix.blocks import BlockFolder
 from fsdp_optim.testing import StoreConformance, run_on_ranks
 from fsdp_optim.testing.conformance import MANIFEST, AnyManifest
 

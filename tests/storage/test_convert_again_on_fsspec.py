@@ -17,18 +17,18 @@ from kit.scripts import run
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.checkpoint import convert as conversion
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
+from fsdp_optim.buckets.objects.staging import ObjectStaging
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
-from fsdp_optim.storage.objects.filesystem import FsspecBucket
-from fsdp_optim.storage.objects.staging import ObjectStaging
-from fsdp_optim.storage.objects.store import ObjectStore
 
 DEAD_AFTER = 0.1  # seconds
 
 KILLED = """
 import os, signal, fsdp_optim
-from fsdp_optim.storage.objects.filesystem import FsspecBucket
+from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
 
 real, left = FsspecBucket.put, [{num}]
 

@@ -23,13 +23,13 @@ from kit.servers import Server, new_bucket, port_of, shared
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.checkpoint import convert as conversion
+from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.buckets.s3.bucket import S3Bucket
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.offline import convert as conversion
 from fsdp_optim.options import ConvertOptions, Options
-from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
-from fsdp_optim.storage.objects.s3 import S3Bucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 PART = 4 << 10
@@ -37,8 +37,8 @@ DEAD_AFTER = 0.05  # seconds; a conversion goes on when the claim of the killed 
 
 KILLED = """
 import os, signal, fsdp_optim
-from fsdp_optim.storage.objects import uploads
-from fsdp_optim.storage.objects.s3 import S3Bucket
+from fsdp_optim.buckets import uploads
+from fsdp_optim.buckets.s3.bucket import S3Bucket
 
 uploads._MOST_AT_ONCE = 1
 real, left = S3Bucket.put_part, [{num}]
@@ -100,7 +100,7 @@ class InMemoryTest(SharedFolder):
         bucket = CountingBucket()
         cls.nbytes = converted(cls.source, bucket)
         cls.wanted, cls.nbytes_put = content_of(bucket), bucket.nbytes_put
-        one_at_once = mock.patch("fsdp_optim.storage.objects.uploads._MOST_AT_ONCE", 1)
+        one_at_once = mock.patch("fsdp_optim.buckets.objects.uploads._MOST_AT_ONCE", 1)
         one_at_once.start()
         cls.addClassCleanup(one_at_once.stop)
         counted = InterruptedBucket(Memory())
@@ -193,7 +193,7 @@ class InMemoryTest(SharedFolder):
         for error in (Stopped(), OSError(28, "No space left")):
             bucket = CountingBucket()
             with (
-                mock.patch("fsdp_optim.storage.objects.staging.ObjectStaging.seal", side_effect=error),
+                mock.patch("fsdp_optim.buckets.objects.staging.ObjectStaging.seal", side_effect=error),
                 self.assertRaises((Stopped, CheckpointError, OSError)),
             ):
                 converted(self.source, bucket, dead_after=300)
@@ -208,7 +208,7 @@ class InMemoryTest(SharedFolder):
     def test_one_under_way_is_left_alone(self) -> None:
         """The second one to the same place begins by itself, and the one that is done first wins."""
         bucket, begun = CountingBucket(), list[int]()
-        from fsdp_optim.storage.objects.staging import ObjectStaging
+        from fsdp_optim.buckets.objects.staging import ObjectStaging
 
         real = ObjectStaging.seal
 

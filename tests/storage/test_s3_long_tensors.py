@@ -14,7 +14,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import parts
+from fsdp_optim.checkpoint.save import part_ranges as parts
 from fsdp_optim.layout import SplitRuns
 from fsdp_optim.testing import run_on_ranks
 
@@ -44,7 +44,7 @@ def save_and_load(wrapper: str, url: str, options: Options) -> int:
         one, other = Trained(wrapper, adam, 1, Layers), Trained(wrapper, adam, 0, Layers)
         scramble(other)
         given: Any = {"storage_options": options, "progress": False, "bucket_nbytes": 64 << 10}
-        with mock.patch("fsdp_optim.checkpoint.file_plan.cuts_of", noted):
+        with mock.patch("fsdp_optim.checkpoint.save.file_plan.cuts_of", noted):
             fsdp_optim.save(url, one.model, one.optim, **given)
         fsdp_optim.load(url, other.model, other.optim, **given, check="bitwise")
         check_same("loaded", mine(other), mine(one))

@@ -17,7 +17,7 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import progress
+from fsdp_optim.checkpoint.common import progress
 from fsdp_optim.testing import run_on_ranks
 
 LINE = re.compile(r"(saving|loading): (\d+) of (\d+) bytes, \d+\.\d\d s, \d+ MB/s")

@@ -14,14 +14,14 @@ from kit.checkpoints import mine, scramble
 from kit.sequential import sequential
 from kit.wrapping import Trained, check_same, cpu, error_text
 
-from fsdp_optim.checkpoint.background import async_save
-from fsdp_optim.checkpoint.restore import restore
-from fsdp_optim.checkpoint.save import save
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.buckets.fsspec.bucket import FsspecBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
+from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.checkpoint.save.background import async_save
+from fsdp_optim.checkpoint.save.foreground import save
+from fsdp_optim.formats.own.format import OURS
 from fsdp_optim.options import LoadOptions, Options, SaveOptions
 from fsdp_optim.storage.base import Store
-from fsdp_optim.storage.objects.filesystem import FsspecBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 from fsdp_optim.testing import run_on_ranks
 
 WRAPS = ("fairscale flat", "FSDP1 orig", "FSDP2", "DDP")

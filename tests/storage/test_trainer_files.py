@@ -19,8 +19,8 @@ from torch import nn
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint import sharing
-from fsdp_optim.checkpoint.trainer_files import FolderSave, Settings, is_sharded_by_accelerate, optimizer_inside
+from fsdp_optim.checkpoint.common import seen_by_all as sharing
+from fsdp_optim.checkpoint.trainers.folder import FolderSave, Settings, is_sharded_by_accelerate, optimizer_inside
 from fsdp_optim.integrations import trainer_folder
 from fsdp_optim.storage.posix import folder, store
 from fsdp_optim.storage.posix.writer import FolderWriter

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp_optim
 from fsdp_optim import CheckpointError
-from fsdp_optim.checkpoint import trainer_looks
-from fsdp_optim.checkpoint.trainer_files import FolderSave, Settings
+from fsdp_optim.checkpoint.trainers import looks as trainer_looks
+from fsdp_optim.checkpoint.trainers.folder import FolderSave, Settings
 from fsdp_optim.integrations import accelerator_state, trainer_folder
 from fsdp_optim.storage.posix import beside, filled, filling, leftovers, small_files, store
 from fsdp_optim.testing import run_on_ranks

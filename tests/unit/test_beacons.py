@@ -14,7 +14,7 @@ from kit.compare import refused
 from parameterized import parameterized
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.formats.own.probe import JUDGE
 from fsdp_optim.storage.posix import filesystem
 from fsdp_optim.storage.posix.beacon import BEACON, beacon_above, is_somebodys, refresh, sees
 from fsdp_optim.storage.posix.looks import is_empty_folder, is_nothing, names_in

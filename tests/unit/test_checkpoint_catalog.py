@@ -21,8 +21,8 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.formats import brief as briefs
-from fsdp_optim.formats.standing import read_brief
+from fsdp_optim.formats.base import summary as briefs
+from fsdp_optim.formats.own.probe import read_brief
 from fsdp_optim.storage.posix.opened import OpenFolder
 
 

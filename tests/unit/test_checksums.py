@@ -11,7 +11,7 @@ from kit.wrapping import check_same
 from parameterized import parameterized
 
 from fsdp_optim import CheckpointError
-from fsdp_optim.formats.checksums import MAGIC, join_tables, rows_from, rows_of
+from fsdp_optim.formats.base.checksums import MAGIC, join_tables, rows_from, rows_of
 
 
 class TableTest(unittest.TestCase):

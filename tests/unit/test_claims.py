@@ -20,7 +20,7 @@ from unittest import mock
 
 from parameterized import parameterized
 
-from fsdp_optim.formats.standing import JUDGE
+from fsdp_optim.formats.own.probe import JUDGE
 from fsdp_optim.machine import identity_of_process
 from fsdp_optim.storage.posix import claim as claims
 from fsdp_optim.storage.posix.claim import DEAD_AFTER, LOCK, claim, is_held, is_of_this_machine, write_claim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from fsdp_optim.checkpoint.local_extents import ranges_of
+from fsdp_optim.checkpoint.common.local_extents import ranges_of
 from fsdp_optim.plan import Copy, clip_to_source, clip_to_target
 
 

@@ -24,7 +24,7 @@ from fsdp_optim.transport import completion
 from fsdp_optim.transport.base import RankGroup
 from fsdp_optim.transport.completion import Completion
 from fsdp_optim.transport.in_process import InProcessWorld, Shared
-from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.world import world_here
 
 LIMIT = 20.0  # seconds; reached by nothing but a failure
@@ -547,8 +547,8 @@ class ThreadsTest(unittest.TestCase):
 BEATING = """
 import signal
 from torch.distributed import TCPStore
-from fsdp_optim.transport.job_store import JobStore
-from fsdp_optim.transport.pulse import Pulse
+from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.pulse import Pulse
 pulse = Pulse(JobStore(lambda: TCPStore("127.0.0.1", {port}, is_master=False, wait_for_workers=False)), {rank}, 2)
 pulse.introduce()
 with pulse.beating():

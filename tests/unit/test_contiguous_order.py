@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_optim.formats.torch_shards import ShardFields, _splits
+from fsdp_optim.foreign.per_rank.torch_shards import ShardFields, _splits
 from fsdp_optim.layout import contiguous_order
 
 Cuts = list[tuple[int, int]]

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.base import COMMON, MODULES, Format
-from fsdp_optim.formats.dcp import DCP
-from fsdp_optim.formats.dcp_keys import Leaf, meaning_of
-from fsdp_optim.formats.dcp_pickle import load as load_pickle
-from fsdp_optim.formats.foreign import NO_JUDGE, ForeignReader
+from fsdp_optim.foreign.dcp.keys import Leaf, meaning_of
+from fsdp_optim.foreign.dcp.metadata_pickle import load as load_pickle
+from fsdp_optim.foreign.dcp.reader import DCP
+from fsdp_optim.foreign.reader import NO_JUDGE, ForeignReader
+from fsdp_optim.formats.base.protocols import COMMON, MODULES, Format
 from fsdp_optim.layout import Block, Box, Boxes, DisjointBoxes, FlatChunks, Whole
 from fsdp_optim.plan import Copy, copies_into
 from fsdp_optim.storage.base import Opened

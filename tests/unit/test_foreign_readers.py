@@ -15,12 +15,12 @@ from kit.verified import VerifiedConformance
 from kit.zero_files import write_universal, write_zero
 from safetensors.torch import save_file
 
-from fsdp_optim.formats.base import Format
-from fsdp_optim.formats.dcp import DCP
-from fsdp_optim.formats.deepspeed import DEEPSPEED
-from fsdp_optim.formats.foreign import NO_JUDGE
-from fsdp_optim.formats.hugging_face import HUGGING_FACE
-from fsdp_optim.formats.torch_file import TORCH_FILE
+from fsdp_optim.foreign.dcp.reader import DCP
+from fsdp_optim.foreign.deepspeed.reader import DEEPSPEED
+from fsdp_optim.foreign.hugging_face.reader import HUGGING_FACE
+from fsdp_optim.foreign.reader import NO_JUDGE
+from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.formats.base.protocols import Format
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import Written

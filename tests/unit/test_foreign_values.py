@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from kit.compare import check_same
 
-from fsdp_optim.checkpoint.restore import restore
-from fsdp_optim.formats.base import StoredTensor
-from fsdp_optim.formats.extents import Extent
-from fsdp_optim.formats.foreign import NO_JUDGE, ForeignFormat, ForeignReader, Source
+from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.foreign.reader import NO_JUDGE, ForeignFormat, ForeignReader, Source
+from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.options import LoadOptions, Options
 from fsdp_optim.storage.base import Opened
 from fsdp_optim.storage.posix.store import Folder

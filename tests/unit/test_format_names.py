@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import unittest
 
-from fsdp_optim.checkpoint.formats import WRITTEN, FormatChoices, format_named
+from fsdp_optim.checkpoint.common.formats import WRITTEN, FormatChoices, format_named
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.formats.ours import OURS
+from fsdp_optim.formats.own.format import OURS
 
 
 class FormatNamedTest(unittest.TestCase):

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_optim.formats.base import PlannedFile
-from fsdp_optim.formats.frames import Frames, joined
+from fsdp_optim.formats.base.frames import Frames, joined
+from fsdp_optim.formats.base.protocols import PlannedFile
 
 
 @st.composite

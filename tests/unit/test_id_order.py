@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_optim.formats.id_order import live_of_ids
+from fsdp_optim.foreign.per_rank.id_order import live_of_ids
 
 
 def every_way(groups: Sequence[Sequence[int]], sizes: Sequence[int], known: Mapping[int, int]) -> list[dict[int, int]]:

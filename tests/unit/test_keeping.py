@@ -16,10 +16,10 @@ from kit.examples import examples
 from kit.wrapping import check_refused, error_text
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint import agreeing
-from fsdp_optim.checkpoint.agreeing import Rhythm
-from fsdp_optim.checkpoint.keeping import Entry, KeepRules, left_behind, metric_of, name_of_step
-from fsdp_optim.checkpoint.preemption import Signals
+from fsdp_optim.checkpoint.catalog.retention import Entry, KeepRules, left_behind, metric_of, name_of_step
+from fsdp_optim.checkpoint.run import meeting_interval as agreeing
+from fsdp_optim.checkpoint.run.meeting_interval import Rhythm
+from fsdp_optim.checkpoint.run.preemption import Signals
 
 COUNTS = st.one_of(st.none(), st.integers(1, 4))
 METRICS = st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.5, -1.0]))

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.formats import dcp_pickle
-from fsdp_optim.formats.deepspeed_trees import STAND_INS
-from fsdp_optim.formats.torch_globals import StorageClass, table_of
-from fsdp_optim.formats.torch_shards import stand_ins
+from fsdp_optim.foreign.archive.torch_globals import StorageClass, table_of
+from fsdp_optim.foreign.dcp import metadata_pickle as dcp_pickle
+from fsdp_optim.foreign.deepspeed.trees import STAND_INS
+from fsdp_optim.foreign.per_rank.torch_shards import stand_ins
 
 DOC = Path(__file__).parents[2] / "docs" / "interop.md"
 IN_WORDS = (torch.dtype, StorageClass)  # "dtypes", "the classes of storages"

@@ -18,8 +18,9 @@ from kit.managed import names_in
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.formats.standing import JUDGE
-from fsdp_optim.storage.posix import folder, shelf, writer
+from fsdp_optim.formats.own.probe import JUDGE
+from fsdp_optim.storage.posix import directory as shelf
+from fsdp_optim.storage.posix import folder, writer
 from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.store import Folder
 

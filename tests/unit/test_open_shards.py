@@ -8,10 +8,10 @@ import pytest
 
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import Block, Box, Boxes, FlatChunks, Whole
-from fsdp_optim.state.draw import draw
-from fsdp_optim.state.picture import Picture
-from fsdp_optim.state.reports import LiveParam, RankReport
-from fsdp_optim.state.values import Summary
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.merge_reports import draw
+from fsdp_optim.state.merged.reports import LiveParam, RankReport
+from fsdp_optim.state.values.summary import Summary
 
 SHAPE = (6, 2)
 SUMMARY = Summary(sharded=(("exp_avg", "float32"),), names=("exp_avg",))

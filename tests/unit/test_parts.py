@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from kit.oracle import RANKS, held, layouts, shapes
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint.contents import SavedValue
-from fsdp_optim.checkpoint.files import File
-from fsdp_optim.checkpoint.parts import PartedFile, cuts_of, stretches_on
-from fsdp_optim.formats.base import PlannedFile
+from fsdp_optim.checkpoint.common.contents import SavedValue
+from fsdp_optim.checkpoint.common.files import File
+from fsdp_optim.checkpoint.save.part_ranges import PartedFile, cuts_of, stretches_on
+from fsdp_optim.formats.base.protocols import PlannedFile
 from fsdp_optim.layout import FlatChunks
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)

@@ -18,9 +18,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from fsdp_optim.errors import StoreLostError
 from fsdp_optim.machine import identity_of_process
-from fsdp_optim.transport import pulse
-from fsdp_optim.transport.job_store import JobStore
-from fsdp_optim.transport.pulse import LOST_AFTER, Pulse, Watch, lost_ranks
+from fsdp_optim.transport.job import pulse
+from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.pulse import LOST_AFTER, Pulse, Watch, lost_ranks
 
 LIMIT = 60.0  # seconds; reached by nothing but a failure
 SOON = 10.0  # seconds in which a process that was killed is noticed, on a busy machine
@@ -282,8 +282,8 @@ BEATING = """
 import signal, sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from fsdp_optim.transport.job_store import JobStore
-from fsdp_optim.transport.pulse import Pulse
+from fsdp_optim.transport.job.job_store import JobStore
+from fsdp_optim.transport.job.pulse import Pulse
 pulse = Pulse(JobStore(lambda: TCPStore("127.0.0.1", {port}, is_master=False, wait_for_workers=False)), 1, 2)
 pulse.introduce()
 with pulse.beating():

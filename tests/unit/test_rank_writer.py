@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_optim.checkpoint.files import WRITTEN_TOGETHER
-from fsdp_optim.checkpoint.writing import RankWriter
+from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER
+from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.layout import FlatChunks
 from fsdp_optim.memory import Budget
 from fsdp_optim.move import Slice, StateValue

@@ -9,8 +9,8 @@ from typing import Any
 
 from parameterized import parameterized
 
-from fsdp_optim.checkpoint.reading import CheckpointEnd, StoredValue
-from fsdp_optim.formats.base import StoredTensor
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue
+from fsdp_optim.formats.base.protocols import StoredTensor
 from fsdp_optim.layout import FlatRuns
 from fsdp_optim.memory import Budget
 

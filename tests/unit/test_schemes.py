@@ -13,10 +13,10 @@ from kit.wrapping import check_same, error_text
 from parameterized import parameterized
 
 import fsdp_optim
-from fsdp_optim.storage import schemes
+from fsdp_optim.buckets import schemes
+from fsdp_optim.buckets.objects.memory import Memory, MemoryBucket
+from fsdp_optim.buckets.objects.store import ObjectStore
 from fsdp_optim.storage.base import Capabilities, Judge, Store
-from fsdp_optim.storage.objects.memory import Memory, MemoryBucket
-from fsdp_optim.storage.objects.store import ObjectStore
 
 MEMORY = Memory()
 

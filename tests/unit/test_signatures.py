@@ -17,10 +17,15 @@ from parameterized import parameterized
 from torch import nn
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background, convert, model_dict, restore, resuming, save
-from fsdp_optim.checkpoint.trainer_files import Settings
+from fsdp_optim.checkpoint import model_dict
+from fsdp_optim.checkpoint.load import restore
+from fsdp_optim.checkpoint.run import resuming
+from fsdp_optim.checkpoint.save import background
+from fsdp_optim.checkpoint.save import foreground as save
+from fsdp_optim.checkpoint.trainers.folder import Settings
 from fsdp_optim.cli import main as cli
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.offline import convert
 from fsdp_optim.options import (
     BUCKET_NBYTES,
     ConvertOptions,
@@ -208,7 +213,7 @@ class ManagerTest(unittest.TestCase):
 
     def test_every_argument_reaches_its_option(self) -> None:
         """By unique values, which no rank has checked yet."""
-        module = importlib.import_module("fsdp_optim.checkpoint.manager")
+        module = importlib.import_module("fsdp_optim.checkpoint.run.manager")
         with mock.patch.object(module, "ManagedRun") as run, mock.patch.object(module, "TrainerState"):
             method = fsdp_optim.CheckpointManager.__init__
             keys = set(self.arguments(method, SaveOptions)) - {"keep_last"}

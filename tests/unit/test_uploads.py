@@ -10,11 +10,11 @@ from unittest import mock
 
 from parameterized import parameterized
 
+from fsdp_optim.buckets.objects import multipart
+from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.memory import MemoryBucket
+from fsdp_optim.buckets.objects.writer import Address, ObjectWriter, SharedFile
 from fsdp_optim.errors import CheckpointError
-from fsdp_optim.storage import multipart
-from fsdp_optim.storage.objects.keys import Place
-from fsdp_optim.storage.objects.memory import MemoryBucket
-from fsdp_optim.storage.objects.writer import Address, ObjectWriter, SharedFile
 
 PART, NUM_PARTS = 8, 20
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fsdp_optim.formats.base import Format, Half
-from fsdp_optim.formats.dcp_format import DCP_FOLDER, TORCHTITAN_FOLDER
-from fsdp_optim.formats.description import SCALAR
-from fsdp_optim.formats.fairscale_writer import WrittenFairscaleShards
-from fsdp_optim.formats.foreign import NO_JUDGE
-from fsdp_optim.formats.torch_writer import WrittenTorchFiles
+from fsdp_optim.foreign.dcp.format import DCP_FOLDER, TORCHTITAN_FOLDER
+from fsdp_optim.foreign.per_rank.fairscale_writer import WrittenFairscaleShards
+from fsdp_optim.foreign.reader import NO_JUDGE
+from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
+from fsdp_optim.formats.base.description import SCALAR
+from fsdp_optim.formats.base.protocols import Format, Half
 from fsdp_optim.storage.base import Opened, Store
 from fsdp_optim.storage.posix.store import Folder
 from fsdp_optim.testing import Written, WrittenConformance

@@ -19,7 +19,7 @@ from kit.optimizers import adam
 from kit.wraps import in_fsdp2
 
 import fsdp_optim
-from fsdp_optim.checkpoint.writing import RankWriter
+from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.testing import run_on_ranks
 
 Lines = dict[str, list[str]]

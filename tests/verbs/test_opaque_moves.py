@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from kit.wrapping import Trained, adam
 
-from fsdp_optim.state.same import same
+from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import meeting
 from fsdp_optim.transport.packing import pack, unpack

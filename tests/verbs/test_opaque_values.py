@@ -16,8 +16,8 @@ import fsdp_optim
 from fsdp_optim import memory
 from fsdp_optim.errors import StateError
 from fsdp_optim.layout import FlatChunks
-from fsdp_optim.state.opaque import OpaqueShards, depends_on_cut
-from fsdp_optim.state.same import same
+from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut
+from fsdp_optim.state.values.same import same
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport import collective
 
@@ -206,7 +206,7 @@ def copies(wrap: str) -> int:
             count += isinstance(value, torch.Tensor) and value.numel() == NUMEL
             return original(value)
 
-        with mock.patch("fsdp_optim.state.local_dict.own", counted):
+        with mock.patch("fsdp_optim.state.live.local_dict.own", counted):
             shard = target.scatter(full)
         fsdp_optim.load_optim_state_dict(target.optim, shard)
         _check_back(trained, target)

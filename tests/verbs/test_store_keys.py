@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fsdp_optim
 from fsdp_optim.testing import run_on_ranks
 from fsdp_optim.transport.base import RankGroup
-from fsdp_optim.transport.job_store import JobStore
+from fsdp_optim.transport.job.job_store import JobStore
 from fsdp_optim.transport.meeting import Meeting
 
 WORLD = 2

@@ -19,11 +19,12 @@ from parameterized import parameterized
 
 import fsdp_optim
 from fsdp_optim.adapters import use_adapters
-from fsdp_optim.checkpoint import background, opening
-from fsdp_optim.checkpoint.formats import open_checkpoint
-from fsdp_optim.checkpoint.local_extents import snapshot_of
-from fsdp_optim.checkpoint.stores import store_at
-from fsdp_optim.checkpoint.targets import Weights
+from fsdp_optim.checkpoint.common.formats import open_checkpoint
+from fsdp_optim.checkpoint.common.local_extents import snapshot_of
+from fsdp_optim.checkpoint.common.stores import store_at
+from fsdp_optim.checkpoint.load import opening
+from fsdp_optim.checkpoint.load.targets import Weights
+from fsdp_optim.checkpoint.save import background
 from fsdp_optim.errors import RankError
 from fsdp_optim.testing import run_on_threads, thread_rank
 from fsdp_optim.transport.base import RankGroup

@@ -25,6 +25,15 @@ Writing. One process leads. It sends `staging.address`, a string, to the other p
 CheckpointError that names the place.
 """
 
+from fsdp_optim.storage.base.directory import (
+    BriefLike,
+    BriefT,
+    Judge,
+    Listed,
+    Shelf,
+    Shelved,
+    Standing,
+)
 from fsdp_optim.storage.base.names import (
     MOST_DEPTH,
     MOST_FILES,
@@ -51,15 +60,6 @@ from fsdp_optim.storage.base.resumable import (
     is_resumable,
     keeps_parts,
     resumes_parts,
-)
-from fsdp_optim.storage.base.shelf import (
-    BriefLike,
-    BriefT,
-    Judge,
-    Listed,
-    Shelf,
-    Shelved,
-    Standing,
 )
 from fsdp_optim.storage.base.staging import (
     Capabilities,

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base.directory import Shelf
 from fsdp_optim.storage.base.opened import Opened
-from fsdp_optim.storage.base.shelf import Shelf
 from fsdp_optim.storage.base.staging import Staging, StoreWriter
 
 VISIBLE_WITHIN = 30.0

@@ -13,6 +13,7 @@ from typing import Any
 from fsdp_optim.errors import CheckpointError, causes_of
 from fsdp_optim.storage.base import Judge, ResumableStore
 from fsdp_optim.storage.posix.beacon import beacon_above, sees
+from fsdp_optim.storage.posix.directory import FolderShelf
 from fsdp_optim.storage.posix.files import absolute
 from fsdp_optim.storage.posix.filesystem import this_host
 from fsdp_optim.storage.posix.filling import Filling
@@ -20,7 +21,6 @@ from fsdp_optim.storage.posix.folder import FolderStaging
 from fsdp_optim.storage.posix.leftovers import existing
 from fsdp_optim.storage.posix.opened import OpenFolder
 from fsdp_optim.storage.posix.opened_any import OpenFiles
-from fsdp_optim.storage.posix.shelf import FolderShelf
 from fsdp_optim.storage.posix.writer import FolderWriter
 
 _LOOKS, _AGAIN = 5, 0.01  # times, seconds: for a save that is between its two renames

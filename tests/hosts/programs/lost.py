@@ -24,11 +24,11 @@ import torch.distributed as dist
 from hosts.programs.numbered import QUIET, Numbered
 
 import fsdp_optim
-from fsdp_optim.checkpoint import background, begin
-from fsdp_optim.checkpoint import save as foreground
-from fsdp_optim.checkpoint.writing import RankWriter
+from fsdp_optim.checkpoint.save import background, begin, foreground
+from fsdp_optim.checkpoint.save.writing import RankWriter
 from fsdp_optim.storage.posix.folder import FolderStaging
-from fsdp_optim.transport import completion, job_store, pulse
+from fsdp_optim.transport import completion
+from fsdp_optim.transport.job import job_store, pulse
 
 LAST = 9
 """The number of the save of a job that goes on."""

@@ -1,0 +1,150 @@
+"""The checkpoints under a prefix of a bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+
+from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
+from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
+from fsdp_optim.buckets.objects.saves import mark_dead, own_keys
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import BriefT, Judge, Listed, Shelf, Shelved, Standing, is_sure_that_not
+
+_LOOKED_AT_ONCE = 16
+_MOST_LISTED = 1000  # keys of a place without a manifest
+
+log = logging.getLogger("fsdp_optim")
+
+
+class LostManifestError(CheckpointError):
+    """A place has files of a save, and no manifest."""
+
+
+class ObjectShelf(Shelf[BriefT]):
+    """A prefix, or a whole bucket, whose next parts of keys may each be a checkpoint.
+
+    `prefix`: empty, or with a slash at its end.
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, judge: Judge[BriefT]) -> None:
+        self._bucket, self._prefix, self._judge = bucket, prefix, judge
+
+    @property
+    def where(self) -> str:
+        return f"{self._bucket.name}/{self._prefix}".rstrip("/")
+
+    def places(self) -> list[Place]:
+        """All places on the shelf, with a checkpoint or without."""
+        prefixes = self._bucket.folders(self._prefix)
+        names = sorted(one for one in prefixes if not one.removeprefix(self._prefix).startswith("."))
+        return [Place(f"{self._bucket.name}/{one}", one) for one in names]
+
+    def opened(self, places: Sequence[Place] | None = None) -> Iterator[OpenedObjects | CheckpointError]:
+        """The checkpoint of each place that has a manifest, or the reason why this is unknown; several at a time.
+
+        `places`: None: all of the shelf.
+        """
+        return (opened for _, opened in self._looks(self.places() if places is None else places))
+
+    def _looks(self, places: Sequence[Place]) -> Iterator[tuple[Place, OpenedObjects | CheckpointError]]:
+        with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
+            for place, found in zip(places, pool.map(self._look, places), strict=True):
+                if found is not None:
+                    yield place, found
+
+    def _look(self, place: Place) -> OpenedObjects | CheckpointError | None:
+        try:
+            opened = open_place(self._bucket, place, self._judge)
+            opened.fetch_head(self._judge.manifest)
+        except MissingObjectError:
+            return self._lost(place)
+        except CheckpointError as error:
+            return error
+        return opened
+
+    def _lost(self, place: Place) -> LostManifestError | None:
+        """The error of a place that has files of a save, and no manifest, though no save is under way; else None."""
+        has_trace = False
+        try:
+            for found in islice(self._bucket.list(place.inside), _MOST_LISTED):
+                name = place.name_in(found.key)
+                if found.key.startswith(place.saving) or name in (self._judge.manifest, *self._judge.others):
+                    return None
+                has_trace = has_trace or self._judge.is_trace(name)
+        except CheckpointError:
+            return None
+        return (
+            LostManifestError(f"{place.where}/{self._judge.manifest}: is missing; the checkpoint is not whole")
+            if has_trace
+            else None
+        )
+
+    def complete(self) -> tuple[list[Shelved[BriefT]], list[str]]:
+        found, unread = [], []
+        for one in self.listed():
+            standing = one.standing
+            if standing.brief is not None:
+                found.append(Shelved(one.where, one.base, standing.brief))
+                continue
+            if standing.has_manifest:
+                log.warning("%s has a manifest, and is no checkpoint that can be read: %s", one.where, standing.reason)
+            if not standing.is_sure:
+                unread.append(standing.reason)
+        return sorted(found, key=lambda one: one.brief.order), unread
+
+    def listed(self) -> list[Listed[BriefT]]:
+        found = []
+        for place, opened in self._looks(self.places()):
+            is_lost = isinstance(opened, LostManifestError)
+            if isinstance(opened, CheckpointError):
+                standing: Standing[BriefT] = Standing(
+                    has_manifest=False, is_sure=is_lost or is_sure_that_not(opened), reason=str(opened)
+                )
+                if standing.is_sure and not is_lost:
+                    continue
+            else:
+                standing = self._standing_in(opened, whole=False)
+            if standing.is_complete or not standing.has_moved:
+                found.append(Listed(place.where, place.where, standing, can_go=not is_lost))
+        return found
+
+    def _standing_in(self, opened: OpenedObjects, *, whole: bool) -> Standing[BriefT]:
+        try:
+            standing: Standing[BriefT] = self._judge.standing_in(opened, whole=whole)
+            if not standing.is_complete and opened.was_replaced():
+                return Standing(is_sure=False, has_moved=True, reason=standing.reason)
+        except OSError as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return standing
+
+    def _place_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Place:
+        return Place(one.where, one.where.removeprefix(f"{self._bucket.name}/"))
+
+    def standing_of(self, one: Shelved[BriefT] | Listed[BriefT]) -> Standing[BriefT]:
+        try:
+            opened = open_place(self._bucket, self._place_of(one), self._judge)
+        except MissingObjectError as error:
+            return Standing(has_manifest=False, has_moved=True, reason=str(error))
+        except CheckpointError as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return self._standing_in(opened, whole=True)
+
+    def remove(self, ones: Sequence[Shelved[BriefT] | Listed[BriefT]], reason: str) -> None:
+        for one in ones:
+            place = self._place_of(one)
+            try:
+                opened = open_place(self._bucket, place, self._judge)
+                keys = list(own_keys(self._bucket, opened, place, self._judge))
+                is_plain = opened.files.token is None
+                notes = mark_dead(self._bucket, place, is_plain=is_plain)  # a later save goes on where this one dies
+                self._bucket.delete([place.manifest(self._judge.manifest)])  # first: the rest is no checkpoint then
+                self._bucket.delete(keys)
+                self._bucket.delete(notes)
+            except OSError as error:
+                log.warning("%s cannot be removed, though %s: %s", one.where, reason, error)
+                continue
+            log.info("removed %s: %s", one.where, reason)

@@ -1,0 +1,89 @@
+"""A checkpoint in a bucket, open for reading."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from fsdp_optim.buckets.objects.base import Bucket, Found, MissingObjectError
+from fsdp_optim.buckets.objects.keys import Files, Place, own_token
+from fsdp_optim.buckets.objects.versioned import VersionedObjects
+from fsdp_optim.storage.base import Judge
+
+_HEAD_NBYTES = 64 << 10
+"""The beginning of an object is read at once: headers, manifests and small files need one request."""
+
+
+class OpenedObjects(VersionedObjects):
+    """The objects of one save, in the versions that they had when they were first asked for.
+
+    `manifest`: its object, as it was found.
+    """
+
+    def __init__(self, bucket: Bucket, place: Place, judge: Judge[Any], manifest: Found) -> None:
+        super().__init__(bucket)
+        self._place, self._judge, self._manifest = place, judge, manifest
+        self._found[judge.manifest] = manifest
+        self._heads: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def where(self) -> str:
+        return self._place.where
+
+    @property
+    def manifest_version(self) -> str:
+        """The version of the manifest that was opened."""
+        return self._manifest.version
+
+    @cached_property
+    def files(self) -> Files:
+        """Where the files are: the manifest's token says it, where a folder of that name has the same manifest."""
+        token = own_token(self._judge.token_in(self))
+        if token is not None:
+            own = Files(self._place, token)
+            if self._bucket.look(own.key(self._judge.manifest)) is not None:
+                return own
+        return Files(self._place, None)
+
+    def _key(self, name: str) -> str:
+        return self._place.manifest(name) if name == self._judge.manifest else self.files.key(name)
+
+    def fetch_head(self, name: str) -> None:
+        """Read the beginning of a file, from which `read_into` takes as much as possible."""
+        found = self._look(name)
+        if found is not None and name not in self._heads:
+            head = bytearray(min(found.nbytes, _HEAD_NBYTES))
+            if head:
+                self._bucket.read_into(self._key(name), [memoryview(head)], 0, version=found.version)
+            self._heads[name] = bytes(head)
+
+    def _fill(self, name: str, pieces: Sequence[memoryview], offset: int, stop: int) -> None:
+        if stop > _HEAD_NBYTES:
+            super()._fill(name, pieces, offset, stop)
+            return
+        self.fetch_head(name)
+        head = self._heads[name]
+        for piece in pieces:
+            piece[:] = head[offset : offset + len(piece)]
+            offset += len(piece)
+
+    def was_replaced(self) -> bool:
+        found = self._bucket.look(self._place.manifest(self._judge.manifest))
+        return found is None or found.version != self._manifest.version
+
+
+def current(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects | None:
+    """The checkpoint of a place; None where there is no manifest."""
+    found = bucket.look(place.manifest(judge.manifest))
+    return None if found is None else OpenedObjects(bucket, place, judge, found)
+
+
+def open_place(bucket: Bucket, place: Place, judge: Judge[Any]) -> OpenedObjects:
+    """Open the checkpoint of a place. Raises MissingObjectError where there is none."""
+    opened = current(bucket, place, judge)
+    if opened is None:
+        raise MissingObjectError(f"{place.where}: there is no checkpoint: no object {judge.manifest}")
+    return opened

@@ -1,0 +1,271 @@
+"""Saves under way in a bucket: each has a claim, which it writes again and again. A claim that grows old is that of a dead save.
+
+A claim is old by the clock of the store, or because this process has watched it for that long. The clocks of machines do not
+count: a save puts its own claim before it judges others, and the time that the store gives it tells what the store's clock shows.
+
+What a dead save has left is removed: its unfinished uploads, its objects, its claim and its notes. The checkpoint that the
+manifest names is never touched, and nor is an object or an upload whose name no save gives.
+
+Other processes act at the same time, so what is to be removed is listed first, then the claims, then the manifest is read: a
+save puts its claim before everything else, and removes it after its manifest is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_optim.buckets.objects.base import Bucket, Found
+from fsdp_optim.buckets.objects.keys import Place, new_token
+from fsdp_optim.buckets.objects.opened import OpenedObjects, current
+from fsdp_optim.buckets.objects.watched import BEAT, watched
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.machine import identity_of_process, is_gone
+from fsdp_optim.storage.base import Judge
+
+_BEATS = 5  # in the time after which a claim is that of a dead save
+_SILENT_BEATS = 2  # after which a process on another machine counts as killed where its save can go on
+_LOOKED_AT_ONCE = 16
+_UNKNOWN = "unknown"  # the owner of a claim whose system does not tell one process from another
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass
+class Claim:
+    """The claim of one save, held by its leader.
+
+    `dead_after`: seconds without a sign of life. `is_plain`: whether `mark_plain` was called. `replaces`: the version of the
+    claim of a process that was killed, in whose place this one goes on. Raises OvertakenError where another one was faster.
+    """
+
+    bucket: Bucket
+    place: Place
+    token: str
+    dead_after: float
+    is_plain: bool = False
+    replaces: str | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _beating: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.bucket.put(self.place.claim(self.token), self._content, only_if=self.replaces)
+        threading.Thread(target=self._beat, name=f"fsdp_optim: saving {self.place.where}", daemon=True).start()
+
+    @property
+    def _content(self) -> bytes:
+        """What is new each time: another process may know the claim by its bytes alone."""
+        owner = identity_of_process() or _UNKNOWN  # empty would say that nobody goes on with the save
+        return json.dumps({"token": self.token, "owner": owner, BEAT: secrets.token_hex(8)}).encode()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self.dead_after / _BEATS):
+            with contextlib.suppress(OSError):  # the next one may come through
+                self.beat()
+
+    def beat(self) -> None:
+        """Give a sign of life. A claim that was removed does not come back."""
+        with self._beating:
+            found = self.bucket.look(self.place.claim(self.token))
+            if found is not None and not self._stop.is_set():
+                self.bucket.put(found.key, self._content, only_if=found.version)
+
+    def is_held(self) -> bool:
+        """Whether the claim is still there: nobody has taken this save for dead."""
+        keys = {found.key for found in self.bucket.list(self.place.note(self.token))}
+        return self.place.claim(self.token) in keys and self.place.tombstone(self.token) not in keys
+
+    def mark_plain(self) -> None:
+        """Show that files without a folder of their own are this save's, or those of the checkpoint that it replaces."""
+        self.is_plain = True
+        self.bucket.put(self.place.plain(self.token), b"")
+
+    def others(self) -> list[str]:
+        """The tokens of other saves that have a claim or notes here."""
+        tokens = {self.place.token_of_note(found.key) for found in self.bucket.list(self.place.saving)}
+        return sorted(tokens - {self.token})
+
+    def finish(self, judge: Judge[Any]) -> None:
+        """Remove the objects that belong neither to the present checkpoint nor to another live save, and the claim."""
+        if not remove_strays(self.bucket, self.place, judge, self.dead_after, self):
+            # The other save may have looked already, so that nobody would remove what has become of no use.
+            mark_dead(self.bucket, self.place, is_plain=self.is_plain)
+        self.release()
+
+    def stop(self) -> None:
+        """Give no more signs of life."""
+        self._stop.set()
+
+    def leave(self) -> None:
+        """Say that nobody goes on with the save, whose notes stay."""
+        self.stop()
+        with self._beating:
+            self.bucket.put(self.place.claim(self.token), json.dumps({"token": self.token}).encode())
+
+    def release(self) -> None:
+        """Remove the claim and all notes of the save."""
+        self.stop()
+        with self._beating:
+            notes = [found.key for found in self.bucket.list(self.place.note(self.token))]
+            self.bucket.delete([key for key in notes if key != self.place.claim(self.token)])
+            self.bucket.delete([self.place.claim(self.token)])  # last, so that a later save sees the rest
+
+
+def is_ownerless(content: bytes, age: float, dead_after: float) -> bool:
+    """Whether nobody goes on with a save, by the content of its claim and its age: it was left, or its process is dead.
+
+    An owner that is no identity of a process (of an older version of this library, or of a system that has none) may be alive.
+    """
+    with contextlib.suppress(ValueError):
+        claim = json.loads(content)
+        owner = claim.get("owner", "") if isinstance(claim, dict) else None
+        if owner == "" or (isinstance(owner, str) and is_gone(owner)):
+            return True
+    return age > _SILENT_BEATS * dead_after / _BEATS
+
+
+@dataclass(frozen=True)
+class _Saves:
+    """The tokens of the saves in a place that have a claim or notes."""
+
+    live: frozenset[str]
+    dead: frozenset[str]
+
+    @classmethod
+    def listed(cls, bucket: Bucket, place: Place, dead_after: float, mine: Claim | None = None) -> _Saves:
+        """All but the one with the claim `mine`."""
+        ages: dict[str, float] = {}
+        for found in bucket.list(place.saving):
+            token = place.token_of_note(found.key)
+            if mine is not None and token == mine.token:
+                continue
+            age = float("inf") if found.key == place.tombstone(token) else found.age
+            known = ages.get(token, age)
+            ages[token] = max(known, age) if float("inf") in (known, age) else min(known, age)
+        dead = frozenset(token for token, age in ages.items() if age > dead_after)
+        dead |= watched().silent(bucket, place, frozenset(ages) - dead, dead_after)
+        return cls(frozenset(ages) - dead, dead)
+
+
+def remove_all_dead(bucket: Bucket, places: Sequence[Place], parent: str, judge: Judge[Any], dead_after: float) -> None:
+    """Remove the leftovers of dead saves in several places under `parent`."""
+
+    def remove(place: Place) -> bool:
+        saves = remove_dead(bucket, place, judge, dead_after)
+        return not saves.live
+
+    if not places:
+        return
+    with ThreadPoolExecutor(_LOOKED_AT_ONCE, thread_name_prefix="fsdp_optim: look") as pool:
+        idle = [place for place, is_idle in zip(places, pool.map(remove, places), strict=True) if is_idle]
+    is_own = judge.is_own(None)
+    for upload in list(bucket.uploads(parent)):
+        # Without a claim, only an upload into the folder of a save is surely that of a save.
+        its = next((place for place in idle if upload.key.startswith(place.inside)), None)
+        is_old = its is not None and upload.age > dead_after and its.token_in(upload.key) is not None
+        if its is not None and is_old and is_own(its.name_in(upload.key)):
+            bucket.drop_upload(upload.key, upload.version)
+
+
+def remove_dead(
+    bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: Claim | None = None
+) -> _Saves:
+    """Remove the leftovers of dead saves in a place. Returns the saves that were there, without the one that begins: `mine`."""
+    saves = _Saves.listed(bucket, place, dead_after, mine)
+    if saves.dead:
+        log.warning("%s: removing what a save that died, or was overtaken by another one, has left", place.where)
+        for token in sorted(saves.dead):  # first: a save that is slow, not dead, must not finish any more
+            mark_dead(bucket, place, token)
+        bucket.delete([place.claim(token) for token in sorted(saves.dead)])
+        remove_strays(bucket, place, judge, dead_after, mine)
+    return saves
+
+
+def mark_dead(bucket: Bucket, place: Place, token: str | None = None, *, is_plain: bool = False) -> list[str]:
+    """Say that all that has no manifest is to be removed, by this process or a later save; returns the keys of the notes.
+
+    `is_plain`: also files that have no folder of their own.
+    """
+    token = token or new_token()
+    keys = [place.plain(token)] if is_plain else []
+    keys.append(place.tombstone(token))
+    for key in keys:
+        bucket.put(key, b"")
+    return keys
+
+
+def remove_strays(
+    bucket: Bucket, place: Place, judge: Judge[Any], dead_after: float, mine: Claim | None = None
+) -> bool:
+    """Remove all objects of saves in a place but those of the checkpoint that the manifest names, and of saves that are alive.
+
+    An object that has no token in its key is a save's only where a note says so: else somebody has put it there, a pretrained
+    `model.safetensors` for example.
+
+    `mine`: the claim of a save that is over, or has put nothing yet, and removes the claim and its notes itself. Returns whether
+    no other save is alive, so that nothing is left.
+    """
+    mine_token = mine.token if mine is not None else ""
+    uploads, objects = list(bucket.uploads(place.inside)), list(bucket.list(place.inside))
+    live = _Saves.listed(bucket, place, dead_after, mine).live
+    opened = current(bucket, place, judge)
+    kept, is_own = opened.files.token if opened is not None else None, judge.is_own(None)
+
+    notes_of = {found.key: place.token_of_note(found.key) for found in objects if found.key.startswith(place.saving)}
+    is_noted = any(key == place.plain(token) for key, token in notes_of.items())
+    has_plain = not live and (is_noted or (mine is not None and mine.is_plain))
+
+    def is_stray(found: Found) -> bool:
+        token = place.token_in(found.key)
+        if not is_own(place.name_in(found.key)):
+            return False
+        return has_plain if token is None else token not in live
+
+    for upload in filter(is_stray, uploads):
+        bucket.drop_upload(upload.key, upload.version)
+    notes, strays = [], []
+    for found in objects:
+        token = place.token_in(found.key)
+        if found.key.startswith(place.saving):
+            if not live and token != mine_token:  # else they tell a later save that there is something to remove
+                notes.append(found.key)
+        elif found.key == place.manifest(judge.manifest) or (opened is not None and token == kept):
+            continue
+        elif is_stray(found):
+            strays.append(found.key)
+    bucket.delete(strays)
+    bucket.delete(notes)
+    return not live
+
+
+def own_keys(bucket: Bucket, opened: OpenedObjects, place: Place, judge: Judge[Any]) -> Iterator[str]:
+    """The keys of the files of a checkpoint that is open, without its manifest."""
+    if opened.files.token is not None:
+        yield from (found.key for found in bucket.list(f"{place.inside}{opened.files.token}/"))
+        return
+    is_own = judge.is_own(opened)
+    for found in bucket.list(place.inside):
+        name = found.key.removeprefix(place.inside)
+        if name != judge.manifest and place.token_in(found.key) is None and is_own(name):
+            yield found.key
+
+
+def check_held(claim: Claim) -> None:
+    """Refuse to finish a save that another one has taken for dead, and may have removed."""
+    if not claim.is_held():
+        raise taken_for_dead(claim)
+
+
+def taken_for_dead(claim: Claim) -> CheckpointError:
+    """The error of a save that another one has taken for dead."""
+    return CheckpointError(
+        f"{claim.place.where}: another save took this one for dead, because it gave no sign of life for some time "
+        f"(dead_after, here {claim.dead_after:g} s), and has removed its objects: save again"
+    )

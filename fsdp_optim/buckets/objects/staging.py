@@ -1,0 +1,270 @@
+"""A save under way in a bucket, as its leader sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_optim.buckets.objects.base import ABSENT, Bucket, MissingObjectError, OvertakenError
+from fsdp_optim.buckets.objects.keys import Place, new_token, own_token
+from fsdp_optim.buckets.objects.opened import OpenedObjects, current
+from fsdp_optim.buckets.objects.part_notes import KEPT
+from fsdp_optim.buckets.objects.saves import (
+    Claim,
+    check_held,
+    mark_dead,
+    own_keys,
+    remove_all_dead,
+    remove_dead,
+    taken_for_dead,
+)
+from fsdp_optim.buckets.objects.writer import Address, SharedFile
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Capabilities, Judge, Staging
+
+log = logging.getLogger("fsdp_optim")
+
+
+class ObjectStaging(Staging):
+    """Shared files are uploads until `seal`; the manifest is put last, on the condition that nobody else was faster."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        place: Place,
+        judge: Judge[Any],
+        capabilities: Capabilities,
+        claim: Claim,
+        *,
+        before: OpenedObjects | None = None,
+        has_folder: bool = True,
+        shared: Mapping[str, SharedFile] = {},
+        is_kept: bool = False,
+    ) -> None:
+        """A save that has its claim.
+
+        `before`: the checkpoint that it replaces. `has_folder`: whether its files have a folder of their own. `shared`: the files
+        that it has begun. `is_kept`: whether another process can go on with it.
+        """
+        self._bucket, self._place, self._judge, self._capabilities = bucket, place, judge, capabilities
+        self._claim, self._token, self._before, self._has_folder = claim, claim.token, before, has_folder
+        self._shared, self._sealed = dict(shared), set[str]()
+        self._is_kept, self._committed = is_kept, False
+
+    @classmethod
+    def begun(
+        cls,
+        bucket: Bucket,
+        place: Place,
+        judge: Judge[Any],
+        capabilities: Capabilities,
+        *,
+        overwrite: bool,
+        dead_after: float,
+        token: str | None = None,
+        siblings: Sequence[Place] = (),
+    ) -> ObjectStaging:
+        """Begin a save, and remove the leftovers of dead saves from the place, and from its siblings.
+
+        The claim comes first: its time tells some buckets what the clock of the store shows, by which others are dead.
+        """
+        check_free(bucket, place, judge, overwrite=overwrite)
+        claim = Claim(bucket, place, token or new_token(), dead_after)
+        staging = cls(bucket, place, judge, capabilities, claim)
+        try:
+            remove_all_dead(bucket, siblings, place.parent, judge, dead_after)
+            found = remove_dead(bucket, place, judge, dead_after, claim)
+            staging._find_room(overwrite=overwrite, has_dead=bool(found.dead))
+        except BaseException:
+            staging.abandon()
+            raise
+        return staging
+
+    def _find_room(self, *, overwrite: bool, has_dead: bool) -> None:
+        """Find the checkpoint that is replaced, and decide whether the files get a folder of their own."""
+        self._before = check_free(self._bucket, self._place, self._judge, overwrite=overwrite)
+        listed = self._bucket.list(self._place.inside)
+        is_empty = all(found.key.startswith(self._place.saving) for found in listed)
+        # The listing may be old: it does not have to show the files of the checkpoint that is replaced. A save that was slow,
+        # not dead, may still put objects where nobody else has a folder.
+        self._has_folder = self._before is not None or not is_empty or has_dead or bool(self._claim.others())
+        if not self._has_folder:
+            self._claim.mark_plain()
+
+    @property
+    def _address(self) -> Address:
+        can = self._capabilities
+        return Address(self._token, self._has_folder, can.part_nbytes, can.most_parts, dict(self._shared))
+
+    @property
+    def address(self) -> str:
+        return self._address.encoded()
+
+    @property
+    def token(self) -> str:
+        return self._token
+
+    @property
+    def inner_folder(self) -> str:
+        return f"{self._token}/" if self._has_folder else ""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def replaces(self) -> bool:
+        return self._before is not None
+
+    def _key(self, name: str) -> str:
+        return self._address.files(self._place).key(name)
+
+    def create(self, name: str, nbytes: int, head: bytes) -> None:
+        """Begin the upload of a file. The process that puts the first part puts the head, too."""
+        part_nbytes = self._capabilities.part_nbytes_of(nbytes)
+        upload = self._bucket.begin_upload(self._key(name)) if nbytes > part_nbytes else ""
+        self._shared[name] = SharedFile(nbytes, part_nbytes, upload)
+
+    def seal(self, names: Sequence[str], receipts: Sequence[bytes], *, durable: bool) -> None:
+        found: dict[str, dict[int, str]] = {}
+        for receipt in receipts:
+            for name, its in json.loads(receipt).items():
+                found.setdefault(name, {}).update({int(number): one for number, one in its.items()})
+        for name, file in self._shared.items():
+            its, num = found.get(name, {}), -(-file.nbytes // file.part_nbytes)
+            missing = [number for number in range(num) if number not in its]
+            if missing:
+                raise CheckpointError(
+                    f"{self._place.where}/{name}: nobody has put part {missing[0]} of its {num} parts"
+                )
+            if file.upload and name not in self._sealed:
+                parts = [its[number] for number in range(num)]
+                version = self._bucket.end_upload(self._key(name), file.upload, parts, only_if=self._address.only_if)
+                if self._is_kept:
+                    self._bucket.put(self._note_of_sealed(name), version.encode())
+
+    def keep_parts(self, note: str) -> None:
+        content = json.dumps({"note": note, "address": self.address})
+        self._bucket.put(self._place.note(self._token, KEPT), content.encode())
+        self._is_kept = True
+
+    def leave_parts(self) -> None:
+        if not self._is_kept:  # nobody could go on with it
+            self.abandon()
+            return
+        with contextlib.suppress(OSError):  # then its age shows that nobody goes on with it
+            self._claim.leave()
+        self._claim.stop()
+
+    def has_parts_of(self, files: Mapping[str, int], part_nbytes: Mapping[str, int]) -> bool:
+        found = {name: (one.nbytes, one.part_nbytes) for name, one in self._shared.items()}
+        return found == {name: (nbytes, part_nbytes[name]) for name, nbytes in files.items()}
+
+    def _note_of_sealed(self, name: str) -> str:
+        return self._place.note(self._token, f"sealed-{name}")
+
+    def put(self, name: str, data: bytes, *, durable: bool) -> None:
+        self._bucket.put(self._key(name), data, only_if=self._address.only_if)
+
+    def commit(self, manifest: str, data: bytes, *, durable: bool) -> None:
+        check_held(self._claim)
+        if self._has_folder:
+            # The folder is a checkpoint by itself, and its manifest tells that the folder counts.
+            self._bucket.put(self._key(manifest), data)
+        if self._before is not None and self._before.files.token is None:
+            self._claim.mark_plain()
+        self._check_not_overtaken(manifest)
+        before = None if self._before is None else self._bucket.read(self._place.manifest(manifest))
+        # Known now: the manifest that says it is replaced next.
+        older = [] if self._before is None else list(own_keys(self._bucket, self._before, self._place, self._judge))
+        try:
+            self._bucket.put(self._place.manifest(manifest), data, only_if=ABSENT if before is None else before[1])
+        except OvertakenError as error:
+            if not self._is_mine(manifest, data):  # a repeated request is overtaken by itself
+                raise self._overtaken() from error
+        if not self._is_mine(manifest, data):  # where the store knows no conditions
+            raise self._overtaken()
+        if not self._claim.is_held():
+            self._check_whole(manifest, None if before is None else before[0])
+        self._committed = True
+        self._remove_older(older)
+
+    def _check_not_overtaken(self, manifest: str) -> None:
+        """Raise where the manifest is not the one of the beginning: a store that knows no conditions would not tell."""
+        found = self._bucket.look(self._place.manifest(manifest))
+        at_begin = None if self._before is None else self._before.manifest_version
+        if (None if found is None else found.version) != at_begin:
+            raise self._overtaken()
+
+    def _check_whole(self, manifest: str, before: bytes | None) -> None:
+        """Withdraw the manifest where another save took this one for dead at the last moment, and has removed its objects."""
+        found = current(self._bucket, self._place, self._judge)
+        if found is None:
+            return
+        has_files = found.files.token == (self._token if self._has_folder else None)
+        if has_files and self._judge.standing_in(found, whole=True).is_complete:
+            return
+        if before is None:
+            self._bucket.delete([self._place.manifest(manifest)])
+        else:
+            self._bucket.put(self._place.manifest(manifest), before, only_if=found.manifest_version)
+        raise taken_for_dead(self._claim)
+
+    def _is_mine(self, manifest: str, data: bytes) -> bool:
+        with contextlib.suppress(MissingObjectError):
+            return self._bucket.read(self._place.manifest(manifest))[0] == data
+        return False
+
+    def _overtaken(self) -> CheckpointError:
+        return CheckpointError(f"{self._place.where}: cannot be put in place: another save to this path was faster")
+
+    def _remove_older(self, older: Sequence[str]) -> None:
+        """A later save removes objects that cannot be removed now, because the new checkpoint is there."""
+        try:
+            self._bucket.delete(older)
+            self._claim.finish(self._judge)
+        except OSError as error:
+            log.warning("%s: objects of an older save are left: %s", self._place.where, error)
+        finally:
+            self._claim.stop()
+
+    def abandon(self, *, late: bool = False) -> None:
+        """What cannot be removed now is removed by a later save, to which the claim shows it, or a note where it comes `late`."""
+        if self._committed:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_kept:  # first: nobody goes on with a save whose uploads are gone
+                self._bucket.delete([self._place.note(self._token, KEPT)])
+            for name, file in self._shared.items():
+                if file.upload:
+                    self._bucket.drop_upload(self._key(name), file.upload)
+            if self._may_count():
+                self._claim.release()
+            else:
+                self._claim.finish(self._judge)
+                if late:  # without a note, an object that has no folder of a save is a stranger's
+                    mark_dead(self._bucket, self._place, self._token, is_plain=self._claim.is_plain)
+        self._claim.stop()
+
+    def _may_count(self) -> bool:
+        """Whether the manifest may be that of this save, though its `put` seemed to fail."""
+        found = current(self._bucket, self._place, self._judge)
+        return found is not None and own_token(self._judge.token_in(found)) in (self._token, None)
+
+
+def check_free(bucket: Bucket, place: Place, judge: Judge[Any], *, overwrite: bool) -> OpenedObjects | None:
+    """The checkpoint that is there. Raises CheckpointError for one that may not be replaced, and for one of another format."""
+    found = current(bucket, place, judge)
+    if found is not None and not overwrite:
+        raise CheckpointError(
+            f"{place.where}: a checkpoint is there already: save to another path, or say overwrite=True"
+        )
+    for other in judge.others if found is None else ():
+        if bucket.look(place.manifest(other)) is not None:
+            raise CheckpointError(
+                f"{place.where}: has a checkpoint of another format, because {other} is there: save to another path, or remove it"
+            )
+    return found

@@ -1,0 +1,116 @@
+"""A Store whose checkpoints are objects in a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fsdp_optim.buckets.objects.base import Bucket, MissingObjectError
+from fsdp_optim.buckets.objects.directory import ObjectShelf
+from fsdp_optim.buckets.objects.kept import ResumedStaging, noted_parts, resumed
+from fsdp_optim.buckets.objects.keys import Place
+from fsdp_optim.buckets.objects.opened import OpenedObjects, open_place
+from fsdp_optim.buckets.objects.opened_any import OpenedAny
+from fsdp_optim.buckets.objects.staging import ObjectStaging, check_free
+from fsdp_optim.buckets.objects.writer import Address, ObjectWriter
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Capabilities, Judge, Opened, Store, check_not_reserved
+
+PART_NBYTES = 5 << 20
+"""The usual size of parts; larger where a file would have too many. As many as fit into memory are sent at a time."""
+
+DEAD_AFTER = 300.0
+"""Seconds without a sign of life after which a save is dead, and its leftovers are removed by the next save."""
+
+
+class ObjectStore(Store):
+    """One place in a bucket.
+
+    Args:
+        prefix: the beginning of the keys of this checkpoint; its siblings have another last part.
+        judge: answers of the format about the objects in the place.
+        part_nbytes: the size of parts; None: `PART_NBYTES`, or the size that the bucket asks for.
+        dead_after: seconds after which a save that gives no sign of life is dead.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        prefix: str,
+        judge: Judge[Any],
+        *,
+        part_nbytes: int | None = None,
+        dead_after: float = DEAD_AFTER,
+    ) -> None:
+        self.bucket, self._judge, self._dead_after = bucket, judge, dead_after
+        prefix = prefix.strip("/")
+        if not prefix:
+            raise CheckpointError(
+                f"{bucket.name}: a checkpoint needs a name of its own in the bucket: {bucket.name}/step-1000"
+            )
+        self.place = Place(f"{bucket.name}/{prefix}", prefix)
+        can = bucket.can
+        size = min(max(part_nbytes or PART_NBYTES, can.least_part_nbytes), can.most_part_nbytes)
+        self.capabilities = Capabilities(
+            "parts" if can.parts_by_many else "no", renames=False, part_nbytes=size, most_parts=can.most_parts
+        )
+
+    @property
+    def where(self) -> str:
+        return self.place.where
+
+    def open(self) -> OpenedObjects:
+        try:
+            return open_place(self.bucket, self.place, self._judge)
+        except MissingObjectError as error:
+            raise CheckpointError(str(error)) from error
+
+    def open_any(self) -> OpenedAny:
+        return OpenedAny.at(self.bucket, self.place)
+
+    def begin(self, *, overwrite: bool, durable: bool, token: str | None = None) -> ObjectStaging:
+        """As a Store does. An object store knows no durability: an object is stored when the store has answered."""
+        check_not_reserved(self.where, self.where.split("/"))
+        return ObjectStaging.begun(
+            self.bucket,
+            self.place,
+            self._judge,
+            self.capabilities,
+            overwrite=overwrite,
+            dead_after=self._dead_after,
+            token=token,
+            siblings=[sibling for sibling in self.shelf().places() if sibling != self.place],
+        )
+
+    def resume(self, note: str, *, overwrite: bool) -> ResumedStaging | None:
+        """Take over a save in parts that was killed, as a PartsStore does."""
+        if self.capabilities.writes_ranges != "parts":
+            return None
+        check_not_reserved(self.where, self.where.split("/"))
+        before = check_free(self.bucket, self.place, self._judge, overwrite=overwrite)
+        args = (self.bucket, self.place, self._judge, self.capabilities, note)
+        return resumed(*args, dead_after=self._dead_after, before=before)
+
+    def noted(self, address: str) -> Mapping[tuple[str, int], tuple[str, bytes]]:
+        """The parts that a killed save has noted, as a PartsStore does."""
+        return noted_parts(self.bucket, self.place, Address.decoded(address))
+
+    def join(self, address: str, *, durable: bool, who: str, budget_nbytes: int = 64 << 20) -> ObjectWriter:
+        return ObjectWriter(self.bucket, self.place, Address.decoded(address), who, budget_nbytes)
+
+    def machine_id(self) -> str:
+        return self.where
+
+    def shelf(self) -> ObjectShelf[Any]:
+        return ObjectShelf(self.bucket, self.place.parent, self._judge)
+
+    def siblings(self) -> Iterator[Opened]:
+        shelf = self.shelf()
+        without = {place.where: place for place in shelf.places()}
+        for opened in shelf.opened(tuple(without.values())):
+            if not isinstance(opened, CheckpointError):
+                del without[opened.where]
+                yield opened
+        for place in without.values():  # the siblings may have a checkpoint of another format
+            if any(self.bucket.look(place.manifest(name)) is not None for name in self._judge.others):
+                yield OpenedAny(self.bucket, place.inside)

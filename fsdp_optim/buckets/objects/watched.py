@@ -1,0 +1,68 @@
+"""Claims that this process watches: one that does not change for some time, by this process's own clock, is that of a dead save.
+
+It is what shows a dead save where the store does not say when an object was written. Neither the clocks of other machines nor
+that of the store count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import time
+from collections.abc import Iterable
+
+from fsdp_optim.buckets.objects.base import Bucket
+from fsdp_optim.buckets.objects.keys import Place
+
+BEAT = "beat"
+"""In a claim: a word that is new each time that the claim is written. Claims of older versions of this library have none."""
+
+
+class Watched:
+    """The claims of other saves as this process has seen them first, from one save of this process to the next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[str, tuple[bytes, float]]] = {}
+        self._lock = threading.Lock()
+
+    def silent(self, bucket: Bucket, place: Place, tokens: Iterable[str], dead_after: float) -> frozenset[str]:
+        """Those of some saves in a place whose claims have not changed for `dead_after` seconds.
+
+        `tokens`: all other saves there that may be alive. What was seen of those that are missing is forgotten.
+        """
+        with self._lock:
+            before = self._seen.get(place.where, {})
+        seen: dict[str, tuple[bytes, float]] = {}
+        silent = set()
+        for token in tokens:
+            asked = time.monotonic()
+            content = _sign_of_life(bucket, place.claim(token))
+            if content is None:
+                continue
+            known = before.get(token)
+            seen[token] = known if known is not None and known[0] == content else (content, time.monotonic())
+            if asked - seen[token][1] > dead_after:
+                silent.add(token)
+        with self._lock:
+            if seen:
+                self._seen[place.where] = seen
+            else:
+                self._seen.pop(place.where, None)
+        return frozenset(silent)
+
+
+def _sign_of_life(bucket: Bucket, claim: str) -> bytes | None:
+    """The content of a claim; None where it tells nothing: it is gone, or is written so that it may stay the same."""
+    with contextlib.suppress(OSError, ValueError):
+        content, _ = bucket.read(claim)
+        found = json.loads(content)
+        return content if isinstance(found, dict) and BEAT in found else None
+    return None
+
+
+@functools.cache
+def watched() -> Watched:
+    """What this process watches. Each save opens the bucket anew, so that no bucket can keep it."""
+    return Watched()

@@ -1,0 +1,363 @@
+"""Requests to an S3 store through boto3: a client per process and options, repeated within a stated time, with fresh credentials.
+
+boto3 is imported when the first request is made. Its client repeats what may pass (throttling, resets, time-outs) with backoff;
+a request that fails nevertheless is begun again here, until the stated time is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from os import environ, getpid, path, stat
+from typing import Any, NoReturn, TypeVar
+
+from fsdp_optim.buckets.objects.base import MissingObjectError
+from fsdp_optim.buckets.s3.errors import (
+    Answered,
+    answer_of,
+    is_passing,
+    line_of_answer,
+    line_of_error,
+    without,
+)
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.storage.base import Undecided
+
+T = TypeVar("T")
+
+_RETRY_SECONDS = 120.0
+_CONNECTIONS = 64  # at most, per process
+_ATTEMPTS = 5  # of the client library, for one request
+_LONGEST_PAUSE = 10.0  # seconds
+_IDLE_SECONDS = 30.0  # after which a router on the way may have dropped a connection silently
+_OF_SESSION = {
+    *("aws_access_key_id", "aws_secret_access_key", "aws_session_token", "aws_account_id", "region_name"),
+    *("profile_name", "botocore_session"),
+}
+_OF_CLIENT = {"api_version", "use_ssl", "verify", "endpoint_url", "config"}
+_OURS = {"retry_seconds", "part_nbytes"}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = _OF_SESSION | _OF_CLIENT | _OURS
+    for name in options:
+        if name not in known:
+            raise CheckpointError(f"s3://: {name!r} is no storage option; these are: {', '.join(sorted(known))}")
+    for name in sorted(_OURS & set(options)):
+        if isinstance(options[name], bool) or not isinstance(options[name], (int, float)) or options[name] <= 0:
+            raise CheckpointError(f"s3://: the storage option {name} must be a number above 0, not {options[name]!r}")
+
+
+def shared_clients(options: Mapping[str, Any]) -> Clients:
+    """The clients for some storage options. The calls of a process share them while its credentials come from the same place.
+
+    Each rank needs a tenth of a second to make a client. The inputs that boto3 reads, variables of the environment and files, are
+    compared at each call, and a client that was not used for a while connects again.
+    """
+    about = {name: value for name, value in options.items() if name not in ("part_nbytes", "botocore_session")}
+    try:
+        key = (_Plain.of(about), _surroundings())
+        hash(key)
+    except TypeError:  # an option that can be changed, or one without an order
+        return Clients(options)
+    if "botocore_session" in options:
+        return Clients(options)
+    clients = _clients(*key)
+    clients.connect_anew_after(_IDLE_SECONDS)
+    return clients
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A dict of plain values, such as the arguments of a `Config`, that can be compared and is not changed."""
+
+    items: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> _Plain:
+        pairs = sorted(values.items(), key=lambda pair: pair[0])
+        return cls(tuple((name, cls.of(one) if isinstance(one, dict) else one) for name, one in pairs))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: one.as_dict() if isinstance(one, _Plain) else one for name, one in self.items}
+
+
+@functools.lru_cache(maxsize=4)
+def _clients(options: _Plain, surroundings: object) -> Clients:
+    return Clients(options.as_dict())
+
+
+def _surroundings() -> object:
+    """The inputs that decide which credentials boto3 finds: variables of the environment, and the files that it reads."""
+    variables = {name: value for name, value in environ.items() if name.startswith(("AWS_", "BOTO_")) or name == "HOME"}
+    files = []
+    for name, usual in (("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), ("AWS_CONFIG_FILE", "~/.aws/config")):
+        try:
+            found = stat(path.expanduser(variables.get(name, usual)))
+            files.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        except OSError:
+            files.append((0, 0, 0))
+    return tuple(sorted(variables.items())), tuple(files)
+
+
+@functools.lru_cache(maxsize=2)
+def _descriptions(data_path: str | None) -> Any:
+    """boto3's descriptions of services, which are read from its files once: they take 6 MiB and some tenths of a second.
+
+    Nothing of a user is in it, and no connection, so that all clients can share it, also in processes that were forked.
+    """
+    from botocore.loaders import create_loader
+
+    loader = create_loader(data_path)
+    loader.load_service_model("s3", "service-2")  # before several threads do
+    return loader
+
+
+@dataclass(frozen=True, repr=False)
+class Made:
+    """A client, the process that made it, and the secrets of its credentials."""
+
+    client: Any
+    pid: int
+    secrets: tuple[str, ...]
+
+
+class Clients:
+    """The client of each process for some storage options. Buckets with the same options can share it.
+
+    A process that was forked makes a client of its own: connections cannot be shared.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        _check_options(options)
+        self._options = dict(options)
+        self.retry_seconds = float(options.get("retry_seconds", _RETRY_SECONDS))
+        self._made: Made | None = None
+        self._last_used = time.monotonic()
+        self._lock, self._lock_pid = threading.Lock(), getpid()
+        self._now = threading.local()  # `deadline` and `attempts` of the request that this thread makes
+
+    def __repr__(self) -> str:
+        return "Clients()"
+
+    def get(self, deadline: float) -> Made:
+        """The client of this process. It repeats a request until the `deadline` at most, by `time.monotonic`."""
+        self._now.deadline, self._now.attempts = deadline, 0
+        self._last_used = time.monotonic()
+        pid, made = getpid(), self._made
+        if made is not None and made.pid == pid:
+            return made
+        if self._lock_pid != pid:  # another thread of the parent may have had it when this process was forked
+            self._lock, self._lock_pid = threading.Lock(), pid
+        with self._lock:
+            if self._made is None or self._made.pid != pid:
+                self._made = self._new_client(pid)
+            return self._made
+
+    def connect_anew_after(self, seconds: float) -> None:
+        """Close the connections of this process, if they were not used for so long; the next requests open others."""
+        made, idle = self._made, time.monotonic() - self._last_used
+        if made is not None and made.pid == getpid() and idle > seconds:
+            made.client.close()
+
+    @property
+    def num_attempts(self) -> int:
+        """How often the client has made the last request of this thread."""
+        return int(self._now.attempts)
+
+    def forget(self, made: Made) -> None:
+        """Let the next request make a client, which asks for credentials again; unless another thread has done so."""
+        with self._lock:
+            if self._made is made:
+                self._made = None
+
+    def without_secrets(self, line: str) -> str:
+        """A line without secrets."""
+        made = self._made
+        return re.sub(r"//[^/@\s]*@", "//", without(made.secrets if made else self._secrets(), line))
+
+    def _secrets(self, *more: str | None) -> tuple[str, ...]:
+        names = ("aws_secret_access_key", "aws_session_token")
+        return tuple(str(secret) for secret in (*(self._options.get(name) for name in names), *more) if secret)
+
+    def _new_client(self, pid: int) -> Made:
+        try:
+            import boto3
+            from botocore.config import Config
+            from botocore.session import get_session
+        except ImportError:
+            raise CheckpointError("s3://: needs boto3: pip install 'fsdp-optim[s3]'") from Undecided("boto3")
+        config = Config(
+            max_pool_connections=_CONNECTIONS,
+            retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+            connect_timeout=min(10.0, max(1.0, self.retry_seconds / 4)),
+            read_timeout=min(60.0, max(1.0, self.retry_seconds / 2)),
+            tcp_keepalive=True,
+            response_checksum_validation="when_required",  # some servers give the checksum of the whole with a range of it
+        )
+        given = self._options.get("config")
+        theirs = Config(**given) if isinstance(given, Mapping) else given
+        config = config if theirs is None else config.merge(theirs)
+        of_session = {name: value for name, value in self._options.items() if name in _OF_SESSION}
+        core = of_session.setdefault("botocore_session", None) or get_session()
+        session = boto3.Session(**{**of_session, "botocore_session": core})
+        if of_session["botocore_session"] is None:
+            core.register_component("data_loader", _descriptions(core.get_config_variable("data_path")))
+        options = {name: value for name, value in self._options.items() if name in _OF_CLIENT - {"config"}}
+        client = session.client("s3", config=config, **options)
+        s3 = client.meta.config.s3 or {}
+        if client.meta.endpoint_url.startswith("https:") and "payload_signing_enabled" not in s3:
+            # TLS and the CRC protect a body already; to sign it as well would take as long as to send it.
+            client.meta.config.s3 = {**s3, "payload_signing_enabled": False}
+        client.meta.events.register_first("needs-retry.s3", self._stop_in_time)
+        credentials = session.get_credentials()
+        frozen = credentials.get_frozen_credentials() if credentials is not None else None
+        return Made(client, pid, self._secrets(*((frozen.secret_key, frozen.token) if frozen is not None else ())))
+
+    def _stop_in_time(
+        self, *, response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: Any
+    ) -> None:
+        """Between two attempts of the client library: raise the error that it would repeat, when the time is over."""
+        from botocore.exceptions import ClientError
+
+        self._now.attempts = attempts
+        if time.monotonic() < self._now.deadline:
+            return
+        if caught_exception is not None:
+            raise caught_exception
+        if response is not None and response[0].status_code >= 300:
+            raise ClientError(response[1], operation.name)
+
+
+class Requests:
+    """The requests to one bucket. `where`: the URL of the bucket, for errors."""
+
+    def __init__(self, where: str, bucket: str, clients: Clients) -> None:
+        self._where, self._bucket, self._clients = where, bucket, clients
+
+    def __repr__(self) -> str:
+        return f"Requests({self._where!r})"
+
+    def named(self, key: str | None) -> str:
+        """The URL of an object, or of the bucket."""
+        return self._where if key is None else f"{self._where}/{key}"
+
+    def send(
+        self,
+        operation: str,
+        key: str | None = None,
+        *,
+        body: memoryview | None = None,
+        expected: Collection[str | int] = (),
+        **arguments: Any,
+    ) -> dict[str, Any]:
+        """Make one request of the bucket, or of one of its objects, and return the parsed answer.
+
+        Raises Answered for an error whose status or code is `expected`, and CheckpointError for any other one.
+        """
+        given = {"Bucket": self._bucket, **({} if key is None else {"Key": key}), **arguments}
+
+        def make(client: Any) -> dict[str, Any]:
+            sent = {} if body is None else {"Body": Body(body)}  # from its beginning each time
+            answer: dict[str, Any] = getattr(client, operation)(**given, **sent)
+            return answer
+
+        return self.repeat(operation, key, make, expected=expected)
+
+    def repeat(
+        self,
+        operation: str,
+        key: str | None,
+        make: Callable[[Any], T],
+        *,
+        expected: Collection[str | int] = (),
+        progress: Callable[[], int] = int,
+    ) -> T:
+        """Call `make(client)` until it succeeds, fails for good, or the time is over without `progress`. Raises as `send`."""
+        seconds = self._clients.retry_seconds
+        began, tries, refreshed, reached = time.monotonic(), 0, False, progress()
+        while True:
+            made: Made | None = None
+            try:
+                made = self._clients.get(began + seconds)
+                return make(made.client)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                answered = answer_of(operation, error, made.client.meta.region_name if made is not None else "")
+                if answered is not None and answered.may_have_expired and not refreshed and made is not None:
+                    refreshed = True
+                    self._clients.forget(made)
+                    continue
+                if progress() != reached:
+                    began, tries, reached = time.monotonic(), 0, progress()
+                elapsed = time.monotonic() - began
+                if not is_passing(error, answered) or elapsed >= seconds:
+                    if answered is not None:
+                        answered.was_repeated = tries > 0 or self._clients.num_attempts > 1
+                        if answered.words & set(expected):
+                            raise answered from None
+                        raise_alone(self.failure(key, answered, elapsed))
+                    raise self._failure(operation, key, error, elapsed) from Undecided(operation)
+            tries += 1
+            pause = min(_LONGEST_PAUSE, 0.1 * 2**tries) * random.uniform(0.5, 1)
+            time.sleep(max(0.0, min(pause, began + seconds - time.monotonic())))
+
+    def failure(self, key: str | None, answered: Answered, seconds: float = 0.0) -> CheckpointError:
+        """The error of one line for an answer that a caller had expected, and has no use for."""
+        failure = self._failure(answered.operation, key, answered, seconds)
+        failure.__cause__ = None if answered.lacks_bucket else Undecided(answered.operation)
+        return failure
+
+    def _failure(self, operation: str, key: str | None, error: BaseException, seconds: float) -> CheckpointError:
+        """`seconds`: for how long the request was repeated, if its reason may pass."""
+        kind = CheckpointError
+        if isinstance(error, Answered):
+            line, may_pass = line_of_answer(self._where, self.named(key), error), is_passing(error, error)
+            kind = MissingObjectError if error.lacks_bucket else kind
+        else:
+            line, may_pass = line_of_error(self._where, self.named(key), operation, error), is_passing(error, None)
+        if may_pass:
+            line = f"{line}; it was repeated for {seconds:.0f} s"
+        return kind(self._clients.without_secrets(line))
+
+
+def raise_alone(error: Exception) -> NoReturn:
+    """Raise an error with its own cause, inside the handling of another one, which its traceback need not show."""
+    raise error from error.__cause__
+
+
+class Body:
+    """Memory as a file that boto3 sends without a copy.
+
+    `read` may give more than was asked for: the HTTP library asks for a few KiB at a time, and sends whatever it gets.
+    """
+
+    _LEAST = 1 << 20
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data.cast("B"), 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, nbytes: int | None = None) -> memoryview:
+        """The next bytes; none at the end."""
+        end = len(self._data) if nbytes is None or nbytes < 0 else self._at + max(nbytes, self._LEAST)
+        block = self._data[self._at : end]
+        self._at += len(block)
+        return block
+
+    def tell(self) -> int:
+        """The position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Go to a position: from the beginning (0), from here (1), or from the end (2)."""
+        self._at = (0, self._at, len(self._data))[whence] + offset
+        return self._at

@@ -1,0 +1,93 @@
+"""A folder, or a prefix, in which no checkpoint was found: a run that begins there, or a mistake in the path."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdp_optim.checkpoint.catalog.listing import last_number
+from fsdp_optim.checkpoint.common.formats import SAVED, format_of
+from fsdp_optim.checkpoint.common.stores import StorageOptions, is_url, shelf_at, store_at
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.storage.base import is_reserved, names_checkpoint
+from fsdp_optim.storage.posix.files import absolute
+from fsdp_optim.storage.posix.looks import is_root, names_in
+
+_MOST_LOOKS = 8  # at folders whose names are those of checkpoints
+
+log = logging.getLogger("fsdp_optim")
+
+
+def begin_anew(root: str | os.PathLike[str], options: StorageOptions = None) -> None:
+    """Say on one line that a run begins, because its folder has no checkpoint. Raises as `check_root` does."""
+    check_root(root, options)
+    log.warning("%s has no checkpoint: the training begins anew", root)
+
+
+def check_root(root: str | os.PathLike[str], options: StorageOptions = None) -> None:
+    """Raise CheckpointError where a path without checkpoints in it is a mistake: it is a checkpoint itself, what is in it are
+    checkpoints of other programs, or not even the folder above it is there.
+    """
+    if not is_url(str(root)) and not is_root(absolute(root)):
+        return
+    ours = _format_of_manifest(root, options)
+    passed_by = list(_passed_by(root, options)) if not ours else []
+    if passed_by:
+        raise CheckpointError(
+            f"{root}: has no checkpoint of this library, but those of other programs: {shortened(passed_by)}: fsdp_optim.load of "
+            "one of these paths loads it; for a run that begins anew, give another folder"
+        )
+    format = ours or _foreign_format(root, options)
+    if format:
+        raise CheckpointError(
+            f"{root}: is a checkpoint ({format}), not a folder of checkpoints: fsdp_optim.load({str(root)!r}, ...) loads it; to "
+            "resume from the newest, give the folder that it is in"
+        )
+
+
+def _format_of_manifest(root: str | os.PathLike[str], options: StorageOptions) -> str:
+    """The name of the format of the checkpoint that a path is, by its manifest; empty if it has none."""
+    for format in SAVED:
+        with contextlib.suppress(CheckpointError), store_at(_as_place(root), format, options).open() as opened:
+            if opened.has(format.judge.manifest):
+                return format.name
+    return ""
+
+
+def _foreign_format(root: str | os.PathLike[str], options: StorageOptions) -> str:
+    """The name of the format of another library's checkpoint that a path is; empty if it is none.
+
+    A folder with files of torch.save in it may be anything.
+    """
+    with contextlib.suppress(CheckpointError), store_at(_as_place(root), options=options).open_any() as files:
+        found = format_of(files)
+        if found is not None and found is not TORCH_FILE:
+            return found.name
+    return ""
+
+
+def _passed_by(root: str | os.PathLike[str], options: StorageOptions) -> Iterator[str]:
+    """The checkpoints of other programs that a resume does not look at."""
+    seen = set()
+    for format in SAVED:
+        for one in shelf_at(root, options, format).listed():
+            seen.add(one.where)
+            if one.brief is not None and one.brief.is_foreign:
+                yield one.where
+    if is_url(str(root)):
+        return
+    path = absolute(root)
+    names = (name for name in names_in(path) if names_checkpoint(name) and not is_reserved(name))  # without dead saves
+    folders = [path / name for name in names if str(path / name) not in seen]
+    for folder in sorted(folders, key=lambda folder: last_number(folder.name) or 0, reverse=True)[:_MOST_LOOKS]:
+        with contextlib.suppress(CheckpointError), store_at(folder).open_any() as files:
+            if format_of(files) is not None:
+                yield str(folder)
+
+
+def _as_place(root: str | os.PathLike[str]) -> str | Path:
+    return str(root).rstrip("/") if is_url(str(root)) else absolute(root)

@@ -1,0 +1,113 @@
+"""Casts at a load: of weights to the model's floating dtype, and of state values whose dtype follows that of the weights.
+
+At a save: of weights to the dtype in which they are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from fsdp_optim.checkpoint.common.contents import SavedValue, is_buffer
+from fsdp_optim.errors import CheckpointError, counted_noun
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.memory import dtype_name, dtype_named, flatten
+from fsdp_optim.move import Slice
+from fsdp_optim.state.dicts.packed import LocalId
+from fsdp_optim.state.live.local import LocalOptim, LocalParam
+from fsdp_optim.view import Handle
+
+
+def castable(handle: Handle, dtype: str, *, cast: bool) -> bool:
+    """Whether a tensor that was saved in `dtype` may be loaded into this parameter or buffer of another dtype.
+
+    Wrappers cast floating buffers in the first forward pass. So a buffer that was saved after that pass may be widened, which
+    changes no value, and a buffer that is loaded after that pass is cast as the wrapper casts it.
+    """
+    param, saved = handle.param, dtype_named(dtype)
+    if not (param.is_floating_point() and saved.is_floating_point):
+        return False
+    return cast or (is_buffer(param) and (handle.cast_by_wrapper or _has_all_of(param.dtype, saved)))
+
+
+def cast_part(value: SavedValue | None, part: Slice) -> Slice:
+    """Elements in the dtype in which they are saved. `value`: that is saved; None: the elements are saved as they are.
+
+    Raises CheckpointError for a number that becomes infinite.
+    """
+    if value is None:
+        return part
+    if part.flat is None:
+        return replace(part, value=value)
+    cast = part.flat.detach().to(value.dtype)
+    if torch.finfo(value.dtype).max < torch.finfo(part.flat.dtype).max:
+        too_large = int((cast.isinf() & ~part.flat.isinf()).sum())
+        if too_large:
+            raise CheckpointError(
+                f"{value.fqn}: {counted_noun(too_large, 'element')} of its {dtype_name(part.flat.dtype)} elements would "
+                f"become infinite in {dtype_name(value.dtype)}: save with another weights_dtype, or without one"
+            )
+    return Slice(value, part.cut, cast, part.start, is_own=True)
+
+
+def nbytes_to_cast(before: torch.dtype, after: torch.dtype) -> int:
+    """The bytes of memory that a cast of one element takes: the new one, its magnitude, and four truth values."""
+    return after.itemsize + max(before.itemsize, after.itemsize) + 4
+
+
+def _has_all_of(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a floating dtype can represent every number of another one."""
+    info, other_info = torch.finfo(dtype), torch.finfo(other)
+    has_range = info.max >= other_info.max and info.tiny * info.eps <= other_info.tiny * other_info.eps
+    return info.eps <= other_info.eps and has_range
+
+
+def merged(
+    param: LocalParam, flats: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor], rank: int
+) -> torch.Tensor:
+    """This rank's elements of a live parameter whose originals were saved in several dtypes, or not all saved."""
+    held = flatten(param.handle.weights()).clone()
+    for fqn, placement in param.named.placements.items():
+        shard = placement.shard_of(rank)
+        if fqn not in stored or shard is None:
+            continue
+        flat = flats[stored[fqn].dtype]
+        for block in placement.blocks(shard):
+            held[block.offset : block.end] = flat[block.offset : block.end]
+    return held
+
+
+def state_dtype(
+    optim: LocalOptim, param: LocalParam, name: str, saved: torch.dtype, weights: Mapping[str, StoredTensor]
+) -> torch.dtype:
+    """The dtype of a sharded state value after a load with `cast=True`.
+
+    If the weights keep their dtype, the state does too. Otherwise the value gets the dtype that the live optimizer has for it. An
+    optimizer of torch.optim without state steps in the dtype of its parameters, so a value with the saved dtype of the weights
+    follows the weights. All other values keep their dtype, because other optimizers may keep fp32 state for bf16 weights.
+    """
+    before = {dtype_named(weights[fqn].dtype) for fqn in param.named.fqns if fqn in weights}
+    now = param.handle.weights_dtype
+    if not saved.is_floating_point or before <= {now}:
+        return saved
+    live = (param.state or {}).get(name)
+    if isinstance(live, torch.Tensor):
+        return live.dtype if live.dtype.is_floating_point else saved
+    is_torchs = bool(optim.classes) and optim.classes[param.group_index].is_of_torch
+    return now if is_torchs and before == {saved} else saved
+
+
+def cast_state(
+    optim: LocalOptim, flats: Mapping[LocalId, Mapping[str, torch.Tensor]], weights: Mapping[str, StoredTensor]
+) -> dict[LocalId, Mapping[str, torch.Tensor]]:
+    """Local state tensors, by local id and name, in the dtypes that `state_dtype` gives."""
+    by_id = {param.local_id: param for param in optim.params}
+    return {
+        local_id: {
+            name: flat.to(state_dtype(optim, by_id[local_id], name, flat.dtype, weights))
+            for name, flat in values.items()
+        }
+        for local_id, values in flats.items()
+    }

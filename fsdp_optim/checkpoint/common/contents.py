@@ -1,0 +1,331 @@
+"""The contents of a save: every tensor with its name, dtype and placement, equal on all ranks, and this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.adapters.buffers import TwinsHandle
+from fsdp_optim.checkpoint.common import module_values
+from fsdp_optim.elements import check_weight
+from fsdp_optim.errors import StateError, WrapperError
+from fsdp_optim.formats.base.bools import check_bools_of
+from fsdp_optim.formats.base.protocols import Half, PlannedTensor
+from fsdp_optim.layout import FlatChunks, MeshBoxes, Placement, StridedBoxes, Whole
+from fsdp_optim.memory import dtype_name, dtype_named
+from fsdp_optim.move import End, StateValue
+from fsdp_optim.options import CAST_DTYPES, Arguments, Options, WhichWeights
+from fsdp_optim.state.live.local import LocalOptim, LocalParam, Optimizers
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.replicas import ELEMENTS, elements_of
+from fsdp_optim.state.values.opaque import OpaqueShards
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.verbs.call import Local, meet, read_local
+from fsdp_optim.verbs.ends import LiveEnd
+from fsdp_optim.verbs.gather_opaque import OpaqueValues, gather_opaque
+from fsdp_optim.verbs.replicas import compare_shards
+from fsdp_optim.verbs.synchronize import synchronize
+from fsdp_optim.view import LocalPart, ModelView, ModuleValues, check_materialized
+
+WEIGHT = "weight"
+"""The name of a parameter's elements: weights are read like the state of an optimizer with one value per parameter."""
+
+_PARAMS, _BUFFERS, LEFT_OUT = 0, 1, 2
+"""The param groups of `weights_of`: the parameters and the buffers to save or load, and all others."""
+
+RECORDS: Mapping[str, type] = {
+    "OpaqueShards": OpaqueShards,
+    "LocalPart": LocalPart,
+    "FlatChunks": FlatChunks,
+    "MeshBoxes": MeshBoxes,
+    "StridedBoxes": StridedBoxes,
+    "Whole": Whole,
+}
+"""The dataclasses that opaque values of sharded parameters contain besides plain values."""
+
+
+@dataclass(frozen=True)
+class SavedValue(StateValue):
+    """One tensor of a save. `stored_name`: its name in the checkpoint.
+
+    `constant`: its value, if all ranks know it, as they do for scalars. `cast_from`: the dtype of the live tensor, if it is not
+    the one in which the value is saved.
+    """
+
+    stored_name: str = ""
+    constant: torch.Tensor | None = field(default=None, compare=False)
+    cast_from: torch.dtype | None = None
+
+    @property
+    def live(self) -> SavedValue:
+        """The value as it is in the live model."""
+        return self if self.cast_from is None else replace(self, dtype=self.cast_from)
+
+
+@dataclass(frozen=True)
+class SavedHalf:
+    """One half of a save: the weights of the model, or the state of the optimizer.
+
+    `tensors`: those that are saved; the picture has all.
+    `opaque`, `module_values`: on the lowest rank, the opaque values and the values of modules; empty on the others.
+    """
+
+    local: Local
+    picture: Picture
+    tensors: tuple[SavedValue, ...]
+    opaque: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    module_values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HalvesEnd(End):
+    """The source of a save: the live weights, the live state, and the scalars that all ranks know."""
+
+    weights: LiveEnd
+    state: LiveEnd | None
+
+    def memory(self, value: StateValue) -> torch.Tensor | None:
+        if isinstance(value, SavedValue) and value.constant is not None:
+            return value.constant
+        return self.state.memory(value) if value.is_state and self.state is not None else self.weights.memory(value)
+
+
+def weights_of(reader: ModelReader, ranks: tuple[int, ...], options: Options, which: WhichWeights = "all") -> Local:
+    """The parameters and buffers of this rank's model, read as the state of an optimizer.
+
+    Those that `which` leaves out have no state, and are in the group `LEFT_OUT`.
+    """
+    view = reader.read(ranks, options.name_of)
+    buffers = reader.buffers(view, options.name_of)
+    check_materialized((*view.handles, *buffers.handles), view.rank)
+    handles = tuple(replace(n, handle=replace(n.handle, collected=True)) for n in (*view.handles, *buffers.handles))
+    order = (*view.order, *(fqn for named in buffers.handles for fqn in named.fqns))
+    everything = replace(view, handles=handles, order=order, aliases={**view.aliases, **buffers.aliases})
+    values = reader.module_values(view, options.name_of) if which != "none" else ModuleValues()
+    optim = _as_optimizer(everything, which)
+    for param in optim.params:
+        if param.state is not None:
+            fqn = param.named.fqns[0] if param.named.fqns else "a parameter"
+            check_weight(f"{fqn}: this tensor on rank {view.rank}", param.handle.param, WrapperError)
+    return Local(everything, optim, values)
+
+
+def checked_weights_of(
+    reader: ModelReader, ranks: tuple[int, ...], options: Options, which: WhichWeights = "all"
+) -> Local:
+    """The same. Raises StateError where the pipeline stages of this rank have different buffers under one name."""
+    local = weights_of(reader, ranks, options, which)
+    for param in local.optim.params:
+        if isinstance(param.handle, TwinsHandle) and param.state is not None:
+            param.handle.check_equal(param.named.fqns[0])
+    return local
+
+
+def check_not_empty(picture: Picture, reader: ModelReader) -> None:
+    """Refuse a model without parameters and buffers on any rank, such as a module whose wrapper has flattened all of them.
+
+    Raises WrapperError, the same on all ranks.
+    """
+    if not picture.params:
+        raise WrapperError(
+            f"the {reader.name} that was given has no parameters and no buffers on any rank: where a wrapper has flattened "
+            "them, pass the wrapped root instead of a module inside it"
+        )
+
+
+def _as_optimizer(view: ModelView, which: WhichWeights) -> LocalOptim:
+    grouped = [(_group_of(named.handle.param, which), named) for named in view.handles]
+    params = tuple(
+        LocalParam(index, group, named, {WEIGHT: named.handle.weights()} if group != LEFT_OUT else None)
+        for index, (group, named) in enumerate(grouped)
+        if named.fqns
+    )
+    groups = (_PARAMS,) if which == "all" else (_PARAMS, _BUFFERS, LEFT_OUT)
+    ids = tuple(tuple(p.local_id for p in params if p.group_index == group) for group in groups)
+    return LocalOptim(params, ({},) * len(groups), ids, (None,) * len(groups), {})
+
+
+def _group_of(param: torch.Tensor, which: WhichWeights) -> int:
+    """The group of a parameter or buffer of `weights_of`. Training changes buffers, also of modules that are frozen."""
+    if which == "all" or (which == "trainable" and param.requires_grad):
+        return _PARAMS
+    return _BUFFERS if which == "trainable" and is_buffer(param) else LEFT_OUT
+
+
+def read_weights(
+    reader: ModelReader,
+    callers: RankGroup,
+    asked: Arguments,
+    options: Options,
+    about: str,
+    which: WhichWeights = "all",
+    saved_as: torch.dtype | None = None,
+) -> SavedHalf:
+    """Agree with the other ranks on the model's parameters and buffers. Called by all ranks.
+
+    `saved_as`: the dtype in which floating ones are saved; None: each in its own.
+    """
+    local, picture = meet(
+        callers,
+        lambda: _loadable(checked_weights_of(reader, callers.ranks, options, which), callers.rank),
+        asked,
+        f"the model, {about}",
+        with_state=True,
+        on_replica_mismatch=options.on_replica_mismatch,
+        every_replica=True,
+        what=ELEMENTS,
+    )
+    check_not_empty(picture, reader)
+    picture = compare_shards(callers, local, picture, options.on_replica_mismatch, ELEMENTS)
+    buffers = {fqn for named in local.view.handles if is_buffer(named.handle.param) for fqn in named.fqns}
+    if which == "trainable":
+        _check_trains(picture)
+    tensors = []
+    for fqn in _by_unit(picture):
+        param = picture.params[fqn]
+        if param.group_index == LEFT_OUT:
+            continue
+        dtypes = param.summary.dtypes if param.summary is not None else {}
+        if not dtypes:
+            raise WrapperError(
+                f"{fqn}: is {param.summary.everything if param.summary is not None else None}, a tensor of a subclass, which "
+                "a safetensors file cannot hold"
+            )
+        placement = param.placement
+        if fqn in buffers and placement.num_shards == 1:  # a buffer is small, so one rank writes it
+            placement = Whole(placement.shape, (placement.ranks[0],))
+        for name, dtype in dtypes.items():
+            value = SavedValue(fqn, name, dtype, placement, False, fqn)
+            if saved_as not in (None, dtype) and dtype in CAST_DTYPES:
+                value = replace(value, dtype=saved_as, cast_from=dtype)
+            tensors.append(value)
+    return SavedHalf(
+        local, picture, _aligned(tensors), module_values=module_values.collect(callers, local.module_values, picture)
+    )
+
+
+def _check_trains(picture: Picture) -> None:
+    """Refuse a model without a parameter to train, which is frozen by mistake. The same on all ranks."""
+    if not any(param.group_index == _PARAMS for param in picture.params.values()):
+        raise StateError(
+            'weights="trainable": no parameter of the model requires gradients: call requires_grad_(True) on those to save, or '
+            'give weights="all"'
+        )
+
+
+def _loadable(local: Local, rank: int) -> Local:
+    """Return `local`. Raises CheckpointError for elements that no load would accept."""
+    for param in local.optim.params:
+        for name, value in (param.state or {}).items():
+            if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
+                where = param.named.fqns[0] if name == WEIGHT else f"{param.named.fqns[0]}: {name!r} of its state"
+                check_bools_of(where, elements_of(param.handle, value, rank))
+    return local
+
+
+def is_buffer(param: torch.Tensor) -> bool:
+    """Whether a Handle's tensor is a buffer of the model."""
+    return not isinstance(param, torch.nn.Parameter)
+
+
+def read_state(
+    reader: ModelReader, optim: Optimizers, callers: RankGroup, asked: Arguments, options: Options, about: str
+) -> SavedHalf:
+    """Agree with the other ranks on the optimizer's state. Called by all ranks."""
+    everything = replace(options, collect="all")
+    synchronize(callers, optim)
+    local, picture = meet(
+        callers,
+        lambda: _loadable(read_local(reader, optim, everything, callers.ranks), callers.rank),
+        asked,
+        f"the optimizer, {about}",
+        with_state=True,
+        on_replica_mismatch=options.on_replica_mismatch,
+        every_replica=True,
+    )
+    picture = compare_shards(callers, local, picture, options.on_replica_mismatch)
+    tensors, scalars = [], []
+    for fqns in _units(picture):
+        for name in dict.fromkeys(name for fqn in fqns for name in _names_of(picture, fqn)):
+            for fqn in fqns:
+                summary = picture.params[fqn].summary
+                if summary is not None and name in summary.dtypes:
+                    tensors.append(_tensor(fqn, name, summary.dtypes[name], picture.params[fqn].placement))
+        for fqn in fqns:
+            summary = picture.params[fqn].summary
+            for name, (dtype, placement) in summary.placed if summary is not None else ():
+                tensors.append(_tensor(fqn, name, dtype_named(dtype), placement))
+            for name, scalar in summary.scalars if summary is not None else ():
+                if isinstance(scalar.value, torch.Tensor):
+                    where = Whole((), callers.ranks[:1])
+                    scalars.append(replace(_tensor(fqn, name, scalar.value.dtype, where), constant=scalar.value))
+    opaque = _opaque(callers, local, picture)
+    return SavedHalf(local, picture, _aligned(_with_distinct_keys([*tensors, *scalars])), opaque)
+
+
+def _tensor(fqn: str, name: str, dtype: torch.dtype, placement: Placement) -> SavedValue:
+    return SavedValue(fqn, name, dtype, placement, stored_name=f"state.{fqn}.{name}")
+
+
+def _opaque(callers: RankGroup, local: Local, picture: Picture) -> Mapping[tuple[str, str], Any]:
+    """The opaque values of all ranks, on the lowest rank."""
+    parts = [
+        OpaqueValues(p.fqn, tuple(name for name, _ in p.summary.opaque), p.placement, callers.ranks[:1])
+        for p in picture.params.values()
+        if p.summary is not None and p.summary.opaque
+    ]
+    if not parts:
+        return {}
+    failure = Failure()
+    gathered = gather_opaque(callers, local, parts, failure)
+    agree(callers, "opaque", failure.error, fatal=failure.fatal)
+    return gathered
+
+
+def _names_of(picture: Picture, fqn: str) -> tuple[str, ...]:
+    summary = picture.params[fqn].summary
+    return tuple(summary.names) if summary is not None else ()
+
+
+def _units(picture: Picture) -> Iterator[tuple[str, ...]]:
+    """The FQNs of each live parameter, each FQN once, so that values which are adjacent on a rank are adjacent in the file."""
+    seen: set[str] = set()
+    for live in picture.live:
+        fqns = tuple(fqn for fqn in live.fqns if fqn in picture.params and fqn not in seen)
+        seen.update(fqns)
+        if fqns:
+            yield fqns
+
+
+def _by_unit(picture: Picture) -> Iterator[str]:
+    return (fqn for fqns in _units(picture) for fqn in fqns)
+
+
+def _with_distinct_keys(tensors: list[SavedValue]) -> list[SavedValue]:
+    """Give different stored names to values whose names have the same text, such as 0 and "0"."""
+    taken: set[str] = set()
+    distinct = []
+    for tensor in tensors:
+        name = tensor.stored_name
+        while name in taken:
+            name += "'"
+        taken.add(name)
+        distinct.append(tensor if name == tensor.stored_name else replace(tensor, stored_name=name))
+    return distinct
+
+
+def _aligned(tensors: list[SavedValue]) -> tuple[SavedValue, ...]:
+    """Sort tensors by element size, the largest first, so that every tensor begins at a multiple of its element size."""
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+
+
+def planned(tensor: SavedValue) -> PlannedTensor:
+    """The key, dtype, shape and half of a tensor, by which a format plans its files."""
+    half: Half = "optim" if tensor.is_state else "model"
+    return PlannedTensor(tensor.stored_name, dtype_name(tensor.dtype), tensor.placement.shape, half)

@@ -1,0 +1,101 @@
+"""The files of a save: the tensors in each file, and the cut in which the ranks write and read a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fsdp_optim.checkpoint.common.contents import SavedValue, planned
+from fsdp_optim.formats.base.protocols import FormatWriter, Half, PlannedFile
+from fsdp_optim.layout import STORAGE, FlatChunks, OnMesh, Placement, Whole
+from fsdp_optim.move import StateValue
+
+_SHORT_NBYTES = 128 << 10  # a shorter strided row is not written by itself
+_MOST_PARTS = 1024
+WRITTEN_TOGETHER = 256 << 10
+"""A range of a file, in bytes. One rank writes all small replicated values in such a range."""
+
+_LEAST_PART = 64 << 10  # bytes; the smallest share of a tensor that a replica writes
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to write, with its values in the order of their bytes."""
+
+    plan: PlannedFile
+    values: tuple[SavedValue, ...]
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    def elements(self, index: int) -> tuple[int, int]:
+        """The first element of a value that the file has, and one past the last. `index`: the place of the value in `values`."""
+        return self.plan.slices[index] if self.plan.slices else (0, self.values[index].placement.numel)
+
+
+def planned_files(
+    writer: FormatWriter, half: Half, values: Sequence[SavedValue], shared: str, *, most_nbytes: int, num_ranks: int
+) -> list[File]:
+    """The files that a format plans for the values of one half."""
+    by_key = {value.stored_name: value for value in values}
+    plans = writer.files(
+        half, [planned(value) for value in values], shared, most_nbytes=most_nbytes, num_ranks=num_ranks
+    )
+    return [File(plan, tuple(by_key[tensor.key] for tensor in plan.tensors)) for plan in plans]
+
+
+def files_of_both(
+    writer: FormatWriter,
+    values: Mapping[Half, Sequence[SavedValue]],
+    shared: str,
+    *,
+    most_nbytes: int,
+    num_ranks: int,
+) -> list[File]:
+    """The files that a format plans for a conversion, in which one file may have slices of values, of both halves."""
+    by_key = {(half, value.stored_name): value for half, its in values.items() for value in its}
+    tensors = {half: [planned(value) for value in its] for half, its in values.items()}
+    plans = writer.all_files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+    return [File(plan, tuple(by_key[one.half, one.key] for one in plan.tensors)) for plan in plans]
+
+
+def written_cut(value: StateValue, placement: Placement, owner: int | None) -> Placement:
+    """The cut in which the ranks write a value of `placement`: the same, contiguous chunks, or whole on `owner`."""
+    if owner is not None:
+        return placement if placement.ranks == (owner,) else Whole(placement.shape, (owner,))
+    if placement.overlapping or has_short_rows(placement, value.dtype.itemsize):
+        return in_flat_chunks(placement, placement.first_holders)
+    return placement
+
+
+def in_flat_chunks(placement: Placement, ranks: Sequence[int]) -> FlatChunks:
+    """A cut of the parameter into one contiguous chunk for each of some ranks."""
+    return FlatChunks(placement.shape, 0, -(-placement.numel // len(ranks)), (ranks,))
+
+
+def has_short_rows(placement: Placement, itemsize: int, short_nbytes: int = _SHORT_NBYTES) -> bool:
+    """Whether the elements of a rank are short rows of the whole parameter, with fewer than `short_nbytes` bytes each."""
+    if not isinstance(placement, OnMesh) or not placement.numel:
+        return False
+    sizes, shape = placement.blocks(0)[0].box.sizes, placement.shape
+    cut = max((dim for dim, (size, full) in enumerate(zip(sizes, shape, strict=True)) if size < full), default=0)
+    return prod(sizes[:cut]) > 1 and prod(sizes[cut:]) * itemsize < short_nbytes
+
+
+def stored_on(placement: Placement, nbytes: int) -> FlatChunks | Whole:
+    """The placement in storage of a value that is written as `placement`: one rank, or a rank for each part of a replica."""
+    num = placement.num_replicas
+    most = num * min(placement.num_shards, _MOST_PARTS) if num > 1 else 1  # of each shard, one part per replica
+    parts = min(most, nbytes // _LEAST_PART)
+    if parts <= 1:
+        return Whole(placement.shape, (STORAGE,))
+    return FlatChunks(placement.shape, 0, -(-placement.numel // parts), (range(-parts, 0),))
+
+
+def offset_in_storage(target: Placement, rank: int) -> int:
+    """The element of the tensor at which the part of a rank of storage begins."""
+    if isinstance(target, FlatChunks):
+        return (rank + target.num_shards) * target.chunk_numel
+    return 0

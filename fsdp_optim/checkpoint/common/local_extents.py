@@ -1,0 +1,175 @@
+"""Extents of local tensors: bytes that are adjacent in a file. For devices they are copied through host memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.memory import Budget, empty, in_batches
+from fsdp_optim.move import Slice
+from fsdp_optim.plan import Copy
+
+_CPU = torch.device("cpu")
+_COPIED_BY_TORCH_FROM = 1 << 20  # bytes; torch copies long runs with several threads
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExtent:
+    """Bytes on a device (`memory`: 1-D, uint8), and the byte `start` of a file's data section at which they belong."""
+
+    start: int
+    memory: torch.Tensor
+
+
+LocalExtent = Extent | DeviceExtent
+
+
+def clipped(extent: LocalExtent, start: int, stop: int) -> LocalExtent:
+    """The bytes of an extent that belong in [start, stop)."""
+    first, last = max(start - extent.start, 0), min(stop - extent.start, len(extent.memory))
+    part = extent.memory[first : max(last, first)]
+    start = extent.start + first
+    return DeviceExtent(start, part) if isinstance(part, torch.Tensor) else Extent(start, part)
+
+
+ExtentsByFile = Mapping[str, Sequence[LocalExtent]]
+"""The extents of this rank, by file name."""
+
+
+def lies_on_host(flat: torch.Tensor) -> bool:
+    """Whether files can be read directly into the memory of a tensor."""
+    return flat.device.type == "cpu"
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a 1-D tensor on the CPU; a write to this memory changes the tensor."""
+    view: memoryview = flat.detach().view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+    return view
+
+
+def ranges_of(copy: Copy) -> Iterator[tuple[int, int, int]]:
+    """(source offset, target offset, numel) of each contiguous range of a copy."""
+    if copy.is_run:
+        yield copy.source_offset, copy.target_offset, copy.sizes[0]
+        return
+    *outer, last = zip(copy.sizes, copy.source_strides, copy.target_strides, strict=True)
+    width = last[0] if last[1] == last[2] == 1 else 1
+    if width == 1 and last[0] > 1:
+        outer.append(last)
+    for index in itertools.product(*(range(size) for size, _, _ in outer)):
+        source = sum(i * s for i, (_, s, _) in zip(index, outer, strict=True))
+        target = sum(i * t for i, (_, _, t) in zip(index, outer, strict=True))
+        yield copy.source_offset + source, copy.target_offset + target, width
+
+
+class LocalMemory:
+    """The bytes of one local 1-D tensor."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._size = flat.itemsize
+        self._memory = bytes_of(flat) if lies_on_host(flat) else flat.detach().view(torch.uint8)
+
+    def extent(self, start: int, offset: int, numel: int) -> LocalExtent:
+        """The extent of `numel` elements from `offset` on, which belong at byte `start` of the data section."""
+        part = self._memory[offset * self._size : (offset + numel) * self._size]
+        return DeviceExtent(start, part) if isinstance(part, torch.Tensor) else Extent(start, part)
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """Extents in host memory. `pairs`: for each extent on a device, its bytes there and their copy on the host."""
+
+    extents: Sequence[Extent]
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+
+    def copy_to_host(self) -> None:
+        """Copy from the device to the host."""
+        for on_device, on_host in self.pairs:
+            on_host.copy_(on_device)
+
+    def copy_to_device(self) -> None:
+        """Copy from the host to the device."""
+        for on_device, on_host in self.pairs:
+            on_device.copy_(on_host)
+
+
+def in_host_memory(extents: Sequence[LocalExtent], budget: Budget) -> Iterator[HostBatch]:
+    """Batches of extents: first all that are on the host, then those on devices, at most `budget` at a time, with host memory."""
+    host = [extent for extent in extents if isinstance(extent, Extent)]
+    if host:
+        yield HostBatch(host)
+    on_devices = sorted((e for e in extents if isinstance(e, DeviceExtent)), key=lambda extent: extent.start)
+    parts = (
+        DeviceExtent(extent.start + at, extent.memory[at : at + budget.nbytes])
+        for extent in on_devices
+        for at in range(0, len(extent.memory), budget.nbytes)
+    )
+    for batch in in_batches(parts, lambda part: len(part.memory), budget.nbytes):
+        yield _by_way_of_host(batch)
+
+
+def _by_way_of_host(on_devices: Sequence[DeviceExtent]) -> HostBatch:
+    buffer = _host_memory(on_devices)
+    extents, pairs, at = [], [], 0
+    for extent in on_devices:
+        on_host = buffer[at : at + len(extent.memory)]
+        extents.append(Extent(extent.start, bytes_of(on_host)))
+        pairs.append((extent.memory, on_host))
+        at += len(extent.memory)
+    return HostBatch(extents, pairs)
+
+
+def _host_memory(extents: Iterable[LocalExtent]) -> torch.Tensor:
+    """Memory on the host for the bytes of some extents; pinned if one of them is on a CUDA device."""
+    nbytes, pinned = 0, False
+    for extent in extents:
+        nbytes += len(extent.memory)
+        pinned = pinned or (isinstance(extent, DeviceExtent) and extent.memory.is_cuda)
+    return (
+        torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=True)
+        if pinned
+        else empty((nbytes,), torch.uint8, _CPU)
+    )
+
+
+def is_all_of(extents: ExtentsByFile, parts: Sequence[Slice]) -> bool:
+    """Whether extents can be kept as they are: they are of parts with memory of their own, and of all its bytes."""
+    if not all(part.is_own for part in parts):
+        return False
+    kept = sum(len(extent.memory) for its in extents.values() for extent in its)
+    return kept == sum(part.flat.nbytes for part in parts if part.flat is not None)
+
+
+def snapshot_of(live: ExtentsByFile) -> dict[str, list[Extent]]:
+    """A copy of the bytes in new host memory. Extents that are adjacent in a file become one extent."""
+    listed = [
+        (name, extent) for name, extents in live.items() for extent in sorted(extents, key=lambda extent: extent.start)
+    ]
+    buffer = _host_memory(extent for _, extent in listed)
+    memory, at = bytes_of(buffer), 0
+    snapshot: dict[str, list[Extent]] = {name: [] for name in live}
+    devices: set[torch.device] = set()
+    for name, extent in listed:
+        nbytes = len(extent.memory)
+        if isinstance(extent, DeviceExtent):
+            buffer[at : at + nbytes].copy_(extent.memory, non_blocking=extent.memory.is_cuda)
+            if extent.memory.is_cuda:
+                devices.add(extent.memory.device)
+        elif nbytes >= _COPIED_BY_TORCH_FROM:
+            buffer[at : at + nbytes].copy_(torch.frombuffer(extent.memory, dtype=torch.uint8))
+        else:
+            memory[at : at + nbytes] = extent.memory
+        copies = snapshot[name]
+        if copies and copies[-1].stop == extent.start:
+            last = copies.pop()
+            copies.append(Extent(last.start, memory[at - len(last.memory) : at + nbytes]))
+        else:
+            copies.append(Extent(extent.start, memory[at : at + nbytes]))
+        at += nbytes
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return snapshot

@@ -1,0 +1,201 @@
+"""The values in a state_dict() besides parameters and buffers (extra state of modules), for saves and loads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp_optim.adapters.module_values import put
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.protocols import MODULES, FormatReader
+from fsdp_optim.memory import own
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.values.same import same
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.parcels import Parcel, send
+from fsdp_optim.view import ModuleValues
+
+log = logging.getLogger("fsdp_optim")
+
+
+def collect(
+    callers: RankGroup, local: ModuleValues, picture: Picture, recipients: tuple[int, ...] = ()
+) -> dict[str, list[Any]]:
+    """The values of all ranks by FQN, each with the version of its module's code, on the recipients. Called by all ranks.
+
+    No rank sends anything if every recipient has all modules itself. `recipients` (): the lowest rank.
+    """
+    recipients = recipients or callers.ranks[:1]
+    if callers.rank == callers.ranks[0]:
+        _warn_of_the_rest(local)
+    sources = {
+        fqn: (ranks[0], tuple(rank for rank in recipients if rank not in ranks))
+        for fqn, ranks in picture.module_values.items()
+    }
+    away = [fqn for fqn, (_, lacking) in sources.items() if lacking]
+    arrived: dict[int, Any] = {}
+    if away:
+        failure = Failure()
+        parcels = [Parcel(*sources[fqn]) for fqn in away]
+        arrived = send(callers, parcels, lambda index: _versioned(local, away[index]), failure)
+        agree(callers, "module values", failure.error, fatal=failure.fatal)
+    if callers.rank not in recipients:
+        return {}
+    from_away = {away[index]: value for index, value in arrived.items()}
+    return {fqn: _versioned(local, fqn) if fqn in local.values else from_away[fqn] for fqn in sources}
+
+
+def _versioned(local: ModuleValues, fqn: str) -> list[Any]:
+    live = local.values[fqn]
+    value = live.value.detach() if isinstance(live.value, torch.Tensor) else live.value
+    return [getattr(live.module, "_version", None), value]
+
+
+def _warn_of_the_rest(local: ModuleValues) -> None:
+    if local.lost:
+        log.warning(
+            "not saved, because their modules could not load them (they lack set_extra_state() and "
+            "_load_from_state_dict()): %s",
+            shortened(local.lost),
+        )
+    if local.hooked:
+        log.warning(
+            "state-dict hooks are not run, so their changes are ignored; values are saved under the names of modules and "
+            "attributes: %s",
+            shortened(local.hooked),
+        )
+
+
+@dataclass(frozen=True)
+class StoredModuleValues:
+    """The values of a checkpoint for the modules of this rank, and the live modules.
+
+    Attributes:
+        stored: by FQN, the version of the module's code that saved, and the value.
+        missing, unexpected: names that only the model or only the checkpoint has.
+    """
+
+    local: ModuleValues
+    stored: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @classmethod
+    def find(
+        cls,
+        local: ModuleValues,
+        picture: Picture,
+        checkpoint: FormatReader,
+        *,
+        verify: bool,
+        allow_pickle: bool,
+        strict: bool,
+        renamed: Callable[[str], str] = lambda name: name,
+    ) -> StoredModuleValues:
+        """Match the values of a checkpoint with the live modules, by any of their names; `renamed` gives the model's names.
+
+        Raises CheckpointError for a pickled value, unless pickles are allowed or `strict` is False.
+        """
+        found = _stored(checkpoint, verify=verify, allow_pickle=allow_pickle)
+        by_name = {renamed(name): value for name, value in found.items()}
+        aliases = checkpoint.aliases
+        stored: dict[str, tuple[Any, Any]] = {}
+        withheld, used = [], set()
+        names: dict[str, tuple[str | None, ...]] = {fqn: (fqn, aliases.get(fqn)) for fqn in picture.module_values}
+        names.update({fqn: (fqn, aliases.get(fqn), *live.others) for fqn, live in local.values.items()})
+        names.update({fqn: (fqn,) for fqn in by_name if fqn not in names and _is_taken(fqn, picture.module_takers)})
+        for fqn, candidates in names.items():
+            name = next((name for name in candidates if name in by_name), None)
+            if name is None:
+                continue
+            used.add(name)
+            if fqn not in local.values and local.taker_of(fqn) is None:
+                continue  # other ranks have it
+            if isinstance(by_name[name], Withheld):
+                withheld.append(fqn)
+                if strict:
+                    raise CheckpointError(f"{by_name[name].why}; strict=False keeps the value of the model")
+            else:
+                stored[fqn] = by_name[name]
+        lacking = [fqn for fqn in picture.module_values if not any(name in by_name for name in names[fqn])]
+        return cls(local, stored, (*lacking, *withheld), tuple(name for name in by_name if name not in used))
+
+    def before(self) -> dict[str, Any]:
+        """Copies of the live values that `install` replaces, by FQN."""
+        return {fqn: own(live.value) for fqn, live in self.local.values.items() if fqn in self.stored}
+
+    def install(self) -> None:
+        """Load the stored values into the modules. Raises StateError if a module refuses its values."""
+        self._put({fqn: value for fqn, (_, value) in self.stored.items()}, as_saved=True)
+
+    def put_back(self, previous: Mapping[str, Any]) -> None:
+        """Load the previous values into the modules. Raises nothing, because an error is on its way."""
+        try:
+            self._put(previous, as_saved=False)
+        except Exception:
+            log.exception("the previous values of modules could not be restored: %s", shortened(previous))
+
+    def _put(self, values: Mapping[str, Any], *, as_saved: bool) -> None:
+        by_module: dict[Any, tuple[str, dict[str, Any], Any]] = {}
+        for fqn, value in values.items():
+            live = self.local.values.get(fqn)
+            taker = self.local.taker_of(fqn) if live is None else None
+            if live is not None:
+                modules = (live.module, *(twin.module for twin in live.twins))
+                key, value = live.key, _on_device_of(live.value, value)
+            elif taker is not None:
+                modules, key = taker[:1], taker[1]
+            else:
+                continue
+            for module in modules:
+                version = self.stored[fqn][0] if as_saved else getattr(module, "_version", None)
+                by_module.setdefault(module, (fqn.removesuffix(key).rstrip("."), {}, version))[1][key] = value
+        for module, (path, its_values, version) in by_module.items():
+            put(module, its_values, path, version)
+
+    def check(self, now: ModuleValues) -> None:
+        """Raise CheckpointError if a live value differs from the saved one. `now`: the values of the modules after the load."""
+        for fqn, (_, value) in self.stored.items():
+            if fqn not in now.values or not same(own(now.values[fqn].value), own(value)):
+                raise CheckpointError(f"{fqn}: the value in the live model differs from the saved value")
+
+
+def _stored(checkpoint: FormatReader, *, verify: bool, allow_pickle: bool) -> dict[str, Any]:
+    """The stored version and value, or Withheld, by FQN."""
+    if MODULES not in checkpoint.extras:
+        return {}
+    saved = checkpoint.extra(MODULES, verify=verify).decoded_each(allow_pickle=allow_pickle)
+    by_name: dict[str, Any] = {}
+    with distrusted(f"{checkpoint.where}: the values of its modules"):
+        for fqn, versioned in saved.items():
+            if isinstance(versioned, Withheld):
+                by_name[fqn] = versioned
+                continue
+            version, value = versioned
+            if not isinstance(fqn, str) or type(version) not in (int, float, str, type(None)):
+                raise ValueError(f"{fqn!r} is not the name of a value with its version")
+            by_name[fqn] = (version, value)
+    return by_name
+
+
+def _is_taken(fqn: str, paths: tuple[str, ...]) -> bool:
+    return any(not path or fqn.startswith(f"{path}.") for path in paths)
+
+
+def _on_device_of(live: Any, value: Any) -> Any:
+    """A value with its tensors on the devices of the live tensors. Tensors of a checkpoint are on the host."""
+    if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor):
+        return value.to(live.device)
+    if type(value) is dict and isinstance(live, Mapping):
+        return {key: _on_device_of(live.get(key), item) for key, item in value.items()}
+    if type(value) in (list, tuple) and isinstance(live, (list, tuple)) and len(value) == len(live):
+        return type(value)(_on_device_of(live_item, item) for item, live_item in zip(value, live, strict=True))
+    return value

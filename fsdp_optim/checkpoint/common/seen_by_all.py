@@ -1,0 +1,74 @@
+"""All ranks have the same place before them: what one of them makes there, the others see.
+
+Ranks on several machines may have a path in common and not the folder: a typing error, local disks, a link that leads elsewhere
+on one machine. That is an error on all ranks, before anything is written or loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.storage.base import Store
+from fsdp_optim.transport.agree import agree, compare, tell
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+
+SEEN_WITHIN = 10.0
+"""Seconds in which a new name must be seen on all machines. No client can have kept that it is not there."""
+
+_LOOK_EVERY = 0.05  # seconds
+
+
+def check_seen_by_all(group: RankGroup, store: Store, address: str, where: str = "") -> None:
+    """Raise CheckpointError, on all ranks, where some do not see what the lowest rank has made. Called by all ranks.
+
+    `where`: what the user has given, if it is not the place of the store.
+    """
+    failure = Failure()
+    what = address if address.startswith("/") else "the save"
+    with failure:
+        if not waited_for(lambda: store.sees(address), SEEN_WITHIN):
+            raise CheckpointError(
+                f"{where or store.where}: {what}, which rank {group.ranks[0]} has made, is not visible here after "
+                f"{SEEN_WITHIN:g} s: this path is another folder than on rank {group.ranks[0]}. All ranks must see the same "
+                "folder: give a path on a file system that their machines share, or the URL of a bucket"
+            )
+    agree(group, "seen", failure.error)
+
+
+def check_shared(group: RankGroup, store: Store, where: str = "") -> None:
+    """Raise CheckpointError, on all ranks, where some of them have another folder before them. Called by all ranks.
+
+    On one machine nothing is made. A place in which the lowest rank may not write is not checked. `where`: as above.
+    """
+    if compare(group, "machines", store.machine_id().encode()):
+        return
+    with contextlib.ExitStack() as held:
+        address = b""
+        if group.rank == group.ranks[0]:
+            with contextlib.suppress(CheckpointError):
+                address = held.enter_context(store.beacon()).encode(errors="surrogateescape")
+        found = tell(group, "a beacon", address).content_of(group.ranks[0]).decode(errors="surrogateescape")
+        if found:
+            check_seen_by_all(group, store, found, where)
+
+
+def is_there(store: Store, format: Format, token: str) -> bool:
+    """Whether a place has the checkpoint with this token, as far as this rank can see."""
+    with contextlib.suppress(CheckpointError), store.open() as opened:
+        return format.judge.token_in(opened) == token
+    return False
+
+
+def waited_for(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Whether something is so, or becomes so within some seconds."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY)
+    return True

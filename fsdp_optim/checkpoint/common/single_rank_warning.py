@@ -1,0 +1,38 @@
+"""A warning for a process that saves alone although several processes were launched."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.job.launched import launched_ranks as launched_ranks
+
+log = logging.getLogger("fsdp_optim")
+
+
+def warn_if_alone(callers: RankGroup, path: str, *, has_group: bool) -> None:
+    """Warn if one rank saves alone although several were launched. `has_group`: the caller gave process_group=."""
+    if len(callers.ranks) > 1 or has_group:
+        return
+    if callers.world.is_initialized:
+        if callers.world.size > 1:
+            log.warning(
+                "%s: rank %d saves alone, because no other of the %d ranks shares its model. If others hold the rest or a "
+                "copy of the model, give process_group= with all of them; else give each rank a path of its own, and "
+                "process_group= with that rank only",
+                path,
+                callers.rank,
+                callers.world.size,
+            )
+        return
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdecimal() and int(launched) > 1:
+        log.warning(
+            "%s: process %s saves alone although %s were launched (WORLD_SIZE), because torch.distributed is not initialized. "
+            "If they train together, call init_process_group() first, and give process_group= if the model is not "
+            "wrapped; else give each process a path of its own",
+            path,
+            os.environ.get("RANK", "?"),
+            launched,
+        )

@@ -1,0 +1,78 @@
+"""Which store a user's path or URL means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fsdp_optim.buckets.blocks import BlockFolder
+from fsdp_optim.buckets.cached import CachedStore
+from fsdp_optim.buckets.schemes import scheme_of, store_of_url
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.formats.own.format import OURS
+from fsdp_optim.storage.base import Shelf, Store
+from fsdp_optim.storage.posix.files import absolute
+from fsdp_optim.storage.posix.store import Folder
+
+Place: TypeAlias = "str | os.PathLike[str] | Store"
+"""A user's path or URL, or a store that somebody has made."""
+
+StorageOptions: TypeAlias = "Mapping[str, Any] | None"
+
+
+def store_at(place: Place, format: Format = OURS, options: StorageOptions = None) -> Store:
+    """The store of a place. Raises CheckpointError for a path that no file system takes, and for a URL that nothing handles."""
+    if options is not None and not isinstance(options, Mapping):
+        raise CheckpointError(
+            f"storage_options has to be a dict of options for the store, not {type(options).__name__}"
+        )
+    if isinstance(place, str) and scheme_of(place) is not None:
+        return store_of_url(place.rstrip("/"), format.judge, dict(options or {}))
+    if options:
+        raise CheckpointError(f"{name_of(place)}: storage_options are for URLs (s3://...): a path has none")
+    return Folder(place, format.judge) if _is_path(place) else place  # type: ignore[arg-type, return-value]
+
+
+def is_url(place: Place) -> bool:
+    """Whether a place is a URL of a store, and no path."""
+    return isinstance(place, str) and scheme_of(place) is not None
+
+
+def store_of_leader(
+    place: Place, mine: Store, where: str, format: Format = OURS, options: StorageOptions = None
+) -> Store:
+    """The store that the lowest rank calls `where`: a relative path counts from the working directory of that rank."""
+    if not _is_path(place) or where == mine.where:
+        return mine
+    return store_at(where, format, options if scheme_of(where) is not None else None)
+
+
+def with_cache(store: Store, folder: str | os.PathLike[str] | None, format: Format = OURS) -> Store:
+    """The same store, read through a cache in a folder of this machine; a folder's checkpoints need none."""
+    if folder is None or isinstance(store, Folder):
+        return store
+    return CachedStore(store, BlockFolder(folder), format.judge.manifest)
+
+
+def shelf_at(root: str | os.PathLike[str], options: StorageOptions = None, format: Format = OURS) -> Shelf[Any]:
+    """The shelf that a folder, or a prefix of a bucket, is."""
+    inside = f"{root}/_" if isinstance(root, str) and scheme_of(root) is not None else absolute(root) / "_"
+    return store_at(inside, format, options).shelf()
+
+
+def name_of(place: Place) -> str:
+    """A place as its user gave it, for errors."""
+    return str(place) if _is_path(place) else place.where  # type: ignore[union-attr]
+
+
+def path_of(store: Store) -> Path | str:
+    """The place of a store as results have it: a path for a folder, a URL for everything else."""
+    return store.path if isinstance(store, Folder) else store.where
+
+
+def _is_path(place: Place) -> bool:
+    """Whatever has none of a store's methods is meant as a path, and refused by name where it is none."""
+    return not hasattr(place, "begin")

@@ -1,0 +1,10 @@
+"""From files to a live model and optimizer. Every rank reads and verifies its own bytes.
+
+restore.py                    the call
+opening.py                    all ranks open the same checkpoint
+targets.py, matching.py       which stored tensor goes where, checked before memory is taken
+stored_state.py               the optimizer of a checkpoint as a `FullState`
+reading.py                    the bytes that each rank reads
+compare.py                    check="bitwise"
+installing.py, restored.py    into the live objects, on all ranks or on none; the result
+"""

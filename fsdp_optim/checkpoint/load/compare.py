@@ -1,0 +1,247 @@
+"""The check of a load: compares the live model and optimizer with the checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.common.casting import castable
+from fsdp_optim.checkpoint.common.contents import weights_of
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd, StoredValue, elements_in, read_constants, stored_value
+from fsdp_optim.checkpoint.load.targets import State, Weights
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.protocols import FormatReader
+from fsdp_optim.layout import Placement
+from fsdp_optim.memory import dtype_name, flat_slice
+from fsdp_optim.move import End, Key, Slice, move
+from fsdp_optim.options import LoadOptions
+from fsdp_optim.state.live.local import LocalParam, Optimizers
+from fsdp_optim.state.live.local_dict import opaque_values
+from fsdp_optim.state.values.kinds import is_scalar
+from fsdp_optim.state.values.same import same
+from fsdp_optim.state.values.summary import Scalar
+from fsdp_optim.transport.agree import compare
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.reports import exchange_reports
+from fsdp_optim.verbs.call import Local, read_local
+
+
+def check_bitwise(
+    reader: ModelReader,
+    optim: Optimizers | None,
+    callers: RankGroup,
+    loaded_from: FormatReader,
+    weights: Weights,
+    state: State | None,
+    options: LoadOptions,
+) -> None:
+    """Read the whole checkpoint again with verification, and compare it with the live model and optimizer.
+
+    Called by all ranks. Raises CheckpointError on all ranks if an element differs, or if no rank has it.
+    """
+    failure = Failure()
+    values: list[StoredValue] = [*weights.stored_values(), *(state.stored_values() if state is not None else ())]
+    if state is not None:
+        values = [value for value in values if not value.is_state or value.fqn not in state.fit.missing]
+    target, loaded = _CompareEnd(callers.rank, {}, frozenset()), None
+    with failure:
+        if state is not None and optim is not None:
+            loaded = read_local(reader, optim, replace(options.call, collect="all"), callers.ranks)
+    values = _cut_as_live(callers, loaded, values, failure)
+    with failure:
+        checkpoint = loaded_from.verified()
+        model = weights_of(reader, callers.ranks, options.call)
+        live: dict[Key, torch.Tensor | None] = {
+            value.key: _held(model, value) for value in values if not value.is_state
+        }
+        weights.module_values.check(model.module_values)
+        state_cast = state.cast if state is not None else frozenset()
+        cast = frozenset(
+            value.key
+            for value in values
+            if (
+                (value.fqn, value.name) in state_cast
+                if value.is_state
+                else _is_cast(model, value, castable_with=options.cast)
+            )
+        )
+        if state is not None and loaded is not None:
+            live.update((value.key, _held(loaded, value)) for value in values if value.is_state)
+            read_constants(checkpoint, [stored for stored in checkpoint.optim.values() if not stored.shape])
+            _check_scalars(state, loaded)
+            _check_opaque(state, loaded)
+            _check_groups(state, loaded, options.keep)
+            _check_other_keys(state, loaded)
+        target = _CompareEnd(callers.rank, live, cast)
+        budget = callers.budget.share(
+            4, "what the files have, and the live tensors: windows of them, on the host, and during the comparison"
+        )
+        source = CheckpointEnd(checkpoint, callers.rank, budget, as_needed=True, plans=callers.world.plans)
+        move(values, source, target, callers, budget, failure)
+    nbytes_of_ranks = exchange_reports(callers, b"%d" % target.nbytes, failure.error)
+    total, expected = sum(map(int, nbytes_of_ranks)), sum(value.nbytes for value in values)
+    if total != expected:
+        raise CheckpointError(
+            f"{loaded_from.where}: {total} of {expected} bytes were found in the live model and optimizer"
+        )
+
+
+def _cut_as_live(
+    callers: RankGroup, loaded: Local | None, values: list[StoredValue], failure: Failure
+) -> list[StoredValue]:
+    """The values where the live optimizer has them: DTensors in the state of parameters that are none have cuts of their own.
+
+    Called by all ranks, because the DTensors of a rank may be on one of several meshes.
+    """
+    mine: dict[Key, Placement] = {}
+    with failure:
+        for value in values if loaded is not None else ():
+            param = loaded.by_fqn.get(value.fqn) if value.is_state and loaded is not None else None
+            live = (param.state or {}).get(value.name) if param is not None else None
+            where = param.handle.own_place(live) if param is not None else None
+            mine.update({value.key: where} if where is not None else {})
+    content = pickle.dumps(mine) if mine else b""
+    places = dict(mine)
+    if not compare(callers, "cuts of the state", content, failure.error):
+        for report in exchange_reports(callers, content):
+            for key, where in (pickle.loads(report) if report else {}).items():
+                places[key] = places.get(key, where).join(where) or where
+    return [replace(value, placement=places[value.key]) if value.key in places else value for value in values]
+
+
+@dataclass
+class _CompareEnd(End):
+    """The target of the check: compares the arriving elements with the live ones.
+
+    `live`: this rank's part of each value in memory, None if it has none. `cast`: the values that the load has cast. `nbytes`:
+    the bytes compared so far; of several replicas, only the first rank counts its bytes.
+    """
+
+    rank: int
+    live: Mapping[Key, torch.Tensor | None]
+    cast: frozenset[Key]
+    nbytes: int = 0
+
+    is_stored = True
+
+    def drain(self, parts: Sequence[Slice]) -> None:
+        for part in parts:
+            held, shard = self.live[part.value.key], part.cut.shard_of(self.rank)
+            if held is None or part.flat is None or shard is None:
+                continue
+            if held.dtype != part.value.dtype and part.value.key not in self.cast:
+                raise CheckpointError(
+                    f"{part.value.fqn}: {part.value.name} is {dtype_name(held.dtype)} in the live model or optimizer, "
+                    f"but was saved as {dtype_name(part.value.dtype)}"
+                )
+            live = flat_slice(held, part.start, part.start + part.flat.numel()).cpu()
+            differs = _first_difference(live, part.flat)
+            if differs is not None:
+                self._refuse(part, part.start + differs)
+            if part.cut.holders(shard)[0] == self.rank:
+                self.nbytes += part.flat.nbytes
+
+    def _refuse(self, part: Slice, index: int) -> NoReturn:
+        """Raise CheckpointError for the element at `index` of this rank's part."""
+        value, stored = part.value, stored_value(part.value).stored
+        storage_rank, offset, _, _ = next(elements_in(stored.placement, part.cut, self.rank, index, 1))
+        file, start = stored.place_on(storage_rank)
+        where = (
+            f"element {offset}"
+            if part.value.key in self.cast
+            else f"byte {start + offset * stored.itemsize} of its data"
+        )
+        cast = (
+            f", cast to {dtype_name(held.dtype)}"
+            if (held := self.live[value.key]) is not None and value.key in self.cast
+            else ""
+        )
+        raise CheckpointError(
+            f"{value.fqn}: {value.name} on rank {self.rank} differs from {file}{cast}: the first difference is at {where}"
+        )
+
+
+def _first_difference(live: torch.Tensor, saved: torch.Tensor) -> int | None:
+    """The index of the first element that differs in any bit or, after a cast, in its value; None if there is none."""
+    if live.dtype == saved.dtype:
+        a, b = (flat.contiguous().view(torch.uint8) for flat in (live, saved))
+        return None if torch.equal(a, b) else int((a != b).nonzero()[0]) // live.itemsize
+    cast = saved.to(live.dtype)
+    differs = ((live != cast) & ~(live.isnan() & cast.isnan())).nonzero()
+    return int(differs[0]) if len(differs) else None
+
+
+def _held(local: Local, value: StoredValue) -> torch.Tensor | None:
+    """This rank's part of a value in memory; None if it has none, or no plain tensor."""
+    param = _param_of(local, value)
+    live = (param.state or {})[value.name] if param is not None else None
+    if param is None or live is None:
+        return None
+    return param.handle.held(live) if param.handle.own_place(live) is None else param.handle.placed_local(live)
+
+
+def _param_of(local: Local, value: StoredValue) -> LocalParam | None:
+    """The live parameter that has a value on this rank; None if no parameter has elements of it here."""
+    param = local.by_fqn.get(value.fqn)
+    if param is None or param.handle.skipped or value.placement.shard_of(local.view.rank) is None:
+        return None
+    if param.state is None or value.name not in param.state:
+        raise CheckpointError(f"{value.fqn}: {value.name} was loaded, but is not in the live optimizer")
+    return param
+
+
+def _is_cast(local: Local, value: StoredValue, *, castable_with: bool) -> bool:
+    """Whether a load may and did cast a weight. `castable_with`: the `cast` argument of the load."""
+    param = _param_of(local, value)
+    if param is None or param.handle.weights_dtype == value.dtype:
+        return False
+    return castable(param.handle, value.stored.dtype, cast=castable_with)
+
+
+def _check_scalars(state: State, loaded: Local) -> None:
+    for fqn, param in loaded.by_fqn.items():
+        is_checked = fqn not in state.fit.missing and not param.handle.skipped
+        for name, value in state.full.state.get(fqn, {}).items() if is_checked else ():
+            if is_scalar(value) and not (isinstance(value, torch.Tensor) and value.is_meta):
+                live = (param.state or {}).get(name)
+                if Scalar.of(live) != Scalar.of(value):
+                    raise CheckpointError(f"{fqn}: {name} is {live!r} in the live optimizer, but {value!r} was saved")
+
+
+def _check_opaque(state: State, loaded: Local) -> None:
+    """Compare opaque values with the values that the checkpoint gives for this rank."""
+    for param, summary in state.load_plan.receiving:
+        fqn = param.named.fqns[0]
+        if not state.fit.missing or fqn not in state.fit.missing:
+            expected = opaque_values(param, summary, lambda fqn, name: state.full.state[fqn][name], loaded.view.rank)
+            live = loaded.by_fqn[fqn].state or {}
+            for name, value in expected.items():
+                if name not in live or not same(live[name], value):
+                    raise CheckpointError(f"{fqn}: {name} in the live optimizer differs from the saved value")
+
+
+def _check_groups(state: State, loaded: Local, keep: Sequence[str]) -> None:
+    """Compare the hyperparameters of every live group."""
+    saved = {fqn: hyper for hyper, fqns in state.full.groups for fqn in fqns}
+    for fqn, param in loaded.by_fqn.items():
+        live = loaded.optim.groups[param.group_index]
+        for key, value in saved.get(fqn, {}).items():
+            if key not in keep and (key not in live or not same(live[key], value)):
+                raise CheckpointError(
+                    f"{fqn}: {key} of its group is {live.get(key)!r} in the live optimizer, but {value!r} was saved"
+                )
+
+
+def _check_other_keys(state: State, loaded: Local) -> None:
+    """Compare the other keys of the optimizer's own dict."""
+    for key, value in state.full.other_keys.items():
+        if key in loaded.optim.other_keys and not same(loaded.optim.other_keys[key], value):
+            raise CheckpointError(
+                f"{key} is {loaded.optim.other_keys[key]!r} in the live optimizer, but {value!r} was saved"
+            )

@@ -1,0 +1,117 @@
+"""The end of a load: what was read goes into the live model, optimizer and objects, on all ranks or on none.
+
+Values of modules, the trainer's objects and the optimizer come first, because each of them may refuse, and gets back its previous
+state where a later one does. Weights come last: they are written in place, so that the memory stays bounded, and nothing is kept
+of the previous ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.load.targets import Weights
+from fsdp_optim.errors import StateError
+from fsdp_optim.state.live.local_dict import Shard
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import RANK_ERRORS, Failure
+from fsdp_optim.verbs.load_on_all import load_on_all
+from fsdp_optim.verbs.load_state import Before, LoadableOptimizer
+
+
+class TrainerObjects(Protocol):
+    """Objects of the trainer that are loaded together with the model and the optimizer."""
+
+    def check(self, restored: Restored) -> None:
+        """Raise an error if the values of the trainer are not those of these objects. Nothing is loaded yet."""
+
+    def before(self, restored: Restored) -> Any:
+        """Copies of the states that `install` replaces. All ranks call this, because a state_dict() may be a collective call."""
+
+    def install(self, restored: Restored) -> None:
+        """Load the objects, after all ranks have read the model and the optimizer, and before these are changed."""
+
+    def put_back(self, previous: Any) -> None:
+        """Load the states that `before` returned, because a rank has failed. Raises no error."""
+
+
+class Trainers:
+    """The trainer's objects of one load, with their states before it."""
+
+    def __init__(self, objects: TrainerObjects, restored: Restored) -> None:
+        self._objects, self._restored = objects, restored
+        objects.check(restored)
+        self._previous = objects.before(restored)
+
+    def install(self, callers: RankGroup, undo: ExitStack) -> None:
+        """Load the objects on all ranks. `undo` gives them back their previous states."""
+        undo.callback(self._objects.put_back, self._previous)
+        failure = Failure()
+        with failure:
+            self._objects.install(self._restored)
+        agree(callers, "objects loaded", failure.error)
+
+
+def install_all(
+    callers: RankGroup,
+    weights: Weights,
+    reader: ModelReader,
+    optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
+    shard: Shard | list[Shard] | None,
+    keep: Sequence[str],
+    trainers: Trainers | None,
+) -> None:
+    """Install everything. If a rank fails, all but the weights are as they were, on all ranks."""
+    with ExitStack() as undo:
+        undo.callback(weights.module_values.put_back, install_values(callers, weights))
+        if trainers is not None:
+            trainers.install(callers, undo)
+        if optim is not None and shard is not None:
+            before = Before([*optim] if isinstance(optim, (list, tuple)) else [optim])  # type: ignore[list-item]
+            load_on_all(callers, optim, shard, keep, before)
+            undo.callback(before.put_back)
+        _install_weights(callers, weights, reader)
+        undo.pop_all()
+
+
+def install_values(callers: RankGroup, weights: Weights) -> dict[str, Any]:
+    """Load the values of modules on all ranks. If a module refuses on any rank, all modules get back their previous values.
+
+    Returns the previous values.
+    """
+    if not weights.picture.module_values and not weights.picture.module_takers:
+        return {}
+    failure, previous = Failure(), weights.module_values.before()
+    with failure:
+        weights.module_values.install()
+    try:
+        agree(callers, "modules loaded", failure.error)
+    except BaseException:
+        weights.module_values.put_back(previous)
+        raise
+    return previous
+
+
+def _install_weights(callers: RankGroup, weights: Weights, reader: ModelReader) -> None:
+    """Write the weights into the model on all ranks."""
+    try:
+        weights.install()
+        reader.reshard()
+    except RANK_ERRORS as error:
+        mixture = StateError(
+            f"the weights could not be written into the model: {type(error).__name__}: {error}; the model is a mixture now: "
+            "some of its weights are the previous ones, some those of the checkpoint. The optimizer and the other objects "
+            "have their previous state: load again before you train or save"
+        )
+        try:
+            agree(callers, "installed", mixture)
+        finally:
+            if not isinstance(error, Exception):
+                error.on_all_ranks = True  # type: ignore[union-attr]
+                raise error
+        raise
+    agree(callers, "installed")

@@ -1,0 +1,141 @@
+"""Which stored tensor belongs to which parameter: by its name, by other names of the parameter, or renamed by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from fsdp_optim.checkpoint.common.local_extents import bytes_of
+from fsdp_optim.checkpoint.load.reading import elements_in
+from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.extents import Extent
+from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.layout import Whole
+from fsdp_optim.options import Rename
+from fsdp_optim.state.dicts.flattened import fqns_of_flattened, is_flattened
+from fsdp_optim.state.dicts.names import Names
+
+_COMPARED_NBYTES = 8 << 20  # at once
+
+Twins = Sequence[tuple[StoredTensor, StoredTensor]]
+"""Stored tensors of one tied parameter, each with the one that is loaded."""
+
+
+def renamed_names(
+    names: Names, checkpoint: FormatReader, rename: Rename | None, described: Collection[str] = ()
+) -> Names:
+    """The names of a model, which also know the names in a checkpoint that `rename` maps to them.
+
+    `described`: those in the description of the optimizer, which has parameters whose weights the checkpoint may not have.
+    """
+    if rename is None:
+        return names
+    function = renamer(rename)
+    given = {}
+    for stored in {*names_in(checkpoint), *described}:
+        new = function(stored)
+        if not isinstance(new, str):
+            raise StateError(f"rename returned {new!r} for {stored}, which is no name")
+        if new != stored:
+            given[stored] = new
+    return replace(names, given={**names.given, **given})
+
+
+def renamer(rename: Rename) -> Callable[[str], str]:
+    """The function that `rename` stands for. Of a dict of beginnings, the longest that fits a name is replaced."""
+    if not isinstance(rename, Mapping):
+        return rename
+    beginnings = sorted(rename, key=len, reverse=True)
+
+    def renamed(name: str) -> str:
+        found = next((beginning for beginning in beginnings if name.startswith(beginning)), None)
+        return name if found is None else rename[found] + name[len(found) :]
+
+    return renamed
+
+
+def names_in(checkpoint: FormatReader) -> Collection[str]:
+    """The names of parameters in a checkpoint: of weights and of the optimizer's state."""
+    full = checkpoint.full_dict
+    of_state = {name for name in full.get("state", ()) if isinstance(name, str)} if full is not None else set()
+    groups = full.get("param_groups", ()) if full is not None else ()
+    of_groups = {name for group in groups for name in group.get("params", ()) if isinstance(name, str)}
+    flattened = fqns_of_flattened(full) if full is not None and is_flattened(full) else ()
+    return {*checkpoint.model, *checkpoint.aliases, *of_state, *of_groups, *flattened}
+
+
+def find_stored(
+    fqns: Collection[str], names: Names, live_aliases: Mapping[str, str], checkpoint: FormatReader
+) -> tuple[dict[str, StoredTensor], Twins]:
+    """The stored tensor of each parameter, found by any of its names, and stored tensors of parameters that are tied here.
+
+    `live_aliases`: other names of the model's parameters, each with the FQN.
+    """
+    stored, saved_aliases = checkpoint.model, checkpoint.aliases
+    others: dict[str, list[str]] = {}
+    for alias, fqn in live_aliases.items():
+        others.setdefault(fqn, []).append(alias)
+    renamed = {old: new for old, new in names.given.items() if old in stored}
+    by_fqn = {}
+    for fqn in fqns:
+        for name in (fqn, saved_aliases.get(fqn), *others.get(fqn, ())):
+            if name is not None and name in stored and name not in renamed:
+                by_fqn[fqn] = stored[name]
+                break
+    used = {one.key for one in by_fqn.values()}
+    twins = []
+    for key, tensor in stored.items():
+        if key in used:
+            continue
+        fqn = names.canonical(key)
+        if fqn in by_fqn and names.are_one(key, by_fqn[fqn].key):
+            continue  # two tensors of the checkpoint, and the model has one of them
+        if fqn in by_fqn:
+            twins.append((tensor, by_fqn[fqn]))
+        elif fqn in fqns:
+            by_fqn[fqn] = tensor
+    return by_fqn, twins
+
+
+def differing_twins(checkpoint: FormatReader, twins: Twins, rank: int, ranks: Sequence[int]) -> dict[str, str]:
+    """The names of stored tensors of tied parameters that differ from the one that is loaded, with the difference in words.
+
+    Each of `ranks` compares some of the elements, and finds differences in these only.
+    """
+    found = {}
+    for twin, loaded in twins:
+        if (twin.file, twin.start, twin.chunks) == (loaded.file, loaded.start, loaded.chunks) and twin.file:
+            continue
+        tied = f"the model ties it to {loaded.key}"
+        if (twin.shape, twin.dtype) != (loaded.shape, loaded.dtype):
+            mine, other = (f"{one.dtype} of shape {list(one.shape)}" for one in (twin, loaded))
+            found[twin.key] = f"{tied}, but they are {mine} and {other} in the checkpoint"
+        elif rank in ranks and _differ(checkpoint, twin, loaded, ranks.index(rank), len(ranks)):
+            found[twin.key] = f"{tied}, but they differ in the checkpoint"
+    return found
+
+
+def _differ(checkpoint: FormatReader, twin: StoredTensor, loaded: StoredTensor, position: int, num: int) -> bool:
+    """Whether one of `num` equal parts of two stored tensors differs in any bit."""
+    numel = twin.placement.numel
+    first, last = (numel * (position + index) // num for index in (0, 1))
+    step = _COMPARED_NBYTES // twin.itemsize
+    return any(
+        not torch.equal(*(_elements(checkpoint, one, start, min(step, last - start)) for one in (twin, loaded)))
+        for start in range(first, last, step)
+    )
+
+
+def _elements(checkpoint: FormatReader, stored: StoredTensor, start: int, num: int) -> torch.Tensor:
+    """Some elements of a stored tensor, in row-major order, as bytes."""
+    data, size = torch.empty(num * stored.itemsize, dtype=torch.uint8), stored.itemsize
+    memory = bytes_of(data)
+    extents: dict[str, list[Extent]] = {}
+    for rank, stored_offset, offset, numel in elements_in(stored.placement, Whole(stored.shape, (0,)), 0, start, num):
+        file, at = stored.place_on(rank)
+        part = memory[offset * size : (offset + numel) * size]
+        extents.setdefault(file, []).append(Extent(at + stored_offset * size, part))
+    checkpoint.read(extents)
+    return data

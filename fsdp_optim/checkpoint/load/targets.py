@@ -1,0 +1,371 @@
+"""The targets of a load: the model's weights and the optimizer's state, checked against a checkpoint, with memory for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fsdp_optim.adapters import ModelReader
+from fsdp_optim.checkpoint.common.casting import cast_state, castable, merged, state_dtype
+from fsdp_optim.checkpoint.common.contents import LEFT_OUT, WEIGHT, check_not_empty, weights_of
+from fsdp_optim.checkpoint.common.module_values import StoredModuleValues
+from fsdp_optim.checkpoint.load.matching import differing_twins, find_stored, renamed_names, renamer
+from fsdp_optim.checkpoint.load.reading import StoredValue
+from fsdp_optim.checkpoint.load.stored_names import why_names_differ
+from fsdp_optim.checkpoint.load.stored_state import StoredState
+from fsdp_optim.checkpoint.load.unfilled import check_memory, warn_of_unfilled
+from fsdp_optim.errors import StateError, counted_noun, shortened
+from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor, weights_in
+from fsdp_optim.memory import Slabs, dtype_name
+from fsdp_optim.options import LoadOptions, WhichWeights
+from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.dicts.packed import LocalId
+from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.state.live.local_dict import Shard, Summaries, allocate, summarize
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.replicas import ELEMENTS
+from fsdp_optim.state.values.summary import Summary
+from fsdp_optim.transport.agree import tell
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.verbs.call import Local, meet, names_of_picture, read_local
+from fsdp_optim.verbs.load_plan import LoadPlan, plan_load
+
+_MOST_NAMED = 20  # differences in one error
+_FEW = 3  # names of each side in an error about all of them
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights to load, with memory for their elements, and the values of modules.
+
+    `flats`: by local id and saved dtype, a 1-D tensor with the layout of the local parameter.
+    """
+
+    local: Local
+    picture: Picture
+    stored: Mapping[str, StoredTensor]
+    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    module_values: StoredModuleValues
+
+    @classmethod
+    def meet(
+        cls,
+        reader: ModelReader,
+        callers: RankGroup,
+        checkpoint: FormatReader,
+        asked: LoadOptions,
+        about: str,
+        *,
+        readers: Sequence[int] | None = None,
+    ) -> Weights:
+        """The weights of a model, matched with a checkpoint. `readers`: the ranks that can read its elements; None: all."""
+        options = asked.call
+        unsaved = reader.unsaved_buffers() if asked.weights != "none" else {}
+
+        def read() -> Local:
+            found = weights_of(reader, callers.ranks, options, asked.weights)
+            check_memory(unsaved, callers.rank)
+            return found
+
+        local, picture = meet(
+            callers,
+            read,
+            asked,
+            f"the model, {about}",
+            with_state=False,
+            what=ELEMENTS,
+        )
+        check_not_empty(picture, reader)
+        if asked.weights == "none":
+            return cls(local, picture, {}, {}, (), (), StoredModuleValues(local.module_values))
+        names = renamed_names(names_of_picture(picture, local.view), checkpoint, asked.rename)
+        stored, twins = find_stored(picture.params, names, local.view.aliases, checkpoint)
+        differing = {}
+        if any(key not in picture.params for key in checkpoint.model):  # the same on all ranks
+            by_ranks = callers.ranks if readers is None else readers
+            differing = _of_all_ranks(callers, differing_twins(checkpoint, twins, callers.rank, by_ranks))
+        used = {one.key for one in stored.values()} | {twin.key for twin, _ in twins if twin.key not in differing}
+        left_out = {fqn for fqn, param in picture.params.items() if param.group_index == LEFT_OUT}
+        frozen = {fqn: stored.pop(fqn).key for fqn in picture.params if fqn in left_out and fqn in stored}
+        if weights_in(checkpoint).which != "trainable":
+            frozen = {}  # of all weights, those of frozen parameters are left out as asked
+        missing = [fqn for fqn in picture.params if fqn not in stored and fqn not in left_out]
+        unexpected = [key for key in checkpoint.model if key not in used and not (options.strict and key in differing)]
+        values = StoredModuleValues.find(
+            local.module_values,
+            picture,
+            checkpoint,
+            verify=asked.verify,
+            allow_pickle=asked.allow_pickle,
+            strict=options.strict,
+            renamed=renamer(asked.rename or {}),
+        )
+        lacking = (*missing, *values.missing)
+        unexpected += values.unexpected
+        why = why_names_differ(reader, checkpoint, missing, unexpected)
+        one_sided = _OneSided(lacking, unexpected, frozen, differing, why) if options.strict else _OneSided()
+        _check_model(checkpoint, local, picture, stored, one_sided, cast=asked.cast, which=asked.weights)
+        _check_some(checkpoint, stored, [fqn for fqn in picture.params if fqn not in left_out], why)
+        unexpected += frozen.values()
+        flats: dict[LocalId, dict[str, torch.Tensor]] = {}
+        slabs = Slabs()  # not shared with the state, whose memory the optimizer keeps
+        for param in local.optim.params:
+            flats[param.local_id] = {}
+            for dtype in dict.fromkeys(stored[fqn].dtype for fqn in param.named.fqns if fqn in stored):
+                summary = Summary(sharded=((WEIGHT, dtype),), names=(WEIGHT,))
+                flat = allocate(param, summary, callers.rank, frozenset(missing), slabs)[WEIGHT]
+                flats[param.local_id][dtype] = flat
+        warn_of_unfilled(unsaved, local.view.handles, callers.rank)
+        return cls(local, picture, stored, flats, lacking, tuple(unexpected), values)
+
+    def stored_values(self) -> Iterator[StoredValue]:
+        for fqn, param in self.picture.params.items():
+            if fqn in self.stored:
+                mine = self.local.by_fqn.get(fqn)
+                flat = self.flats[mine.local_id][self.stored[fqn].dtype] if mine is not None else None
+                yield StoredValue.of(fqn, WEIGHT, self.stored[fqn], param.placement, flat, is_state=False)
+
+    def install(self) -> None:
+        for param in self.local.optim.params:
+            flats = self.flats.get(param.local_id, {})
+            if set(flats) == {dtype_name(param.handle.weights_dtype)} or (
+                len(flats) == 1 and self.stored.keys() >= set(param.named.fqns)
+            ):
+                param.handle.install(next(iter(flats.values())))
+            elif flats:
+                param.handle.install(merged(param, flats, self.stored, self.local.view.rank))
+
+
+def _of_all_ranks(callers: RankGroup, differing: Mapping[str, str]) -> dict[str, str]:
+    """The differences that any rank has found, by name. Called by all ranks."""
+    result = tell(callers, "tied weights", json.dumps(differing).encode())
+    found: dict[str, str] = {}
+    for rank in callers.ranks:
+        found.update(json.loads(result.content_of(rank)))
+    return found
+
+
+def has_optim_only(checkpoint: FormatReader) -> bool:
+    """Whether a checkpoint is another library's file of an optimizer alone, which leaves the weights as they are.
+
+    A checkpoint of this library always has the weights; one without any was damaged.
+    """
+    return checkpoint.full_dict is not None and not checkpoint.model
+
+
+def check_halves(checkpoint: FormatReader, optim: object, which: WhichWeights) -> None:
+    """Raise StateError if a checkpoint cannot fill the model and the optimizers that a caller has given.
+
+    `which`: the weights that the caller wants.
+    """
+    if which == "none" and optim is None:
+        raise StateError(
+            'weights="none" without an optimizer leaves nothing to load: give optim= too, or other weights='
+        )
+    if which != "none" and weights_in(checkpoint).which == "none":
+        raise StateError(
+            f'{checkpoint.where}: was saved with weights="none", so it has an optimizer and no weights: give weights="none" and '
+            "optim= to load the optimizer, and load the weights from where they are"
+        )
+    if which != "none" and has_optim_only(checkpoint):
+        raise StateError(
+            f"{checkpoint.where}: has an optimizer and no weights{_beside(checkpoint)}: give "
+            'weights="none" and optim= to load the optimizer, and load the weights from where they are'
+        )
+    if optim is None:
+        return
+    num = checkpoint.num_optims if isinstance(checkpoint, ForeignReader) else 1
+    given = len(optim) if isinstance(optim, (list, tuple)) else 1
+    if num > 1 and given != num:
+        raise StateError(
+            f"{checkpoint.where}: has {num} optimizers, and {given} {'was' if given == 1 else 'were'} given: give optim= a list "
+            "of the optimizers in the order of the checkpoint"
+        )
+
+
+def _beside(checkpoint: FormatReader) -> str:
+    """The other values of another library's file. The user may have mistaken one of them for the weights."""
+    others = (checkpoint.extra_values or {}) if isinstance(checkpoint, ForeignReader) else {}
+    return f" (its other values, {shortened(others, _FEW)}, are no dicts of tensors by name)" if others else ""
+
+
+def _check_some(checkpoint: FormatReader, stored: Mapping[str, StoredTensor], wanted: Sequence[str], why: str) -> None:
+    """Raise StateError if a load that is asked for weights would load none of them. `why`: as for `_OneSided`."""
+    if wanted and not stored:
+        way_out = why or "give rename=, which maps its names to those of the model"
+        raise StateError(
+            f"{checkpoint.where}: no weight would be loaded: none of its {counted_noun(len(checkpoint.model), 'tensor')} has "
+            f"the name of one of the {len(wanted)} of the model. Its names: {shortened(checkpoint.model, _FEW) or 'none'}; those "
+            f'of the model: {shortened(wanted, _FEW)}: {way_out}, or weights="none" to load the optimizer alone'
+        )
+
+
+@dataclass(frozen=True)
+class _OneSided:
+    """The differences that a strict load refuses besides other shapes and dtypes.
+
+    Attributes:
+        missing, unexpected: names that only the model, or only the checkpoint, has.
+        frozen: the trainable parameters of the checkpoint that are frozen in the model, each with its stored name.
+        differing: tied tensors that differ in the checkpoint, with the difference in words.
+        why: why names differ, and what to do, if that is known.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    differing: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+
+
+def _check_model(
+    checkpoint: FormatReader,
+    local: Local,
+    picture: Picture,
+    stored: Mapping[str, StoredTensor],
+    one_sided: _OneSided,
+    *,
+    cast: bool,
+    which: WhichWeights,
+) -> None:
+    """Raise StateError with a list of differences if the model differs from the checkpoint."""
+    ways_out = set()
+    missing, unexpected, frozen = one_sided.missing, one_sided.unexpected, one_sided.frozen
+    differences = [f"{key}: {difference}" for key, difference in one_sided.differing.items()]
+    if differences:
+        ways_out.add("strict=False loads the first of tensors that the model ties")
+    differences += [f"{fqn}: the model has it, the checkpoint does not" for fqn in missing]
+    differences += [f"{key}: the checkpoint has it, the model does not" for key in unexpected]
+    differences += [f"{fqn}: was saved as a trainable parameter, and is frozen in the model" for fqn in frozen]
+    if missing and which == "all" and weights_in(checkpoint).which == "trainable":
+        ways_out.add(
+            'it was saved with weights="trainable": weights="trainable" leaves the frozen parameters as they are'
+        )
+    elif frozen and not missing and not unexpected:
+        ways_out.add("strict=False leaves frozen parameters as they are")
+    elif missing or unexpected:
+        ways_out |= {one_sided.why} - {""}
+        ways_out.add("strict=False loads the parameters that both sides have")
+    for fqn, tensor in stored.items():
+        shape = picture.params[fqn].placement.shape
+        mine = local.by_fqn.get(fqn)
+        held = mine.handle.weights() if mine is not None else None
+        if held is not None and any(n > 1 and not step for n, step in zip(held.shape, held.stride(), strict=True)):
+            differences.append(f"{fqn}: its elements share memory in the model (expand), so it cannot be written to")
+        if shape != tensor.shape:
+            differences.append(f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {list(shape)} in the model")
+        dtype = dtype_name(held.dtype) if held is not None else tensor.dtype
+        if dtype != tensor.dtype and not (mine is not None and castable(mine.handle, tensor.dtype, cast=cast)):
+            if mine is not None and castable(mine.handle, tensor.dtype, cast=True):
+                cast_to = weights_in(checkpoint).dtype
+                why = f"it was saved with weights_dtype=torch.{cast_to}: " if cast_to is not None else ""
+                ways_out.add(f"{why}cast=True converts floating dtypes")
+            differences.append(f"{fqn}: {tensor.dtype} in the checkpoint, {dtype} in the model")
+    if differences:
+        ways = f" ({'; '.join(sorted(ways_out))})" if ways_out else ""
+        number = counted_noun(len(differences), "difference")
+        raise StateError(
+            f"{checkpoint.where} does not fit this model; nothing was loaded. {number}{ways}:\n"
+            + shortened(differences, _MOST_NAMED, "\n")
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """The optimizer state to load, with memory for its elements: `flats`, 1-D tensors by local id and name."""
+
+    local: Local
+    picture: Picture
+    full: FullState
+    tensors: Mapping[tuple[str, str], StoredTensor]
+    fit: Fit
+    load_plan: LoadPlan
+    flats: Mapping[LocalId, Mapping[str, torch.Tensor]]
+    weights: Mapping[str, StoredTensor]  # state values may follow their dtypes; empty without `cast`
+
+    @classmethod
+    def meet(
+        cls,
+        reader: ModelReader,
+        optim: Optimizers,
+        callers: RankGroup,
+        checkpoint: FormatReader,
+        options: LoadOptions,
+        weights: Weights,
+    ) -> State:
+        everything = replace(options.call, collect="all")
+        local, picture = meet(
+            callers,
+            lambda: read_local(reader, optim, everything, callers.ranks),
+            options,
+            "the optimizer",
+            with_state=False,
+        )
+        live = local.live_optimizer(picture)
+        found = StoredState.of(
+            checkpoint,
+            live.names,
+            live.shapes,
+            allow_pickle=options.allow_pickle,
+            rename=options.rename,
+            off_mesh=live.off_mesh,
+        )
+        full, fit = live.fit(found.full, strict=options.call.strict, groups=options.call.groups)
+        summaries = summarize(full, live.shapes)
+        check_filled(full, summaries)
+        load_plan = plan_load(local, summaries, fit, lambda fqn, name: full.state[fqn][name])
+        slabs = Slabs()
+        flats = {
+            p.local_id: allocate(p, summary, callers.rank, load_plan.missing, slabs)
+            for p, summary in load_plan.receiving
+        }
+        stored = weights.stored if options.cast else {}
+        return cls(local, picture, full, found.tensors, fit, load_plan, flats, stored)
+
+    def stored_values(self) -> Iterator[StoredValue]:
+        for fqn, param in self.picture.params.items():
+            for name, value in self.full.state.get(fqn, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    mine = self.local.by_fqn.get(fqn)
+                    flat = self.flats.get(mine.local_id, {}).get(name) if mine is not None else None
+                    stored = self.tensors[fqn, name]
+                    yield StoredValue.of(fqn, name, stored, param.placement, flat, is_state=True)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The optimizer's parameters that have no state in the checkpoint."""
+        return tuple(fqn for fqn in self.picture.params if fqn not in self.full.state)
+
+    @property
+    def cast(self) -> frozenset[tuple[str, str]]:
+        """The (FQN, name) of values that this rank's optimizer gets in another dtype than the saved one."""
+        cast: set[tuple[str, str]] = set()
+        for param, summary in self.load_plan.receiving if self.weights else ():
+            for name, dtype in summary.dtypes.items():
+                if state_dtype(self.local.optim, param, name, dtype, self.weights) != dtype:
+                    cast |= {(fqn, name) for fqn in param.named.fqns}
+        return frozenset(cast)
+
+    def dict_of(self) -> Shard | list[Shard]:
+        flats = cast_state(self.local.optim, self.flats, self.weights) if self.weights else self.flats
+        return self.load_plan.dict_of(flats, self.full.groups, self.full.other_keys)
+
+
+def check_filled(full: FullState, summaries: Summaries) -> None:
+    """Raise StateError for a sharded value that no file contains, because its uninitialised memory would stay so.
+
+    Values that files contain are meta tensors in `full`.
+    """
+    for fqn, summary in summaries.items():
+        for name, _ in summary.sharded:
+            if not full.state[fqn][name].is_meta:
+                raise StateError(
+                    f"{fqn}: {name} would be cut like the parameter, but no file has it as a tensor of the parameter's shape"
+                )

@@ -1,0 +1,303 @@
+"""One run of a CheckpointManager: which checkpoint it goes on from, when its ranks meet, and its save in the background."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_optim.buckets.schemes import scheme_of
+from fsdp_optim.checkpoint.catalog.listing import ListedCheckpoint, newest_first
+from fsdp_optim.checkpoint.catalog.listing import listed as all_listed
+from fsdp_optim.checkpoint.catalog.retention import (
+    KeepRules,
+    KnownSaves,
+    ManagedSave,
+    is_own,
+    metric_of,
+    name_of_step,
+    own_in,
+)
+from fsdp_optim.checkpoint.catalog.roots import begin_anew
+from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
+from fsdp_optim.checkpoint.common.seen_by_all import check_shared
+from fsdp_optim.checkpoint.common.stores import shelf_at, store_at
+from fsdp_optim.checkpoint.load.restore import restore
+from fsdp_optim.checkpoint.load.restored import Restored
+from fsdp_optim.checkpoint.run.meeting_interval import Rhythm
+from fsdp_optim.checkpoint.run.preemption import Signals
+from fsdp_optim.checkpoint.run.resuming import Candidate, candidates_on_all, load_newest
+from fsdp_optim.checkpoint.run.trainer_state import LoadedState, TrainerState
+from fsdp_optim.checkpoint.save.background import async_save
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun
+from fsdp_optim.formats.base.summary import ManagerRecord
+from fsdp_optim.options import (
+    Arguments,
+    Model,
+    ResumeOptions,
+    SaveOptions,
+    check_at_least,
+    compared_as,
+    is_integer,
+)
+from fsdp_optim.storage.posix.files import absolute, checkpoint_errors
+from fsdp_optim.transport.agree import agree, all_hear, in_turn, tell
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+from fsdp_optim.transport.world import world_here
+from fsdp_optim.verbs.call import calling
+from fsdp_optim.verbs.load_state import LoadableOptimizer
+
+_CALL = "CheckpointManager"
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class ManagerOptions(Arguments):
+    """The arguments of a CheckpointManager."""
+
+    saving: SaveOptions
+    rules: KeepRules
+    every: int | None
+    agree_every: int | None
+    signals: Collection[int] = field(metadata=compared_as(lambda numbers: sorted(map(int, numbers))))
+    objects: TrainerState = field(metadata=compared_as(lambda objects: objects.names))
+
+    def validate(self) -> None:
+        super().validate()
+        self.objects.validate()
+        for name in ("every", "agree_every"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1, " step")
+        known = {int(number) for number in signal.Signals}
+        numbers = self.signals if isinstance(self.signals, (list, tuple, set, frozenset)) else [None]
+        if not all(is_integer(number) and number in known for number in numbers):
+            raise StateError(f"signals has to be a list of signals, as in [signal.SIGTERM], not {self.signals!r}")
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A save in the background."""
+
+    step: int
+    handle: SaveHandle
+
+
+class ManagedRun:
+    """The run behind a CheckpointManager. Made by all ranks of the model, which also make every call.
+
+    `should_stop`: whether a signal has come to any rank, and the ranks have agreed on it.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        model: Model,
+        optim: LoadableOptimizer | Sequence[LoadableOptimizer] | None,
+        options: ManagerOptions,
+    ) -> None:
+        call = options.saving.call
+        with checkpoint_errors(root), calling(_CALL, [model], options, call, all_of_plain=True) as (_, callers):
+            is_url = scheme_of(root) is not None
+            content = b"" if is_url else os.fsencode(absolute(root))
+            result = tell(callers, f"made with {options.compared_text()}", content)
+            self._root = str(root).rstrip("/") if is_url else os.fsdecode(result.content_of(callers.ranks[0]))
+            inside = store_at(f"{self._root}/_", options=options.saving.storage_options)
+            check_shared(callers, inside, self._root)
+        self._model, self._optim, self._options, self._ranks = model, optim, options, callers.ranks
+        self._rhythm = Rhythm(len(callers.ranks), options.agree_every)
+        self._saving: _Saving | None = None
+        self._known = KnownSaves()
+        self._at: int | None = None  # the step of the checkpoint that this run goes on from
+        self._last_step: int | None = None
+        self._next_meeting = 0
+        self._has_resumed = self._is_closed = self.should_stop = False
+        self._signals = Signals(options.signals)
+
+    def step(self, step: int, metric: object) -> None:
+        """The end of a training step."""
+        if not self._has_to_meet(step):
+            self._last_step = step
+            return
+        with self._meeting("step") as group:
+            self._check_step(step)
+            content: dict[str, Any] = {}
+            if self._saving is not None and self._saving.handle.has_failed:
+                content["failed"] = True
+            if self._signals.received and not self.should_stop:
+                content["stop"] = True
+            if group.rank == group.ranks[0]:
+                content["next"] = self._rhythm.steps_to_next(step)
+            result = tell(group, f"step {step}", json.dumps(content).encode() if content else b"")
+            reports = [json.loads(report) for report in map(result.content_of, group.ranks) if report]
+            has_to_stop = any("stop" in report for report in reports)
+            self._next_meeting = step + next(report["next"] for report in reports if "next" in report)
+            is_due, self._last_step = self._is_due(step), step
+            self.should_stop = self.should_stop or has_to_stop
+            if any("failed" in report for report in reports):
+                self._settle(group)
+        if is_due or has_to_stop:
+            self._save(step, metric)
+        if has_to_stop:
+            if group.rank == group.ranks[0]:
+                log.info("a signal has come to a rank: step %d is saved", step)
+            self.wait()
+
+    def save(self, step: int, metric: object) -> None:
+        """A save that was asked for."""
+        with self._meeting("save") as group:
+            self._check_step(step)
+            agree(group, f"save {step}")
+            self._last_step = step
+        self._save(step, metric)
+
+    def wait(self) -> None:
+        """Wait for the save in the background."""
+        with self._meeting("wait") as group:
+            self._settle(group)
+
+    def close(self) -> None:
+        """Wait, and put the signal handlers back, also if an error is raised."""
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            self._signals.put_back()
+
+    def close_after_error(self) -> None:
+        """Close without the other ranks, because one that has failed does not come."""
+        self._is_closed = True
+        self._signals.put_back()
+        own = self._saving.handle.error() if self._saving is not None else None
+        if own is not None:
+            log.error("the save in the background has failed too: %s", own)
+
+    def load(self, to: int | None, options: ResumeOptions) -> int:
+        """Load a checkpoint, the newest or that of a step; returns its step."""
+        with self._meeting("resume" if to is None else "rollback") as group:
+            options.validate()
+            if to is not None:
+                check_at_least("to", to, 0)
+            self._settle(group)
+            pending.settle(self._known)
+            found = candidates_on_all(group, f"{to}, {options.compared_text()}", lambda: self._candidates(to))
+        loaded = LoadedState(self._options.objects, group.position, options.call.strict)
+
+        def load(where: str | Path) -> Restored:
+            return restore(where, self._model, self._optim, options, objects=loaded)
+
+        with checkpoint_errors(self._root):
+            restored = load_newest(self._root, found, options.on_damage, load)
+        step = 0
+        with self._meeting("random states") as group:
+            if restored is not None:
+                loaded.install_random(restored)
+                step = restored.summary.step or 0
+            agree(group, "random states")
+        self._has_resumed = True
+        self._at = step if restored is not None else None
+        self._last_step, self._next_meeting = step, step + 1
+        return step
+
+    # -------------------------------------------------------------------------------------------- inside
+
+    @contextmanager
+    def _meeting(self, what: str) -> Iterator[RankGroup]:
+        """The ranks of the manager, for one call. An error inside is raised on all ranks."""
+        call = self._options.saving.call
+        group = world_here().group(f"{_CALL}.{what}", self._ranks, call.process_group, call.seconds, call.bucket_nbytes)
+        with checkpoint_errors(self._root), in_turn(group), all_hear(group):
+            if self._is_closed:
+                raise StateError(f"{_CALL}.{what} was called after close(): make another manager")
+            yield group
+
+    def _has_to_meet(self, step: int) -> bool:
+        """Whether the ranks meet at this step; the same on all ranks. A wrong step is reported in a meeting."""
+        if self._is_closed or not is_integer(step) or self._last_step is None or step <= self._last_step:
+            return True
+        if self._is_due(step):
+            return True
+        meets = bool(self._options.signals) or self._options.agree_every is not None
+        return meets and step >= self._next_meeting
+
+    def _is_due(self, step: int) -> bool:
+        every = self._options.every
+        before = self._last_step if self._last_step is not None else step - 1
+        return every is not None and step // every > before // every
+
+    def _check_step(self, step: int) -> None:
+        check_at_least("step", step, 0)
+        if self._last_step is not None and step < self._last_step:
+            raise StateError(
+                f"step went back from {self._last_step} to {step}: call manager.rollback(to=...) to go back to a checkpoint"
+            )
+
+    def _settle(self, group: RankGroup) -> None:
+        """Wait for the background save of this manager. If it failed on any rank, all ranks raise its error."""
+        saving, self._saving = self._saving, None
+        failure = Failure()
+        if saving is not None:
+            with failure:
+                error = saving.handle.error()
+                if error is not None:
+                    raise error
+            if not saving.handle.has_failed:
+                self._at = saving.step
+        agree(group, "waited", failure.error)
+
+    def _save(self, step: int, metric: object) -> None:
+        step = int(step)
+        with self._meeting("save") as group:
+            self._settle(group)
+            if self._at == step:
+                return
+            objects, saving = self._options.objects, self._options.saving
+            record = ManagerRecord(-1 if self._at is None else self._at, metric_of(metric))
+            options = replace(
+                saving, step=step, extra=objects.extra(), per_rank_extra=objects.per_rank_extra(group.position)
+            )
+            agree(group, "objects")
+        managed = ManagedSave(record, self._options.rules, self._known, self._has_resumed or self._at is not None)
+        place = f"{self._root}/{name_of_step(step)}"
+        with checkpoint_errors(place):
+            handle = async_save(place, self._model, self._optim, options, managed=managed)
+        self._saving = _Saving(step, handle)
+
+    def _candidates(self, to: int | None) -> list[Candidate]:
+        """The checkpoints of a manager in the folder that a load may take, the newest first."""
+        storage = self._options.saving.storage_options
+        listed = all_listed([shelf_at(self._root, storage, format) for format in SAVED])
+        self._known.see(filter(is_own, listed))
+        own = newest_first(own_in(listed))
+        if to is None:
+            if not own:
+                self._check_others(listed)
+                begin_anew(self._root, storage)
+            return [Candidate.of(one) for one in own]
+        name = name_of_step(to)
+        chosen = [one for one in own if one.base.rpartition("/")[2] == name]
+        if not chosen:
+            steps = sorted(one.brief.step for one in own if one.brief is not None and one.brief.step is not None)
+            has = f"those of the steps {', '.join(map(str, steps))}" if steps else "none"
+            raise CheckpointError(f"{self._root}: has no checkpoint of step {to}; of a CheckpointManager it has {has}")
+        return [Candidate.of(one) for one in chosen]
+
+    def _check_others(self, listed: Sequence[ListedCheckpoint]) -> None:
+        """Raise CheckpointError where a resume would pass by checkpoints, because no manager made them."""
+        others = newest_first([one for one in listed if one.standing.is_complete or not one.standing.is_sure])
+        if others:
+            raise CheckpointError(
+                f"{self._root}: has {counted_noun(len(others), 'checkpoint')} that no CheckpointManager made, the newest is "
+                f"{others[0].where}, and a manager resumes from its own only: fsdp_optim.resume({self._root!r}, ...) loads it; "
+                "give the manager a folder of its own"
+            )

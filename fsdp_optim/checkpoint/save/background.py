@@ -1,0 +1,174 @@
+"""async_save: copies this rank's part to host memory, and writes the copy while training goes on. The background runs no
+collective.
+
+The ranks agree on the end of the save through the rendezvous store (`Completion`): each announces that it is done or has failed.
+The leader finishes the checkpoint when all are done, and announces the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+from fsdp_optim.checkpoint.catalog.retention import ManagedSave
+from fsdp_optim.checkpoint.common.local_extents import ExtentsByFile, is_all_of, snapshot_of
+from fsdp_optim.checkpoint.common.pending import SaveHandle, pending
+from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.checkpoint.common.seen_by_all import SEEN_WITHIN, is_there, waited_for
+from fsdp_optim.checkpoint.common.stores import Place
+from fsdp_optim.checkpoint.save.begin import begin
+from fsdp_optim.checkpoint.save.finish import finish
+from fsdp_optim.checkpoint.save.job import Job, abandoned_on_failure, encode_written, log_saved
+from fsdp_optim.checkpoint.save.writing import RankWriter
+from fsdp_optim.errors import CheckpointError, FsdpOptimError, StoreLostError
+from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.move import Slice, move
+from fsdp_optim.options import Model, SaveOptions
+from fsdp_optim.state.live.local import Optimizers
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.completion import Completion
+from fsdp_optim.transport.failure import RANK_ERRORS, Failure
+from fsdp_optim.verbs.call import calling
+
+log = logging.getLogger("fsdp_optim")
+
+Snapshot = list[ExtentsByFile]
+"""Copies of this rank's extents in host memory, in parts that are freed one by one."""
+
+
+def async_save(
+    path: Place,
+    model: Model,
+    optim: Optimizers | None,
+    options: SaveOptions,
+    format: Format | None = None,
+    managed: ManagedSave | None = None,
+) -> SaveHandle:
+    """Copy the state, start writing, return. `format` None: that of the options. `managed`: a CheckpointManager's part."""
+    with ExitStack() as held:
+        with calling("async_save", [model], options, options.call, all_of_plain=True) as ((reader,), callers):
+            job, live = begin(path, reader, callers, optim, options, format, managed)
+            with abandoned_on_failure(job):
+                failure = Failure()
+                writer = job.rank_writer()
+                snapshot: Snapshot = []
+                completion: Completion | None = None
+
+                def keep(parts: Sequence[Slice]) -> None:
+                    extents = writer.extents_of(parts)
+                    snapshot.append(extents if is_all_of(extents, parts) else snapshot_of(extents))
+
+                with failure:
+                    completion = held.enter_context(closing(job.completion()))
+                move(job.moved, live, job.target(keep), job.callers, job.budget, failure)
+                agree(job.callers, "snapshot", failure.error, fatal=failure.fatal)
+                if completion is None:  # agree() has raised
+                    raise RuntimeError("unreachable: a rank without a completion has failed, and cannot agree")
+        held.pop_all()
+    del live  # so that the background neither reads the live tensors nor keeps them alive
+    owner = managed.known if managed is not None else None
+    handle = SaveHandle(job.path, lambda: _write(job, writer, snapshot, completion), logs_waits=job.leads, owner=owner)
+    try:
+        pending.begin(handle)
+    except BaseException as error:  # no thread could be started: the other ranks learn this through the store
+        completion.failed(f"{type(error).__name__}: {error}")
+        _clean_up(job)
+        completion.close()
+        raise
+    return handle
+
+
+def _write(job: Job, writer: RankWriter, snapshot: Snapshot, completion: Completion) -> Saved:
+    """Write this rank's part in the background, and wait for the end of the save."""
+    with closing(completion):
+        failed: str | None = None
+        total, num = job.saved(0).nbytes, len(job.callers.ranks)
+        with Progress(job.options.progress, "saving", total, shown=job.leads, alone=False) as progress:
+            try:
+                job.start(writer.store_writer)
+                while snapshot:
+                    writer.write(snapshot.pop(0))
+                    progress.up_to(writer.nbytes * num)
+                writer.finish()
+                completion.done(encode_written(job, writer))
+            except RANK_ERRORS as error:
+                failed = _why(job, error)
+                completion.failed(failed)
+            finally:
+                writer.discard()
+            small: Sequence[str] = ()
+            if job.leads:
+                small = _lead(job, completion, failed)
+            else:
+                _wait(job, completion)
+            progress.done()
+    log_saved(job)
+    if job.upload is not None:
+        job.upload.run(job.store, small, job.content)
+    return job.saved(writer.nbytes)
+
+
+def _why(job: Job, error: BaseException) -> str:
+    """The error of this rank's part, for the other ranks."""
+    if isinstance(error, StoreLostError):
+        return _lost(job, error)
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _lost(job: Job, error: StoreLostError) -> str:
+    return f"rank {job.callers.rank}: {job.callers.turn.call} of {job.path}: {error}"
+
+
+def _wait(job: Job, completion: Completion) -> None:
+    """Wait for the end of the save, on a rank that does not lead it.
+
+    Where the store of the job is gone, the checkpoint itself shows that the save has ended well: the token in it is of this save.
+    """
+    try:
+        try:
+            completion.wait_for_end()
+        except StoreLostError as error:
+            if not waited_for(lambda: is_there(job.store, job.format, job.token), SEEN_WITHIN):
+                text = f"{_lost(job, error)}; this rank does not know how the save has ended"
+                raise CheckpointError(text) from error
+            log.warning("%s is complete, though %s", job.path, error)
+    except BaseException:
+        if job.upload is not None:
+            job.upload.abandon()
+        raise
+
+
+def _lead(job: Job, completion: Completion, failed: str | None) -> list[str]:
+    """Wait for all ranks, finish the checkpoint, and announce the result. `failed`: the reason why this rank failed, or None.
+
+    Returns the result of `finish`.
+    """
+    try:
+        if failed is not None:
+            raise CheckpointError(f"rank {job.callers.rank}: {failed.removeprefix(f'rank {job.callers.rank}: ')}")
+        try:
+            small = finish(job, completion.wait_for_all(), completion.commit)
+        except StoreLostError as error:
+            raise CheckpointError(_lost(job, error)) from error
+    except RANK_ERRORS as error:
+        ours = isinstance(error, FsdpOptimError)
+        text = str(error) if ours else f"rank {job.callers.rank}: {type(error).__name__}: {error}"
+        all_have_stopped = completion.not_saved(text)
+        _clean_up(job, late=not all_have_stopped)
+        raise CheckpointError(text) from error
+    completion.saved()
+    return small
+
+
+def _clean_up(job: Job, *, late: bool = True) -> None:
+    """Remove the files of a failed save, and release the claim on its path. Raises nothing, because an error is on its way."""
+    if job.staging is not None:
+        job.staging.abandon(late=late)
+    if job.upload is not None:
+        job.upload.abandon()
+    if job.claim is not None:
+        with contextlib.suppress(StoreLostError):
+            job.claim.release()

@@ -1,0 +1,185 @@
+"""The plan of the files of a save, and of the rank that writes each part of them. Every rank computes the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from fsdp_optim.checkpoint.common.casting import cast_part, nbytes_to_cast
+from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue
+from fsdp_optim.checkpoint.common.files import File, planned_files, written_cut
+from fsdp_optim.checkpoint.save.part_ranges import (
+    FramesOfParts,
+    HeadOfParts,
+    PartedFile,
+    Stretch,
+    cuts_of,
+    stretches_on,
+)
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.protocols import FormatWriter, Half
+from fsdp_optim.layout import Placement
+from fsdp_optim.memory import Budget, in_batches
+from fsdp_optim.move import End, Key, Slice, StateValue
+from fsdp_optim.options import SaveOptions
+from fsdp_optim.storage.base import Capabilities, Staging, StoreWriter
+
+BY_MACHINES = "by machines"  # in place if all ranks are on one machine, else a file per rank
+IN_PLACE, IN_PARTS, PER_RANK = "in_place", "in_parts", "per_rank_files"
+_STRATEGIES = {"anywhere": IN_PLACE, "on one machine": BY_MACHINES, "parts": IN_PARTS, "no": PER_RANK}
+
+
+def strategy_for(capabilities: Capabilities, requested: str) -> str:
+    """The strategy for a store. If several machines cannot write to one file, it depends on the machines of the ranks."""
+    if requested == "in_place" and capabilities.writes_ranges == "parts":
+        return IN_PARTS
+    if requested == "in_place" and capabilities.part_nbytes:
+        raise CheckpointError(
+            'strategy="in_place" needs a store in which several ranks can write to one file: give strategy="auto"'
+        )
+    return requested if requested != "auto" else _STRATEGIES[capabilities.writes_ranges]
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files of a save.
+
+    Attributes:
+        owners: by file, the rank that alone creates and writes it, if there is one.
+        parted: the files that are uploaded in parts, each part by one rank.
+        is_alone: whether one rank saves by itself, so that no element moves to another rank.
+    """
+
+    files: tuple[File, ...]
+    owners: Mapping[str, int] = field(default_factory=dict)
+    parted: tuple[PartedFile, ...] = ()
+    is_alone: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        writer: FormatWriter,
+        options: SaveOptions,
+        weights: SavedHalf,
+        state: SavedHalf | None,
+        ranks: Sequence[int],
+        strategy: str,
+        shared: str,
+        capabilities: Capabilities,
+    ) -> FilePlan:
+        """Plan the files of the weights, then those of the state. `shared`: the string from the leader's `Prepared`."""
+        files: list[File] = []
+        halves: tuple[tuple[Half, SavedHalf | None], ...] = (("model", weights), ("optim", state))
+        for half, contents in halves:
+            if contents is None or (half == "model" and options.weights == "none"):
+                continue
+            most = options.max_file_size
+            if strategy == PER_RANK:
+                most = min(most, _share(writer, half, contents, shared, len(ranks)))
+            files += planned_files(writer, half, contents.tensors, shared, most_nbytes=most, num_ranks=len(ranks))
+        assigned, loads = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)  # bytes
+        owners, parted = {}, []
+        for file in files:
+            if strategy == PER_RANK:
+                owner = owners[file.name] = min(assigned, key=lambda rank: (assigned[rank], rank))
+                assigned[owner] += file.plan.nbytes
+            elif strategy == IN_PARTS:
+                parted.append(PartedFile.of(file, capabilities.part_nbytes_of(file.plan.nbytes), loads))
+        return cls(tuple(files), owners, tuple(parted), len(ranks) == 1)
+
+    def own_files(self, rank: int) -> list[File]:
+        """The files that a rank alone creates and writes."""
+        return [file for file in self.files if self.owners.get(file.name) == rank]
+
+    def heads_on(self, rank: int) -> Mapping[str, HeadOfParts]:
+        """The parts of the heads of files that a rank uploads, by file."""
+        return {parted.file.name: tuple(parted.head_on(rank)) for parted in self.parted}
+
+    def frames_on(self, rank: int) -> Mapping[str, FramesOfParts]:
+        """The parts of the frames of files that a rank uploads, by file."""
+        return {parted.file.name: parted.frames_on(rank) for parted in self.parted if parted.file.plan.between}
+
+    def stretches_on(self, rank: int) -> Mapping[Key, Sequence[Stretch]]:
+        """The stretches of each value that a rank uploads, of the files in parts."""
+        return {} if self.is_alone else stretches_on(self.parted, rank)
+
+    @cached_property
+    def _cuts(self) -> Mapping[Key, Placement]:
+        return {} if self.is_alone else cuts_of(self.parted)
+
+    @cached_property
+    def _owner_of(self) -> Mapping[Key, int]:
+        return {
+            value.key: self.owners[file.name]
+            for file in self.files
+            if file.name in self.owners
+            for value in file.values
+        }
+
+    def cut(self, value: StateValue, placement: Placement) -> Placement:
+        """The cut in which the ranks write a value of `placement`."""
+        cut = self._cuts.get(value.key)
+        return cut if cut is not None else written_cut(value, placement, self._owner_of.get(value.key))
+
+
+def _share(writer: FormatWriter, half: Half, contents: SavedHalf, shared: str, num_ranks: int) -> int:
+    """The bytes of a file where each rank writes one."""
+    whole, empty = (
+        sum(
+            file.plan.nbytes
+            for file in planned_files(writer, half, tensors, shared, most_nbytes=1 << 62, num_ranks=num_ranks)
+        )
+        for tensors in (contents.tensors, ())
+    )
+    return empty - (-whole // num_ranks)
+
+
+def make_files(maker: Staging | StoreWriter, files: Sequence[File]) -> None:
+    """Create files in their full length, with their headers."""
+    for file in files:
+        maker.create(file.name, file.plan.nbytes, file.plan.head)
+
+
+@dataclass(frozen=True)
+class FilesEnd(End):
+    """The target of a save.
+
+    Attributes:
+        take: gets this rank's elements, several times a value.
+        cast: the values that are cast as they are written.
+        cast_budget: for what they are cast to, of which `take` gets as much at a time.
+    """
+
+    plan: FilePlan
+    take: Callable[[Sequence[Slice]], None]
+    cast: Mapping[Key, SavedValue]
+    cast_budget: Budget
+
+    is_stored = True
+
+    def io_placement(self, value: StateValue, other: Placement) -> Placement:
+        return self.plan.cut(value, other)
+
+    def drain(self, parts: Sequence[Slice]) -> None:
+        if not self.cast:
+            self.take(parts)
+            return
+        pieces = (piece for part in parts for piece in self._pieces(part))
+        for batch in in_batches(pieces, self._nbytes_for, self.cast_budget.nbytes):
+            self.take([cast_part(self.cast.get(part.value.key), part) for part in batch])
+
+    def _pieces(self, part: Slice) -> Iterator[Slice]:
+        """A part, in pieces that can be cast within the budget."""
+        value = self.cast.get(part.value.key)
+        if value is None or part.flat is None:
+            yield part
+            return
+        width = max(self.cast_budget.num_fitting(nbytes_to_cast(part.flat.dtype, value.dtype)), 1)
+        for first in range(0, len(part.flat), width):
+            yield replace(part, flat=part.flat[first : first + width], start=part.start + first)
+
+    def _nbytes_for(self, part: Slice) -> int:
+        """The bytes of memory that a cast of a piece takes."""
+        value = self.cast.get(part.value.key)
+        return len(part.flat) * nbytes_to_cast(part.flat.dtype, value.dtype) if value and part.flat is not None else 0

@@ -1,0 +1,237 @@
+"""A save that all ranks have agreed on, and the report of each rank to the leader about its part."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp_optim.checkpoint.catalog.newest import next_sequence
+from fsdp_optim.checkpoint.catalog.retention import ManagedSave
+from fsdp_optim.checkpoint.common.contents import SavedValue
+from fsdp_optim.checkpoint.common.files import File
+from fsdp_optim.checkpoint.common.formats import SAVED
+from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.checkpoint.common.stores import path_of
+from fsdp_optim.checkpoint.save.file_plan import FilePlan, FilesEnd, make_files
+from fsdp_optim.checkpoint.save.upload import Upload
+from fsdp_optim.checkpoint.save.writing import RankWriter
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_nbytes
+from fsdp_optim.formats.base.protocols import Format, FormatWriter, Prepared
+from fsdp_optim.memory import Budget
+from fsdp_optim.move import Key, Slice
+from fsdp_optim.options import SaveOptions
+from fsdp_optim.speed import speed_of
+from fsdp_optim.storage.base import Staging, Store, StoreWriter
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.claims import Claim
+from fsdp_optim.transport.completion import Completion
+
+_LENGTH = 8  # bytes of a number in `encode_written`
+
+log = logging.getLogger("fsdp_optim")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A save that all ranks have agreed on: its files, and the rank and place of each value."""
+
+    callers: RankGroup
+    options: SaveOptions
+    store: Store
+    format: Format
+    address: str  # of the staging in the store
+    token: str  # of the checkpoint
+    plan: FilePlan
+    absent: tuple[str, ...]
+    writer: FormatWriter
+    extras: Mapping[str, bytes] = field(default_factory=dict)  # the small files of this rank
+    prepared: Prepared | None = None  # on the lowest rank
+    staging: Staging | None = None  # on the rank that began the save in the store
+    claim: Claim | None = None  # on the same rank
+    upload: Upload | None = None  # of the finished checkpoint to another store
+    managed: ManagedSave | None = None
+    begun: float = field(default_factory=time.monotonic, compare=False)
+    _sequence: list[int] = field(default_factory=list, compare=False)
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return self.plan.files
+
+    @property
+    def _cast_budget(self) -> Budget:
+        return self.callers.budget.share(4, "what elements are cast to, part by part")
+
+    @property
+    def _whole_budget(self) -> Budget:
+        whole = self.callers.budget
+        return Budget(whole.nbytes - self._cast_budget.nbytes, "all but what is cast") if self.cast else whole
+
+    @property
+    def budget(self) -> Budget:
+        """The budget for elements on their way to the ranks that write them. Uploads of parts take seven times as much.
+
+        Stores limit each connection, so that a rank is as fast as it has parts under way.
+        """
+        whole = self._whole_budget
+        return (
+            whole.share(8, "elements on their way, and parts that are sent to the store") if self.plan.parted else whole
+        )
+
+    @property
+    def content(self) -> str:
+        """The content that checkpoints of one series have in common, on the lowest rank."""
+        return self.prepared.content if self.prepared is not None else ""
+
+    @property
+    def leads(self) -> bool:
+        return self.callers.rank == self.callers.ranks[0]
+
+    @property
+    def path(self) -> Path | str:
+        return path_of(self.store)
+
+    @property
+    def sequence(self) -> int:
+        """The place of this save in the order of the checkpoints beside it, on the leader."""
+        return self.choose_sequence()
+
+    def choose_sequence(self) -> int:
+        """Choose that place when this is called first, before the leader writes; return it.
+
+        A leader may be stopped, or cut off, and finish the save when another job has long gone on from an older checkpoint. What
+        that one has saved meanwhile is newer.
+        """
+        if not self._sequence:  # no cached_property, which lets saves of other threads wait for this one's listing
+            stores = [self.store] if self.upload is None else [self.store, self.upload.store]  # the newest in both
+            known = self.managed.known.sequence + 1 if self.managed is not None else 0
+            sequence = max(known, *(next_sequence(store, {self.format, *SAVED}) for store in stores))
+            if self.managed is not None:
+                self.managed.known.sequence = sequence
+            self._sequence.append(sequence)
+        return self._sequence[0]
+
+    def completion(self) -> Completion:
+        return Completion.join(self.callers, self.token[-16:], str(self.path))
+
+    def rank_writer(self) -> RankWriter:
+        rank, budget = self.callers.rank, self.budget
+        of_writer = self._whole_budget.nbytes - budget.nbytes if self.plan.parted else budget.nbytes
+        store_writer = self.store.join(
+            self.address, durable=self.options.durable, who=f"rank {rank}", budget_nbytes=of_writer
+        )
+        return RankWriter(
+            store_writer,
+            self.files,
+            rank,
+            checksums=self.options.checksums,
+            budget=budget.share(2, "copies of device memory on the host"),
+            stretches=self.plan.stretches_on(rank),
+            heads=self.plan.heads_on(rank),
+            frames=self.plan.frames_on(rank),
+            plans=self.callers.world.plans,
+        )
+
+    @property
+    def values(self) -> tuple[SavedValue, ...]:
+        return tuple(value for file in self.files for value in file.values)
+
+    @cached_property
+    def cast(self) -> Mapping[Key, SavedValue]:
+        """The values that are cast as they are written."""
+        return {value.key: value for value in self.values if value.cast_from is not None}
+
+    @property
+    def moved(self) -> Sequence[SavedValue]:
+        """The values as they are in the live model and optimizer, which the ranks send to those that write them."""
+        return [value.live for value in self.values] if self.cast else self.values
+
+    def target(self, take: Callable[[Sequence[Slice]], None]) -> FilesEnd:
+        """The files as the target of a move. `take` gets this rank's elements."""
+        return FilesEnd(self.plan, take, self.cast, self._cast_budget)
+
+    def start(self, writer: StoreWriter) -> None:
+        """Write the bytes of this rank besides tensors and the frames between them: new files, and small files.
+
+        On the leader, fix the `sequence` of the save.
+        """
+        if self.leads:
+            self.choose_sequence()
+        make_files(writer, self.plan.own_files(self.callers.rank))
+        for name, data in self.extras.items():
+            writer.put(name, data)
+
+    def saved(self, nbytes_written: int) -> Saved:
+        nbytes = sum(file.plan.nbytes_of_data for file in self.files)
+        return Saved(self.path, len(self.values), nbytes, nbytes_written, self.absent)
+
+
+@contextmanager
+def abandoned_on_failure(job: Job) -> Iterator[None]:
+    """Remove the files of a save that fails inside the block, and release the claim on its path."""
+    try:
+        yield
+    except BaseException as error:
+        if job.staging is not None:
+            job.staging.abandon(late=not isinstance(error, CheckpointError))  # else all ranks have stopped
+        if job.upload is not None:
+            job.upload.abandon()
+        if job.claim is not None:
+            job.claim.release()
+        raise
+
+
+class Written(Protocol):
+    """The report of a rank about its writes: the receipt of the store, and the segments of each file, in the files' order."""
+
+    @property
+    def receipt(self) -> bytes: ...
+    @property
+    def rows(self) -> Mapping[str, Rows]: ...
+
+
+def encode_written(job: Job, writer: Written) -> bytes:
+    """The results of a rank for the leader: the receipt of the store, its small files, and its segments of each file."""
+    extras = json.dumps({name: job.writer.info_of(data) for name, data in job.extras.items()}).encode()
+    parts = [writer.receipt, extras]
+    tables = [len(rows).to_bytes(_LENGTH, "little") + rows.tobytes() for rows in writer.rows.values()]
+    return b"".join([*(len(part).to_bytes(_LENGTH, "little") + part for part in parts), *tables])
+
+
+def decode_written(files: Sequence[File], data: bytes) -> tuple[bytes, dict[str, Any], dict[str, Rows]]:
+    """The inverse of `encode_written`."""
+    left = memoryview(data)
+
+    def take(nbytes: int) -> memoryview:
+        nonlocal left
+        taken, left = left[:nbytes], left[nbytes:]
+        return taken
+
+    def number() -> int:
+        return int.from_bytes(take(_LENGTH), "little")
+
+    receipt = bytes(take(number()))
+    extras = json.loads(bytes(take(number())))
+    return receipt, extras, {file.name: rows_from(take(rows_nbytes(number()))) for file in files}
+
+
+def log_saved(job: Job) -> None:
+    """Log one line about a save."""
+    saved = job.saved(0)
+    if job.leads:
+        log.info(
+            "saved %s: %d tensors, %d bytes, from %d ranks, in %s; without optimizer state: %s",
+            job.path,
+            saved.num_tensors,
+            saved.nbytes,
+            len(job.callers.ranks),
+            speed_of(saved.nbytes, job.begun),
+            shortened(saved.absent) or "none",
+        )

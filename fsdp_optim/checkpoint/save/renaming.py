@@ -1,0 +1,105 @@
+"""The names of a save whose caller gives other names than those of the model, and the values of the save under these names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from fsdp_optim.checkpoint.common.contents import SavedHalf, SavedValue
+from fsdp_optim.checkpoint.load.matching import renamer
+from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.description import OptimDescription
+from fsdp_optim.formats.base.protocols import CheckpointContents
+from fsdp_optim.options import Rename
+from fsdp_optim.transport.agree import compare
+from fsdp_optim.transport.base import RankGroup
+
+
+@dataclass(frozen=True)
+class SavedNames:
+    """The names in a checkpoint. `new`: the name of each parameter, buffer and value of a module that gets another one."""
+
+    new: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, callers: RankGroup, rename: Rename | None, weights: SavedHalf, state: SavedHalf | None) -> SavedNames:
+        """The names that `rename` gives, the same on all ranks. Called by all ranks.
+
+        Raises StateError, the same on all ranks, for two parameters of one name, and for ranks that give different names.
+        """
+        if rename is None:
+            return cls()
+        view, values = weights.local.view, weights.local.module_values
+        aliases = {**view.aliases, **values.aliases}
+        fqns = dict.fromkeys([*weights.picture.params, *weights.picture.module_values])
+        fqns.update(dict.fromkeys(state.picture.params if state is not None else ()))
+        new = _new_names(renamer(rename), [*fqns, *aliases])
+        text = json.dumps({fqn: new.get(fqn, fqn) for fqn in fqns}, sort_keys=True)  # aliases may differ between stages
+        is_same = compare(callers, "renamed", text.encode())
+        if not is_same:
+            raise StateError("rename= gives other names on some ranks than on others: give the same one on all ranks")
+        _check_distinct(new, fqns, aliases)
+        return cls(new)
+
+    def __call__(self, fqn: str) -> str:
+        return self.new.get(fqn, fqn)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The model's name of each name in the checkpoint that is another one."""
+        return {new: fqn for fqn, new in self.new.items()}
+
+    def of_half(self, half: SavedHalf) -> SavedHalf:
+        """The same values under their new names."""
+        if not self.new:
+            return half
+        values = {self(fqn): value for fqn, value in half.module_values.items()}
+        return replace(half, tensors=tuple(map(self._of_value, half.tensors)), module_values=values)
+
+    def _of_value(self, value: SavedValue) -> SavedValue:
+        if value.fqn not in self.new:
+            return value
+        before = f"state.{value.fqn}" if value.is_state else value.fqn
+        after = f"state.{self(value.fqn)}" if value.is_state else self(value.fqn)
+        return replace(value, stored_name=after + value.stored_name[len(before) :])
+
+    def of_contents(self, contents: CheckpointContents) -> CheckpointContents:
+        """The same contents under their new names."""
+        if not self.new:
+            return contents
+        aliases = {self(alias): self(fqn) for alias, fqn in contents.aliases.items()}
+        return replace(
+            contents,
+            params={self(fqn): shape for fqn, shape in contents.params.items()},
+            aliases={alias: fqn for alias, fqn in aliases.items() if alias != fqn},
+            optim=self._of_description(contents.optim) if contents.optim is not None else None,
+        )
+
+    def _of_description(self, optim: OptimDescription) -> OptimDescription:
+        groups = tuple(replace(group, params=tuple(map(self, group.params))) for group in optim.groups)
+        return replace(optim, groups=groups, params={self(fqn): param for fqn, param in optim.params.items()})
+
+
+def _new_names(function: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
+    new = {}
+    for name in names:
+        renamed = function(name)
+        if not isinstance(renamed, str) or not renamed:
+            raise StateError(f"rename returned {renamed!r} for {name}, which is no name")
+        if renamed != name:
+            new[name] = renamed
+    return new
+
+
+def _check_distinct(new: Mapping[str, str], fqns: Iterable[str], aliases: Mapping[str, str]) -> None:
+    """Raise StateError for two parameters that would have one name. The names of one tied parameter may fall together."""
+    taken: dict[str, str] = {}
+    for name in (*fqns, *aliases):
+        stored, fqn = new.get(name, name), aliases.get(name, name)
+        other = taken.setdefault(stored, fqn)
+        if other != fqn:
+            raise StateError(
+                f"rename gives {other} and {name} the same name {stored}: a checkpoint has one parameter of a name, so give "
+                "each one a name of its own"
+            )

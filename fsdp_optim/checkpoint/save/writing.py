@@ -1,0 +1,170 @@
+"""This rank's part of a save: the extents that it writes, and their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy
+
+from fsdp_optim.checkpoint.common.files import WRITTEN_TOGETHER, File, offset_in_storage, stored_on
+from fsdp_optim.checkpoint.common.local_extents import (
+    ExtentsByFile,
+    LocalExtent,
+    LocalMemory,
+    clipped,
+    in_host_memory,
+    ranges_of,
+)
+from fsdp_optim.checkpoint.save.part_ranges import FramesOfParts, HeadOfParts, Stretch
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.checksums import Rows, rows_of
+from fsdp_optim.formats.base.extents import DataSection, write_extents
+from fsdp_optim.formats.base.frames import Pieces
+from fsdp_optim.formats.base.protocols import PlannedFile
+from fsdp_optim.layout import FlatRuns, Placement, SplitRuns
+from fsdp_optim.memory import Budget
+from fsdp_optim.move import Key, Slice
+from fsdp_optim.plan import Copy, Plans, clip_to_source
+from fsdp_optim.storage.base import StoreWriter
+
+
+class RankWriter:
+    """Writes this rank's part of some files, and keeps the checksums of the written segments.
+
+    `store_writer`: the access of this rank to the store. `receipt`: the result of its `finish`. `stretches`, `heads`, `frames`:
+    the bytes that this rank uploads of values, of heads and of frames, whose files go to the store in parts. `plans`: the plans
+    of earlier calls.
+    """
+
+    def __init__(
+        self,
+        store_writer: StoreWriter,
+        files: Sequence[File],
+        rank: int,
+        *,
+        checksums: bool,
+        budget: Budget,
+        stretches: Mapping[Key, Sequence[Stretch]],
+        heads: Mapping[str, HeadOfParts] = {},
+        frames: Mapping[str, FramesOfParts] = {},
+        plans: Plans,
+    ) -> None:
+        self.nbytes = 0
+        self.store_writer, self.receipt = store_writer, b""
+        self._files = {file.name: file for file in files}
+        self._starts: dict[Key, tuple[str, int]] = {
+            value.key: (file.name, start)
+            for file in files
+            for value, start in zip(file.values, file.plan.starts, strict=True)
+        }
+        self._rows: dict[str, list[Rows]] = {file.name: [] for file in files}
+        self._rank, self._checksums, self._stretches = rank, checksums, stretches
+        self._budget, self._plans = budget, plans
+        self._heads = dict(heads)
+        self._stored: dict[tuple[int, int, int], tuple[Placement, Sequence[tuple[int, Copy]]]] = {}
+        self._frames = {name: dict(its) for name, its in frames.items()}
+
+    @property
+    def rows(self) -> dict[str, Rows]:
+        """The written segments, by file."""
+        return {name: numpy.concatenate([rows_of(()), *tables]) for name, tables in self._rows.items()}
+
+    def extents_of(self, parts: Sequence[Slice]) -> dict[str, list[LocalExtent]]:
+        """The extents that this rank has to write of some parts, by file."""
+        extents: dict[str, list[LocalExtent]] = {}
+        for part in parts:
+            if part.flat is None and part.start:
+                continue  # earlier windows contain all of it
+            (name, begin), itemsize = self._starts[part.value.key], part.value.dtype.itemsize
+            memory = LocalMemory(part.flat) if part.flat is not None else None
+            if isinstance(part.cut, (FlatRuns, SplitRuns)):
+                if memory is not None and part.flat is not None:
+                    extents.setdefault(name, []).extend(self._stretched(part, memory, part.flat.numel(), begin))
+                continue
+            for base, copy in self._copies(part, begin):
+                if memory is None or part.flat is None:
+                    raise CheckpointError(
+                        f"{part.value.fqn}: {part.value.name}: rank {self._rank} has no elements of this value, but has to write "
+                        f"{copy.numel}"
+                    )
+                extents.setdefault(name, []).extend(
+                    memory.extent(begin + (base + target) * itemsize, source, numel)
+                    for piece in clip_to_source(copy, part.start, part.start + part.flat.numel())
+                    for source, target, numel in ranges_of(piece)
+                )
+        return extents
+
+    def _stretched(self, part: Slice, memory: LocalMemory, numel: int, begin: int) -> Iterator[LocalExtent]:
+        """The extents of a part whose local tensor has this rank's stretches of the value, one after the other."""
+        at, size = 0, part.value.dtype.itemsize
+        for stretch in self._stretches.get(part.value.key, ()):
+            num = stretch.last - stretch.first
+            first, last = max(part.start, at), min(part.start + numel, at + num)
+            if first < last:
+                start = begin + (stretch.first + first - at) * size
+                yield clipped(memory.extent(start, first - part.start, last - first), stretch.start, stretch.stop)
+            at += num
+
+    def _copies(self, part: Slice, start: int) -> Sequence[tuple[int, Copy]]:
+        """The copies to storage that this rank writes of a value, each with the first element of its part of storage.
+
+        Of several ranks that could write a small value, its place in the file selects one, so that one rank writes adjacent
+        values.
+        """
+        replica = start // WRITTEN_TOGETHER % part.cut.num_replicas
+        key = (id(part.cut), part.value.nbytes, replica)  # layers share their cuts, which take long to compare
+        if key not in self._stored:
+            stored = stored_on(part.cut, part.value.nbytes)
+            planned = self._plans.of(part.cut, stored, self._rank, replica)
+            mine = [(offset_in_storage(stored, c.target_rank), c) for c in planned if c.source_rank == self._rank]
+            self._stored[key] = part.cut, mine  # a reference that keeps the id unique
+        return self._stored[key][1]
+
+    def write(self, extents_by_file: ExtentsByFile) -> None:
+        """Write extents to their files."""
+        for name, extents in extents_by_file.items():
+            file = self._files[name].plan
+            self._write_head(name)
+            section = self._section(file)
+            for batch in in_host_memory(extents, self._budget):
+                batch.copy_to_host()
+                grid = file.segment_nbytes if self._checksums else 0
+                self._rows[name].append(write_extents(section, batch.extents, grid))
+                self.nbytes += sum(len(extent.memory) for extent in batch.extents)
+
+    def _section(self, file: PlannedFile) -> DataSection:
+        """The data of a file, whose frames are written with it: in files in parts by the rank that has the part."""
+        if file.name not in self._frames:
+            return file.section(partial(self.store_writer.write, file.name))
+
+        def write(pieces: Pieces, start: int) -> None:
+            stop = start + sum(map(len, pieces))
+            for place, parts in file.frames.without_frames(pieces, start):
+                self.store_writer.write(file.name, parts, place)
+            for index in file.frames.touched(start, stop):
+                self._write_frame(file.name, index)
+
+        return DataSection(file.name, write, 0, file.tensors_in)
+
+    def _write_head(self, name: str) -> None:
+        """Write the head of a file in parts before the first tensor: a part is open from its first byte to its last one."""
+        for place, content in self._heads.pop(name, ()):
+            self.store_writer.write(name, [content], place)
+
+    def _write_frame(self, name: str, index: int) -> None:
+        for place, content in self._frames[name].pop(index, ()):
+            self.store_writer.write(name, [content], place)
+
+    def finish(self) -> None:
+        """Return when all writes are complete, and on the disk if the save is durable."""
+        for name in list(self._heads):
+            self._write_head(name)
+        for name, frames in self._frames.items():
+            for index in list(frames):  # the frames in parts without a byte of a tensor
+                self._write_frame(name, index)
+        self.receipt = self.store_writer.finish()
+
+    def discard(self) -> None:
+        """Close the files after a failure. Raises nothing."""
+        self.store_writer.discard()

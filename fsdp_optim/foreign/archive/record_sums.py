@@ -1,0 +1,112 @@
+"""The checksums in files of `torch.save`: a zip archive has the CRC32 of each record, and `torch.load` does not look at them.
+
+A record whose CRC32 is given as 0 has none: `torch.serialization.set_crc32_options(False)` and this library's own writers, whose
+ranks write the elements in place, leave it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.archive.zip_records import ZIP, FilePart, Records
+from fsdp_optim.foreign.reader import Archive, ForeignReader
+from fsdp_optim.formats.base.checksums import hash_of
+
+_SMALL = 64 << 10  # bytes of an archive; of equal ones, such as thousands of learning rates, one is looked at
+
+
+@dataclass
+class Sums:
+    """Compares the records of archives in several threads.
+
+    Attributes:
+        problems: a sentence for each damaged record.
+        is_whole: whether every record had a CRC32.
+    """
+
+    reader: ForeignReader
+    shown: Callable[[int], None]
+    problems: list[str] = field(default_factory=list)
+    is_whole: bool = True
+    _num_done: int = 0
+    _small: set[int] = field(default_factory=set)
+    _lock: Lock = field(default_factory=Lock)
+
+    def compare(self, archives: Sequence[Archive], num_threads: int) -> None:
+        """Read all records of all archives. `shown` is called with the number of bytes so far."""
+        self.is_whole = bool(archives)
+        left = iter(archives)
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp_optim: verify") as pool:
+            for one in [pool.submit(self._run, left) for _ in range(num_threads)]:
+                one.result()
+
+    def _run(self, left: Iterator[Archive]) -> None:
+        while True:
+            with self._lock:
+                archive = next(left, None)
+            if archive is None:
+                return
+            problems, is_whole = self._look(archive)
+            with self._lock:
+                self.problems += problems
+                self.is_whole = self.is_whole and is_whole
+                self._num_done += archive.nbytes
+                self.shown(self._num_done)
+
+    def _look(self, archive: Archive) -> tuple[list[str], bool]:
+        """The problems of one archive, and whether all of its records have a CRC32."""
+        opened, problems, is_whole = self.reader.opened, [], True
+        try:
+            if archive.nbytes <= _SMALL and self._is_known(opened.read(archive.file, archive.start, archive.nbytes)):
+                return [], True
+            if opened.read(archive.file, archive.start, min(len(ZIP), archive.nbytes)) != ZIP:
+                return [], False
+            part = FilePart(opened, archive.file, archive.start, archive.nbytes)
+            records = Records(opened, archive.file, archive.start, part)
+        except CheckpointError as error:
+            return [_with_name(str(error), archive)], False
+        if records.stored_nbytes > archive.nbytes:
+            text = (
+                f"{records.where}: its records have {records.stored_nbytes} bytes in {archive.nbytes}: it was changed"
+            )
+            return [_with_name(text, archive)], False
+        for record in records.infos:
+            try:
+                crcs = records.crcs(record)
+            except CheckpointError as error:
+                problems.append(_with_name(str(error), archive))
+                continue
+            is_whole = is_whole and crcs is not None
+            if crcs is not None and crcs[0] != crcs[1]:
+                problems.append(self._in_words(archive, records, record, *crcs))
+        return problems, is_whole
+
+    def _is_known(self, data: bytes) -> bool:
+        hashed = hash_of(data)
+        with self._lock:
+            is_known = hashed in self._small
+            self._small.add(hashed)
+        return is_known
+
+    def _in_words(self, archive: Archive, records: Records, record: str, found: int, saved: int) -> str:
+        names = [archive.name] if archive.name else self.reader.tensors_in(*records.range_of(record))
+        having = f", with {shortened(names)}," if names else ""
+        return (
+            f"{records.where}: the record {record}{having} is not what was saved: its CRC32 is {found:08x}, not {saved:08x}: the "
+            "file was damaged; load another checkpoint"
+        )
+
+
+def archives_of(reader: ForeignReader) -> list[Archive]:
+    """The parts of the files of a checkpoint that may be archives of `torch.save`."""
+    if reader.archives is not None:
+        return list(reader.archives())
+    return [Archive(name, 0, reader.opened.size_of(name)) for name in reader.all_files()]
+
+
+def _with_name(text: str, archive: Archive) -> str:
+    return f"{text} ({archive.name} is there, at byte {archive.start})" if archive.name else text

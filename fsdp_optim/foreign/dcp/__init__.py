@@ -1,0 +1,8 @@
+"""Folders of torch.distributed.checkpoint (DCP), written by torch, torchtitan, Accelerate, Lightning, OLMo-core or this library.
+
+probe.py                       is it complete, and whose is it?
+metadata.py, metadata_pickle.py, pickle_operations.py     `.metadata`, checked and read without executing it
+keys.py, full_dict.py          which keys are the model's, and the optimizer's dict made of the others
+items.py, safetensors_items.py, sharding_info.py, boxes.py     where the chunks of each tensor are
+reader.py, writer.py, values.py, format.py                the Format
+"""

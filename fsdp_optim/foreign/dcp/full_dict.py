@@ -1,0 +1,80 @@
+"""The full dict of an optimizer from the values of its keys: several optimizers become one, and ids become numbers again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.dcp.keys import GROUPS, STATE, Leaf
+
+
+def keys_in(tree: Any) -> Iterator[str]:
+    """The keys of all leaves."""
+    if isinstance(tree, Leaf):
+        yield tree.key
+    elif isinstance(tree, Mapping):
+        for inner in tree.values():
+            yield from keys_in(inner)
+    elif isinstance(tree, list):
+        for inner in tree:
+            yield from keys_in(inner)
+
+
+def filled(tree: Any, value_of: Callable[[str], Any]) -> Any:
+    """The tree with values in the place of leaves."""
+    if isinstance(tree, Leaf):
+        return value_of(tree.key)
+    if isinstance(tree, Mapping):
+        return {name: filled(inner, value_of) for name, inner in tree.items()}
+    if isinstance(tree, list):
+        return [filled(inner, value_of) for inner in tree]
+    return tree
+
+
+def full_dict(where: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The full dict of all optimizers of a checkpoint; None if there are none.
+
+    Raises CheckpointError where they cannot be one: two have the same parameter, or one is flattened and another is not.
+    """
+    if not found:
+        return None
+    if all(GROUPS not in one for one in found):
+        return _united(where, found)
+    if any(GROUPS not in one for one in found):
+        raise CheckpointError(
+            f"{where}: some of its optimizers have flattened state dicts, and others do not: save them alike"
+        )
+    state: dict[Any, Any] = {}
+    groups: list[Mapping[str, Any]] = []
+    others: dict[str, Any] = {}
+    num_params = 0
+    for one in found:
+        listed = [dict(group) for group in one[GROUPS]]
+        params = [param for group in listed for param in group.get("params", ())]
+        shift = num_params if len(found) > 1 else 0
+        ids = {str(param): param + shift for param in params if type(param) is int}
+        for group in listed:
+            if "params" in group:
+                group["params"] = [
+                    ids.get(str(param), param) if type(param) is int else param for param in group["params"]
+                ]
+        _unite(where, state, {ids.get(str(key), key): values for key, values in one.get(STATE, {}).items()})
+        _unite(where, others, {name: value for name, value in one.items() if name not in (STATE, GROUPS)})
+        groups += listed
+        num_params += len(params)
+    return {STATE: state, GROUPS: groups, **others}
+
+
+def _united(where: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    united: dict[str, Any] = {}
+    for one in found:
+        _unite(where, united, one)
+    return united
+
+
+def _unite(where: str, into: dict[Any, Any], more: Mapping[Any, Any]) -> None:
+    twice = next((key for key in more if key in into), None)
+    if twice is not None:
+        raise CheckpointError(f"{where}: {twice} is in two of its optimizers")
+    into.update(more)

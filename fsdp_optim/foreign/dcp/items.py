@@ -1,0 +1,252 @@
+"""The items of DCP files: each is an archive of torch.save with one tensor, or with one value that is no tensor.
+
+Where the elements of a tensor begin is found out when the tensor is first needed, because a checkpoint may have a million items.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.archive.torch_archive import TorchArchive, Unread, read_archive
+from fsdp_optim.foreign.archive.tree import children
+from fsdp_optim.foreign.dcp.metadata import Tensor
+from fsdp_optim.foreign.dcp.metadata_pickle import Item
+from fsdp_optim.foreign.dcp.safetensors_items import SafetensorsInside
+from fsdp_optim.foreign.reader import Archive, Source
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import dtype_named, in_batches
+from fsdp_optim.storage.base import Opened
+
+_MOST_HEAD_NBYTES = 64 << 10
+_MOST_TOGETHER = 8 << 20  # bytes of items that are read at once
+_GAP_NBYTES = 32 << 10  # bytes between items that are read too, because another read costs more
+_AHEAD = 4  # heads for each request that is best under way
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The bytes of an item before its elements. Items of equal length with equal heads have their elements at the same place."""
+
+    data: bytes
+
+
+class Items:
+    """The places of the elements of tensors, found out one by one. `sources`: the bytes of those that had to be read whole."""
+
+    def __init__(self, opened: Opened, tensors: Mapping[str, Tensor]) -> None:
+        self._opened = opened
+        self._tensors = tensors
+        self._heads: dict[tuple[int, str, Shape], _Head] = {}
+        self._found: dict[Item, tuple[str, int]] = {}
+        self._ahead: dict[Item, bytes] = {}
+        self._order: dict[str, list[Item]] | None = None
+        self._safetensors = SafetensorsInside(opened)
+        self.sources: dict[str, Source] = {}
+
+    def place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
+        """The file, or the name in `sources`, and the byte at which the elements of a chunk begin. `name`: for errors."""
+        found = self._found.get(item)
+        if found is None:
+            found = self._found[item] = self._place(name, item, dtype, offsets, sizes)
+        return found
+
+    def read_apart(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The tensors, in one chunk each, of those of the keys whose tensors are no archives of torch.save."""
+        found = {}
+        for key in keys:
+            tensor = self._tensors.get(key)
+            if tensor is None or len(tensor.items) != 1:
+                continue
+            item, (offsets, sizes) = tensor.items[0], tensor.boxes[0]
+            place = self._safetensors.place(key, item, tensor.dtype, offsets, sizes)
+            if place is not None:
+                dtype, made = dtype_named(tensor.dtype), torch.empty(sizes, dtype=dtype_named(tensor.dtype))
+                data = bytearray(self._opened.read(*place, made.numel() * dtype.itemsize))
+                found[key] = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(sizes)
+        return found
+
+    def _place(self, name: str, item: Item, dtype: str, offsets: Shape, sizes: Shape) -> tuple[str, int]:
+        kind = (item.nbytes, dtype, sizes)
+        head = self._heads.get(kind)
+        if head is not None and self._head_of(item, len(head.data)) == head.data:
+            return item.file, item.start + len(head.data)
+        inside = self._safetensors.place(name, item, dtype, offsets, sizes)
+        if inside is not None:
+            return inside
+        where = f"{self._opened.named(item.file)}: {name}"
+        archive = _archive(name, self._opened, item)
+        stored = archive.value
+        if not isinstance(stored, StoredTensor) or stored.dtype != dtype or stored.shape != sizes:
+            raise CheckpointError(
+                f"{where}: holds {_in_words(stored)}, and the metadata says a {dtype} tensor of {list(sizes)}"
+            )
+        source = archive.sources.get(stored.file)
+        if source is not None and source.memory is not None:
+            self.sources[f"{item.file} from {item.start}"] = source
+            return f"{item.file} from {item.start}", stored.start
+        start = stored.start + (source.first_byte if source is not None else 0)
+        if 0 < start - item.start <= _MOST_HEAD_NBYTES:
+            self._heads[kind] = _Head(self._opened.read(item.file, item.start, start - item.start))
+        return item.file, start
+
+    def _head_of(self, item: Item, nbytes: int) -> bytes:
+        if self._opened.num_requests == 1:
+            return self._opened.read(item.file, item.start, nbytes)
+        if item not in self._ahead or len(self._ahead[item]) < nbytes:
+            self._read_ahead(item, nbytes)
+        return self._ahead.pop(item)[:nbytes]
+
+    def _read_ahead(self, item: Item, nbytes: int) -> None:
+        """Read the heads of the next items of a file at the same time, where each request takes long."""
+        order = self._items_of(item.file)
+        at = bisect.bisect_left(order, item.start, key=lambda one: one.start)
+        some = [one for one in order[at:] if one not in self._found][: _AHEAD * self._opened.num_requests]
+
+        def read(one: Item) -> bytes:
+            return self._opened.read(one.file, one.start, min(nbytes, one.nbytes))
+
+        with ThreadPoolExecutor(self._opened.num_requests, thread_name_prefix="fsdp_optim: read") as pool:
+            self._ahead.update(zip(some, pool.map(read, some), strict=True))
+
+    def _items_of(self, file: str) -> list[Item]:
+        """The items of tensors in one file, in the order of their bytes."""
+        if self._order is None:
+            self._order = {}
+            for tensor in self._tensors.values():
+                for item in tensor.items:
+                    self._order.setdefault(item.file, []).append(item)
+            for items in self._order.values():
+                items.sort(key=lambda item: item.start)
+        return self._order[file]
+
+
+class At(Mapping[int, tuple[str, int]]):
+    """By rank of storage, the file of a chunk and the byte at which its elements begin, found out when it is asked for."""
+
+    def __init__(self, items: Items, name: str, tensor: Tensor) -> None:
+        self._items, self._name, self._tensor = items, name, tensor
+
+    def __getitem__(self, rank: int) -> tuple[str, int]:
+        number = -1 - rank
+        if not 0 <= number < len(self._tensor.items):
+            raise KeyError(rank)
+        return self._items.place(
+            self._name, self._tensor.items[number], self._tensor.dtype, *self._tensor.boxes[number]
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(-1, -1 - len(self._tensor.items), -1))
+
+    def __len__(self) -> int:
+        return len(self._tensor.items)
+
+
+def read_values(opened: Opened, items: Mapping[str, Item], *, allow_pickle: bool = False) -> dict[str, Any]:
+    """The values of items by key, tensors included. Several items are read at once.
+
+    `allow_pickle`: make objects of all classes; else those of unknown classes are inert.
+    """
+    values: dict[str, Any] = {}
+    known: dict[bytes, TorchArchive] = {}  # thousands of parameters have the same learning rate
+    ordered = sorted(items, key=lambda key: (items[key].file, items[key].start))
+    for batch in in_batches(
+        ordered, lambda key: items[key].nbytes, _MOST_TOGETHER, lambda a, b: _are_close(items[a], items[b])
+    ):
+        first, last = items[batch[0]], items[batch[-1]]
+        data = opened.read(first.file, first.start, last.start + last.nbytes - first.start)
+        for key in batch:
+            item = items[key]
+            start = item.start - first.start
+            part = data[start : start + item.nbytes]
+            if part not in known:
+                known[part] = _archive(key, _Part(opened, item.start, part), item)
+            archive = known[part]
+            values[key] = archive.materialised(archive.unpickled() if allow_pickle else archive.value)
+    return values
+
+
+def archives_in(
+    opened: Opened, tensors: Mapping[str, Tensor], values: Mapping[str, Item], beside: str
+) -> list[Archive]:
+    """All items, in the order of their bytes, as archives that may have checksums. `beside`: a file that is one too, if there."""
+    by_key = [(item, key) for key, tensor in tensors.items() for item in tensor.items]
+    by_key += [(item, key) for key, item in values.items()]
+    found = {
+        (item.file, item.start, item.nbytes): Archive(item.file, item.start, item.nbytes, key) for item, key in by_key
+    }
+    return [
+        *sorted(found.values()),
+        *([Archive(beside, 0, opened.size_of(beside))] if beside in opened.names() else []),
+    ]
+
+
+def _are_close(item: Item, following: Item) -> bool:
+    return item.file == following.file and 0 <= following.start - item.start - item.nbytes <= _GAP_NBYTES
+
+
+def _archive(name: str, opened: Opened, item: Item) -> TorchArchive:
+    """The archive of an item. Raises CheckpointError that names `name`, which is in the item."""
+    try:
+        return read_archive(opened, item.file, start=item.start, nbytes=item.nbytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} ({name} is there, at byte {item.start})") from error
+
+
+def unread_in(value: Any) -> str:
+    """The name of the class of an inert object in a value; "" if it has none."""
+    if isinstance(value, Unread):
+        return value.what
+    return next((what for _, inner in children(value) if (what := unread_in(inner))), "")
+
+
+class _Part(Opened):
+    """A file, and those of its bytes that have been read."""
+
+    def __init__(self, opened: Opened, start: int, data: bytes) -> None:
+        self._opened, self._start, self._data = opened, start, data
+
+    @property
+    def where(self) -> str:
+        return self._opened.where
+
+    def named(self, name: str) -> str:
+        return self._opened.named(name)
+
+    def size_of(self, name: str) -> int:
+        return self._start + len(self._data)
+
+    nbytes_of = size_of
+
+    def has(self, name: str) -> bool:
+        return self._opened.has(name)
+
+    def version_of(self, name: str) -> tuple[object, ...] | None:
+        return self._opened.version_of(name)
+
+    def was_replaced(self) -> bool:
+        return self._opened.was_replaced()
+
+    def close(self) -> None:
+        """The files belong to another object."""
+
+    def read_into(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
+        at = offset - self._start
+        if at < 0 or at + sum(map(len, pieces)) > len(self._data):
+            raise CheckpointError(f"{self.named(name)}: an archive reaches outside of its {len(self._data)} bytes")
+        for piece in pieces:
+            piece[:] = self._data[at : at + len(piece)]
+            at += len(piece)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, StoredTensor):
+        return f"a {value.dtype} tensor of {list(value.shape)}"
+    return f"a value of the type {type(value).__name__}"

@@ -1,0 +1,142 @@
+"""The manifest of a DCP checkpoint that this library writes: `.metadata`, which begins with this library's brief.
+
+`.metadata` is a pickle. The brief is a str at its beginning that the pickle drops again, so torch.distributed.checkpoint reads
+the file as it reads its own, and the brief is read without unpickling anything:
+
+# bytes    | 80 02 | 58 length | JSON with the brief and a hash of the rest | 30  | the pickle of torch's Metadata
+# meaning  | proto | a str     |                                            | pop |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.checksums import Digest, hex_of
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.own.manifest import NAME as OUR_NAME
+from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
+
+NAME = ".metadata"
+VERSION = 1
+_BEGIN, _POP = b"\x80\x02X", b"0"
+_LENGTH = 4  # bytes
+_FIRST_NBYTES = 4096
+_PIECE_NBYTES = 8 << 20  # that are read at once
+_MOST_NBYTES = 1 << 20  # in a brief
+_IS_TORCHS = b"torch.distributed.checkpoint"
+_OWN = re.compile(r"(model|optim)(-\d{5}-of-\d{5})?\.distcp|(values|extra|modules|rank-\d{5})\.distcp")
+_OF_TORCH = re.compile(r"__\d+_\d+\.distcp")
+
+
+def with_brief(brief: Brief, pickle: bytes) -> bytes:
+    """The content of `.metadata`. `pickle`: that of torch's Metadata."""
+    values = {"brief": brief.to_json(), "metadata_xxh3_64": hex_of(pickle)}
+    text = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    return _BEGIN + len(text).to_bytes(_LENGTH, "little") + text + _POP + pickle
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The brief of a manifest, the hash of the rest, and the byte at which the rest begins."""
+
+    brief: Brief
+    rest: str
+    start: int
+
+
+def brief_of(opened: Opened) -> Brief | None:
+    """The brief of a checkpoint; None if torch.distributed.checkpoint itself has written it.
+
+    Raises CheckpointError if the manifest is damaged or cannot be read.
+    """
+    found = _found(opened)
+    return found.brief if found is not None else None
+
+
+def _found(opened: Opened) -> _Found | None:
+    where, size = opened.named(NAME), opened.size_of(NAME)
+    first = opened.read(NAME, 0, min(size, _FIRST_NBYTES))
+    if not first.startswith(_BEGIN) or not first[len(_BEGIN) + _LENGTH :].startswith(b'{"brief":'):
+        if not first.startswith(b"\x80") or _IS_TORCHS not in first:
+            raise CheckpointError(f"{where}: is not the metadata of a checkpoint")
+        return None
+    begin = len(_BEGIN) + _LENGTH
+    end = begin + int.from_bytes(first[len(_BEGIN) : begin], "little")
+    if end >= min(size, _MOST_NBYTES):
+        raise CheckpointError(f"{where}: was cut short")
+    text = first[begin:end] if end <= len(first) else opened.read(NAME, begin, end - begin)
+    values = parse_json(where, text)
+    with distrusted(where):
+        return _Found(Brief.from_json(where, values["brief"]), str(values["metadata_xxh3_64"]), end + len(_POP))
+
+
+_OLDEST = Brief(VERSION, 0, None, None, 0, "", "", 0, {})
+"""Stands for the brief of a checkpoint that torch.distributed.checkpoint itself has written: it is older than all others."""
+
+
+class DcpJudge(Judge[Brief]):
+    """The `Judge` of DCP checkpoints. Those of other writers count as complete; their token is empty."""
+
+    manifest = NAME
+    others: tuple[str, ...] = (OUR_NAME, "torch_files.json")
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+        try:
+            found = _found(opened)
+            if found is None:
+                return Standing(_OLDEST)
+            if found.brief.version > VERSION:
+                return Standing(
+                    is_sure=False, reason=f"{opened.named(NAME)} has the schema version {found.brief.version}"
+                )
+            if whole:
+                digest, size = Digest(), opened.size_of(NAME)
+                for start in range(found.start, size, _PIECE_NBYTES):
+                    digest.add(opened.read(NAME, start, min(_PIECE_NBYTES, size - start)))
+                if digest.hex != found.rest:
+                    return Standing(reason=f"{opened.named(NAME)} is not the file that was saved: its checksum differs")
+            for name, nbytes in found.brief.files.items():
+                if opened.nbytes_of(name) != nbytes:
+                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
+        except (OSError, MemoryError) as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return Standing(found.brief)
+
+    def token_in(self, opened: Opened) -> str | None:
+        try:
+            found = _found(opened)
+        except (OSError, MemoryError):
+            return None
+        return found.brief.token if found is not None else None
+
+    def is_trace(self, name: str) -> bool:
+        return _OWN.fullmatch(name) is not None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        listed: set[str] | None = None
+        is_torchs = False
+        if opened is not None:
+            try:
+                found = _found(opened)
+                listed, is_torchs = set(found.brief.files) if found is not None else None, found is None
+            except (OSError, MemoryError):
+                pass
+
+        def is_own(name: str) -> bool:
+            if name == NAME:
+                return True
+            if listed is not None:
+                return name in listed
+            return (_OF_TORCH if is_torchs else _OWN).fullmatch(name) is not None
+
+        return is_own
+
+
+DCP_JUDGE: Judge[Any] = DcpJudge()

@@ -1,0 +1,391 @@
+"""Folders of torch.distributed.checkpoint (DCP), as torch, torchtitan, Accelerate, Lightning and OLMo-core write them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.archive.torch_archive import read_archive
+from fsdp_optim.foreign.dcp.boxes import Cuts
+from fsdp_optim.foreign.dcp.full_dict import filled, full_dict, keys_in
+from fsdp_optim.foreign.dcp.items import At, Items, archives_in, read_values, unread_in
+from fsdp_optim.foreign.dcp.keys import GROUPS, meaning_of
+from fsdp_optim.foreign.dcp.metadata import Metadata, Path, Tensor, read_metadata
+from fsdp_optim.foreign.dcp.metadata_pickle import Item
+from fsdp_optim.foreign.dcp.probe import NAME as METADATA
+from fsdp_optim.foreign.dcp.probe import brief_of
+from fsdp_optim.foreign.dcp.values import KEYS, OF_RANKS, with_keys
+from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
+from fsdp_optim.formats.base.checksums import hex_of
+from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.protocols import COMMON, Chunks, SavedWeights, StoredTensor, rank_extra_name
+from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.storage.base import Opened
+
+_NAME = re.compile(r"(?:([^/]+)/)?(__(\d+))?\.metadata")
+_DATA = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
+_OF_LIGHTNING = "meta.pt"
+_MOST_EXTRA_NBYTES = 64 << 20  # in one value of the trainer, which every rank reads whole
+
+
+class Dcp(ForeignFormat):
+    """Sharded checkpoints with a `.metadata` file, in one folder, or in one for the model and one for each optimizer."""
+
+    name = "dcp"
+
+    def recognises(self, opened: Opened) -> bool:
+        if opened.selected:
+            return _NAME.fullmatch(opened.selected) is not None
+        try:
+            return any(_NAME.fullmatch(name) for name in opened.names())
+        except CheckpointError:
+            return False
+
+    def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        with _without_collections(), distrusted(opened.where):
+            return _reader(opened, _Saved.read(opened))
+
+
+DCP = Dcp()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector from walking a million objects, none of them garbage, again and again while they are made."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The metadata of all folders of a checkpoint together: as `Metadata`, and every key has a path."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Item]
+    paths: Mapping[str, Path]
+    digest: str
+    files: tuple[str, ...]
+
+    @classmethod
+    def read(cls, opened: Opened) -> _Saved:
+        """Read the metadata of a place. Raises CheckpointError where it has several checkpoints."""
+        folders = _folders(opened)
+        each = {
+            folder: _joined([read_metadata(opened, name, folder) for name in names])
+            for folder, names in folders.items()
+        }
+        whole = [folder for folder, found in each.items() if _has_both(found)]
+        if len(each) > 1 and whole:
+            named = shortened(folder.rstrip("/") for folder in each)
+            raise CheckpointError(f"{opened.where}: has several checkpoints, {named}: give the path of one of them")
+        files = tuple(name for names in folders.values() for name in names)
+        if len(each) == 1:
+            only = next(iter(each.values()))
+            return cls(only.tensors, only.values, only.paths, only.digest, files)
+        tensors = {f"{folder}{key}": one for folder, found in each.items() for key, one in found.tensors.items()}
+        values = {f"{folder}{key}": one for folder, found in each.items() for key, one in found.values.items()}
+        paths = {
+            f"{folder}{key}": (folder.rstrip("/"), *path)
+            for folder, found in each.items()
+            for key, path in found.paths.items()
+        }
+        return cls(tensors, values, paths, hex_of("".join(found.digest for found in each.values()).encode()), files)
+
+
+def _folders(opened: Opened) -> dict[str, list[str]]:
+    """The names of the metadata files, by folder: one file, or where the ranks saved without each other one of each rank."""
+    found: dict[str, dict[int, str]] = {}
+    for name in [opened.selected] if opened.selected else opened.names():
+        matched = _NAME.fullmatch(name)
+        if matched is not None:
+            folder = f"{matched[1]}/" if matched[1] else ""
+            found.setdefault(folder, {})[int(matched[3]) if matched[3] else -1] = name
+    if "" in found:
+        found = {"": found[""]}
+    folders = {}
+    for folder, by_rank in found.items():
+        ranks = sorted(by_rank)
+        if ranks[0] >= 0 and ranks != list(range(len(ranks))):
+            missing = next(rank for rank in range(len(ranks)) if rank not in by_rank)
+            raise CheckpointError(
+                f"{opened.named(f'{folder}__{missing}.metadata')}: is missing; the checkpoint is not whole"
+            )
+        folders[folder] = [by_rank[-1]] if ranks[0] < 0 else [by_rank[rank] for rank in ranks]
+    return folders
+
+
+def _joined(found: Sequence[Metadata]) -> Metadata:
+    """The metadata of ranks that saved without each other as one. A value that several ranks have is that of the first."""
+    if len(found) == 1:
+        only = found[0]
+        return replace(only, paths={key: only.paths.get(key, (key,)) for key in (*only.tensors, *only.values)})
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Item] = {}
+    paths: dict[str, Path] = {}
+    for one in found:
+        for key, tensor in one.tensors.items():
+            other = tensors.setdefault(key, tensor)
+            if other is not tensor:
+                chunks = dict(zip((*tensor.boxes, *other.boxes), (*tensor.items, *other.items), strict=True))
+                tensors[key] = replace(other, boxes=tuple(chunks), items=tuple(chunks.values()))
+        for key, item in one.values.items():
+            values.setdefault(key, item)
+        for key in (*one.tensors, *one.values):
+            paths.setdefault(key, one.paths.get(key, (key,)))
+    return Metadata(tensors, values, paths, hex_of("".join(one.digest for one in found).encode()))
+
+
+def _has_both(found: Metadata) -> bool:
+    """Whether a folder has an optimizer and tensors beside it."""
+    roots = {
+        ".".join(map(str, path)).partition(GROUPS)[0]
+        for path in found.paths.values()
+        if GROUPS in ".".join(map(str, path))
+    }
+    return bool(roots) and any(not key.startswith(tuple(roots)) for key in found.tensors)
+
+
+# ------------------------------------------------------------------------------------------- the reader
+
+
+def _reader(opened: Opened, saved: _Saved) -> ForeignReader:
+    meaning = meaning_of(opened.where, saved.paths, {key: len(tensor.shape) for key, tensor in saved.tensors.items()})
+    files = _checked_files(opened, saved)
+    items = Items(opened, saved.tensors)
+    stored = dict(_stored(opened, saved, items))
+    extra = _Extra.of(opened, saved, stored, items, meaning.extra)
+    of_modules = _Extra.of(opened, saved, stored, items, meaning.module_values)
+    of_optimizers = [key for tree in meaning.optimizers for key in keys_in(tree)]
+    values = read_values(opened, {key: saved.values[key] for key in of_optimizers if key in saved.values})
+    for key, value in values.items():
+        if what := unread_in(value):
+            raise CheckpointError(
+                f"{opened.where}: {key}: has an object of the class {what}, which is not loaded into an optimizer: load the "
+                "checkpoint as it was saved, and save the optimizer without it"
+            )
+    brief = _own_brief(opened)
+
+    def pickled() -> Mapping[str, Any]:
+        return extra.pickled() if brief is None else _of_ranks(opened.where, extra.pickled())[0]
+
+    given, rank_extras = _of_ranks(opened.where, extra.values if brief is not None else {})
+    return ForeignReader(
+        opened,
+        DCP.name,
+        {name: replace(stored[key], key=name) for name, key in meaning.model.items()},
+        full_dict(
+            opened.where, [filled(tree, lambda key: values.get(key, stored.get(key))) for tree in meaning.optimizers]
+        ),
+        items.sources,
+        extra_values={**(extra.values if brief is None else given), **_of_lightning(opened)},
+        rank_extras=rank_extras,
+        module_values={
+            name: value if isinstance(value, Withheld) else [None, value] for name, value in of_modules.values.items()
+        },
+        pickled=pickled if any(isinstance(value, Withheld) for value in extra.values.values()) else None,
+        world_size=brief.world_size if brief is not None else _world_size(opened),
+        step=brief.step if brief is not None else None,
+        weights=SavedWeights(brief.weights, brief.weights_dtype) if brief is not None else SavedWeights(),
+        metadata_digest=saved.digest,
+        files=(*saved.files, *files),
+        archives=partial(archives_in, opened, saved.tensors, saved.values, _OF_LIGHTNING),
+    )
+
+
+def _own_brief(opened: Opened) -> Brief | None:
+    """The brief of a checkpoint that this library has saved."""
+    if opened.selected or not opened.has(METADATA):
+        return None
+    with contextlib.suppress(CheckpointError):
+        return brief_of(opened)
+    return None
+
+
+def _of_ranks(where: str, extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The trainer's values that this library has saved, without those of each rank, and those of each rank."""
+    keys, of_ranks = extra.get(KEYS, {}), extra.get(OF_RANKS)
+    if not isinstance(keys, Mapping):
+        raise CheckpointError(f"{where}: {KEYS}: is not a dict")
+    rest = {name: value for name, value in extra.items() if name not in (OF_RANKS, KEYS)}
+    common = with_keys(where, rest, keys[COMMON]) if COMMON in keys else rest
+    if of_ranks is None:
+        return common, []
+    if not isinstance(of_ranks, Mapping) or set(of_ranks) != {str(rank) for rank in range(len(of_ranks))}:
+        return {**common, OF_RANKS: of_ranks}, []
+    by_rank = []
+    for rank in range(len(of_ranks)):
+        listed = keys.get(rank_extra_name(rank))
+        value = of_ranks[str(rank)]
+        by_rank.append(value if listed is None else with_keys(where, value, listed))
+    return common, by_rank
+
+
+@dataclass(frozen=True)
+class _Extra:
+    """Values that every rank reads whole: trees of them by name, and the items of their keys.
+
+    `apart`: the tensors, already read, that are in no archive of torch.save.
+    """
+
+    opened: Opened
+    trees: Mapping[str, Any]
+    items: Mapping[str, Item]
+    apart: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        opened: Opened,
+        saved: _Saved,
+        stored: Mapping[str, StoredTensor],
+        places: Items,
+        trees: Mapping[str, Any],
+    ) -> _Extra:
+        """Read the values. Those that are too large, or have objects of unknown classes, are withheld."""
+        nbytes = {name: sum(_nbytes(stored, key) for key in keys_in(tree)) for name, tree in trees.items()}
+        read = [key for name, tree in trees.items() if nbytes[name] <= _MOST_EXTRA_NBYTES for key in keys_in(tree)]
+        apart = {key: made for key in read if (made := _empty(saved, key)) is not None}
+        apart.update(places.read_apart(read))
+        items = {key: item for key in read if key not in apart and (item := _item(saved, key)) is not None}
+        found = {**read_values(opened, items), **apart}
+        values: dict[str, Any] = {}
+        for name, tree in trees.items():
+            there = [key for key in keys_in(tree) if key in found]
+            if there != [*keys_in(tree)]:
+                values[str(name)] = Withheld(
+                    f"{opened.where}: {name}: has tensors of {nbytes[name]} bytes that are neither the model's nor the "
+                    "optimizer's, and that are large or cut: they are not read",
+                    is_unsafe=False,
+                )
+                continue
+            value = filled(tree, found.__getitem__)
+            what = unread_in(value)
+            values[str(name)] = value if not what else _withheld(opened, name, what)
+        return cls(opened, trees, items, apart, values)
+
+    def pickled(self) -> Mapping[str, Any]:
+        """The values with objects of all classes, which can run any code."""
+        withheld = [name for name, value in self.values.items() if isinstance(value, Withheld)]
+        found = read_values(
+            self.opened,
+            {key: self.items[key] for name in withheld for key in keys_in(self.trees[name]) if key in self.items},
+            allow_pickle=True,
+        )
+        found.update(self.apart)
+        there = {name for name in withheld if all(key in found for key in keys_in(self.trees[name]))}
+        made = {name: filled(self.trees[name], found.__getitem__) for name in there}
+        return {**self.values, **made}
+
+
+def _withheld(opened: Opened, name: object, what: str) -> Withheld:
+    return Withheld(
+        f"{opened.where}: {name}: has an object of the class {what}: allow_pickle=True makes it, and can run any "
+        "code of its author"
+    )
+
+
+def _checked_files(opened: Opened, saved: _Saved) -> list[str]:
+    """The files that have items. Raises CheckpointError that names a file which is missing or too short, and one of its keys."""
+    ends: dict[str, tuple[int, str]] = {}
+    items = ((item, key) for key, tensor in saved.tensors.items() for item in tensor.items)
+    for item, key in (*items, *((item, key) for key, item in saved.values.items())):
+        if item.transforms:
+            raise CheckpointError(
+                f"{opened.named(item.file)}: {key} was written through {', '.join(item.transforms)}, which "
+                "cannot be read in parts: load it with torch.distributed.checkpoint, and save it without extensions"
+            )
+        end = item.start + item.nbytes
+        if item.file not in ends or end > ends[item.file][0]:
+            ends[item.file] = (end, key)
+    there = set(opened.names())
+    for file, (end, key) in ends.items():
+        nbytes = opened.nbytes_of(file) if file in there else -1
+        if nbytes < 0:
+            raise CheckpointError(f"{opened.named(file)}: is missing; the checkpoint is not whole: {key} is in it")
+        if nbytes < end:
+            raise CheckpointError(
+                f"{opened.named(file)}: has {nbytes} bytes, and {key} ends at byte {end}: it was cut short"
+            )
+    return list(ends)
+
+
+def _stored(opened: Opened, saved: _Saved, items: Items) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor by key, without its elements. Raises CheckpointError where its chunks are not the whole tensor."""
+    cuts = Cuts()
+    for key, tensor in saved.tensors.items():
+        name = f"{opened.where}: {key}"
+        placement = cuts.placement(name, tensor.shape, tensor.boxes)
+        itemsize = dtype_named(tensor.dtype).itemsize
+        for (_, sizes), item in zip(tensor.boxes, tensor.items, strict=True):
+            if prod(sizes) * itemsize > item.nbytes:
+                raise CheckpointError(
+                    f"{name}: a chunk of the sizes {list(sizes)} has {prod(sizes) * itemsize} bytes, but {item.nbytes} in its "
+                    "file"
+                )
+        yield (
+            key,
+            StoredTensor(
+                key,
+                tensor.dtype,
+                tensor.shape,
+                "",
+                tensor.items[0].start if tensor.items else 0,
+                request_nbytes=opened.request_nbytes,
+                chunks=Chunks(placement, At(items, key, tensor), is_checked=True),
+            ),
+        )
+
+
+def _item(saved: _Saved, key: str) -> Item | None:
+    """The item with the whole value; None for a tensor in several chunks or without elements."""
+    if key in saved.values:
+        return saved.values[key]
+    items = saved.tensors[key].items
+    return items[0] if len(items) == 1 else None
+
+
+def _empty(saved: _Saved, key: str) -> torch.Tensor | None:
+    """A tensor without elements, which is in no file; None for all other values."""
+    tensor = saved.tensors.get(key)
+    if tensor is None or tensor.items or 0 not in tensor.shape:
+        return None
+    return torch.empty(tensor.shape, dtype=dtype_named(tensor.dtype))
+
+
+def _nbytes(stored: Mapping[str, StoredTensor], key: str) -> int:
+    return stored[key].placement.numel * stored[key].itemsize if key in stored else 0
+
+
+def _of_lightning(opened: Opened) -> Mapping[str, Any]:
+    """The values of the trainer that Lightning keeps in a file of its own."""
+    if _OF_LIGHTNING not in opened.names():
+        return {}
+    archive = read_archive(opened, _OF_LIGHTNING)
+    values = archive.value if isinstance(archive.value, dict) else {_OF_LIGHTNING: archive.value}
+    return {
+        str(name): _withheld(opened, name, what) if (what := unread_in(value)) else archive.materialised(value)
+        for name, value in values.items()
+    }
+
+
+def _world_size(opened: Opened) -> int:
+    """The number of ranks that wrote files."""
+    return max((int(matched[1]) + 1 for name in opened.names() if (matched := _DATA.fullmatch(name))), default=0)

@@ -1,0 +1,390 @@
+"""Writing folders of torch.distributed.checkpoint (DCP), which stock torch loads without this library.
+
+Keys are those of `{"model": ..., "optimizer": ...}` with the dicts of `get_model_state_dict` and `get_optimizer_state_dict`. The
+hyperparameters are there nested and flattened, so both forms of the optimizer's dict find theirs; both name the same bytes.
+
+Each tensor is cut into chunks of whole rows. Each chunk is an archive of torch.save: its elements lie in the file as in any other
+format, and the rest of the archive is frames, which are the same for all chunks of one dtype and shape.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from fsdp_optim.elements import check_elements
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.archive.torch_zip import ALIGNMENT, TensorStub, frames_around
+from fsdp_optim.foreign.dcp.probe import NAME, VERSION, with_brief
+from fsdp_optim.foreign.dcp.values import (
+    KEYS,
+    OF_RANKS,
+    Path,
+    ValueFile,
+    ValueItem,
+    flattened,
+    items_in,
+    key_of,
+    other_keys_in,
+)
+from fsdp_optim.formats.base.checksums import join_tables
+from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
+from fsdp_optim.formats.base.frames import joined
+from fsdp_optim.formats.base.protocols import (
+    COMMON,
+    MODULES,
+    CheckpointContents,
+    FormatReader,
+    FormatWriter,
+    Half,
+    PlannedFile,
+    PlannedTensor,
+    Prepared,
+    Stamp,
+    WrittenFiles,
+)
+from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import dtype_named
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+MODEL, OPTIM = "model", "optimizer"
+_STATE, _GROUPS = "state", "param_groups"
+_LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 64 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One item with rows of a tensor. `start`, `nbytes`: its bytes in the file."""
+
+    key: str
+    offsets: Shape
+    sizes: Shape
+    start: int
+    nbytes: int
+
+
+@dataclass
+class DcpWriter(FormatWriter):
+    """The `FormatWriter` of DCP folders. `is_flat`: weights are at the top level, as torchtitan has them, not under "model"."""
+
+    is_flat: bool = False
+    _chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    _top_names: set[str] = field(default_factory=set)
+
+    @property
+    def _root(self) -> Path:
+        """The path of the model's dict."""
+        return () if self.is_flat else (MODEL,)
+
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        taken = {name.partition(".")[0] for name in contents.params} | set(contents.params) if self.is_flat else {MODEL}
+        for name in sorted(self._top_names & {*taken, OPTIM, OF_RANKS, KEYS}):
+            raise CheckpointError(
+                f"extra[{name!r}]: a DCP checkpoint has its own values under this key: give the value another key"
+            )
+        values = ValueFile(allow_pickle)
+        if contents.optim is not None:
+            _add_optimizer(values, contents.optim, tuple(records.values()))
+        files = {"values.distcp": values.encoded()} if values.items else {}
+        return Prepared(contents.content, "", files, contents.optim, contents)
+
+    def copied(self, reader: FormatReader) -> Prepared | None:
+        return None
+
+    def files(
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan files of chunks."""
+        per_file = list(_within(most_nbytes, tensors, num_ranks))
+        names = [f"{half}-{number + 1:05}-of-{len(per_file):05}.distcp" for number in range(len(per_file))]
+        if len(per_file) == 1:
+            names = [f"{half}.distcp"]
+        return [self._planned(name, half, its, num_ranks) for name, its in zip(names, per_file, strict=True)]
+
+    def _planned(self, name: str, half: Half, tensors: Sequence[PlannedTensor], num_ranks: int) -> PlannedFile:
+        plan = _FilePlan()
+        starts = []
+        for tensor in tensors:
+            starts.append(plan.num_data)
+            plan.add(tensor, num_ranks)
+        head, between = joined(plan.frames)
+        self._chunks[name] = plan.chunks
+        return PlannedFile(
+            name=name,
+            half=half,
+            head=head,
+            tensors=tuple(tensors),
+            starts=tuple(starts),
+            nbytes_of_data=plan.num_data,
+            segment_nbytes=0,
+            tensors_in=_Names(tuple(starts), tuple(tensor.key for tensor in tensors)),
+            between=between,
+        )
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        values = ValueFile(allow_pickle)
+        if name == MODULES:
+            for fqn, (_, kept) in value.items():
+                _add(values, f"state_dict()[{fqn!r}]", kept, (*self._root, fqn))
+            return "modules.distcp", values.encoded()
+        if name == COMMON:
+            given = value if isinstance(value, Mapping) else {"extra": value}
+            self._top_names |= {str(key) for key in given}
+            for key, item in given.items():
+                _add(values, f"extra[{key!r}]", item, (str(key),))
+            _add_keys(values, "extra", given, name)
+            return "extra.distcp", values.encoded()
+        _add(values, "per_rank_extra", value, (OF_RANKS, str(int(name.removeprefix("rank-")))))
+        _add_keys(values, "per_rank_extra", value, name)
+        return f"{name}.distcp", values.encoded()
+
+    def info_of(self, data: bytes) -> Any:
+        return {"nbytes": len(data), "items": items_in(data)}
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        contents: CheckpointContents = prepared.document
+        listed = Listed(stamp.folder)
+        paths = _paths_of(contents.optim)
+        others: dict[str, list[str]] = {}
+        for other, stored in contents.aliases.items():
+            others.setdefault(stored, []).append(other)
+        for file in files:
+            join_tables(file.name, written.rows[file.name], file.nbytes_of_data)  # raises where a byte was not written
+            tensors = {tensor.key: tensor for tensor in file.tensors}
+            for chunk in self._chunks[file.name]:
+                tensor = tensors[chunk.key]
+                if file.half == "optim":
+                    listed.add_chunk(paths[chunk.key], tensor, chunk, file.name)
+                    continue
+                for fqn in (chunk.key, *others.get(chunk.key, ())):
+                    listed.add_chunk((*self._root, fqn), tensor, chunk, file.name)
+        for name, info in written.extras.items():
+            for item in map(ValueItem.from_json, info["items"]):
+                listed.add_value(item, name)
+        sizes = {file.name: file.nbytes for file in files} | {name: i["nbytes"] for name, i in written.extras.items()}
+        brief = Brief(
+            version=VERSION,
+            sequence=stamp.sequence,
+            step=stamp.step,
+            keep_last=stamp.keep_last,
+            manager=stamp.manager,
+            created_ns=time.time_ns(),
+            token=stamp.token,
+            content=prepared.content,
+            world_size=contents.world_size,
+            files=sizes,
+            weights=contents.weights,
+            weights_dtype=contents.weights_dtype,
+        )
+        yield NAME, with_brief(brief, pickle.dumps(listed.metadata(stamp.token)))
+
+
+# ------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Names the tensors in a range of the data."""
+
+    starts: tuple[int, ...]
+    keys: tuple[str, ...]
+
+    def __call__(self, start: int, stop: int) -> str:
+        ends = (*self.starts[1:], stop)
+        found = [
+            key for key, first, end in zip(self.keys, self.starts, ends, strict=True) if first < stop and start < end
+        ]
+        return shortened(found)
+
+
+@dataclass
+class _FilePlan:
+    """The chunks of a file in the order of their bytes. `num_data`, `place`: the bytes of the data and of the file up to here."""
+
+    num_data: int = 0
+    place: int = 0
+    frames: list[tuple[int, bytes]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    _around: dict[tuple[str, Shape], tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def add(self, tensor: PlannedTensor, num_ranks: int) -> None:
+        """Add all chunks of a tensor."""
+        for offsets, sizes in chunks_of(tensor.shape, dtype_named(tensor.dtype).itemsize, num_ranks):
+            stub = TensorStub(tensor.dtype, sizes, 0)
+            if (tensor.dtype, sizes) not in self._around:
+                before, after = frames_around(stub, [stub])
+                self._around[tensor.dtype, sizes] = before, after
+            before, after = self._around[tensor.dtype, sizes]
+            gap = bytes(-self.place % ALIGNMENT)
+            self.frames += [(self.num_data, gap + before), (self.num_data + stub.nbytes, after)]
+            nbytes = len(before) + stub.nbytes + len(after)
+            self.chunks.append(Chunk(tensor.key, offsets, sizes, self.place + len(gap), nbytes))
+            self.place += len(gap) + nbytes
+            self.num_data += stub.nbytes
+
+
+def _within(most_nbytes: int, tensors: Sequence[PlannedTensor], num_ranks: int) -> Iterator[list[PlannedTensor]]:
+    """The tensors of each file, in their order: at most `most_nbytes` with what is between them, or one that is larger."""
+    batch, plan = list[PlannedTensor](), _FilePlan()
+    for tensor in tensors:
+        plan.add(tensor, num_ranks)
+        if batch and plan.place > most_nbytes:
+            yield batch
+            batch, plan = [], _FilePlan()
+            plan.add(tensor, num_ranks)
+        batch.append(tensor)
+    yield batch
+
+
+def chunks_of(shape: Shape, itemsize: int, num_ranks: int) -> Iterator[tuple[Shape, Shape]]:
+    """The chunks of a tensor as (offsets, sizes): the rows of each rank, if the tensor is cut along its first dimension.
+
+    A reader needs a chunk whole, so that no chunk is large; and small ones are joined, because each has an archive of its own.
+    """
+    nbytes = prod(shape) * itemsize
+    if not shape or not nbytes:
+        yield (0,) * len(shape), shape
+        return
+    row_nbytes = nbytes // shape[0]
+    of_rank = -(-shape[0] // num_ranks)
+    num = max(-(-of_rank * row_nbytes // _MOST_CHUNK), 1)  # chunks with the rows of a rank
+    rows = min(max(-(-of_rank // num), -(-_LEAST_CHUNK // row_nbytes)), shape[0])
+    for first in range(0, shape[0], rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def _add(values: ValueFile, where: str, value: Any, *paths: Path) -> None:
+    """Add the items of a value, each under all of the paths."""
+    check_elements(where, value, CheckpointError)
+    for inner, item in flattened(value, ()):
+        name = where + "".join(f"[{part!r}]" for part in inner)
+        values.add(name, item, *((*path, *inner) for path in paths))
+
+
+def _add_keys(values: ValueFile, where: str, value: Any, name: str) -> None:
+    """Add the keys of the dicts inside a value that are not str. `name`: the name of the extra."""
+    listed = list(other_keys_in(where, value))
+    if listed:
+        values.add(where, listed, (KEYS, name))
+
+
+def _add_optimizer(values: ValueFile, optim: OptimDescription, records: tuple[type, ...]) -> None:
+    """Add everything that an optimizer's dict has besides tensors in files."""
+    for index, group in enumerate(optim.groups):
+        where = f"param group {index}"
+        for name, value in group.hyperparameters:
+            in_flattened = ((OPTIM, f"{_GROUPS}.{fqn}.{name}") for fqn in group.params)
+            _add(values, f"{where}: {name}", value, (OPTIM, _GROUPS, index, name), *in_flattened)
+        values.add(where, list(group.params), (OPTIM, _GROUPS, index, "params"))
+    for fqn, param in optim.params.items():
+        for name, kind, value in param.values:
+            if kind not in (SCALAR, OPAQUE):
+                continue
+            if isinstance(value, records):
+                raise CheckpointError(
+                    f"{fqn}: {name!r} of its state has one part for each shard, which torch.distributed.checkpoint cannot "
+                    "represent: save it in this library's own format"
+                )
+            _add(values, f"{fqn}: {name!r} of its state", value, (OPTIM, _STATE, fqn, str(name)))
+    for name, value in optim.other_keys.items():
+        _add(values, f"optimizer[{name!r}]", value, (OPTIM, str(name)))
+
+
+def _paths_of(optim: OptimDescription | None) -> dict[str, Path]:
+    """The path of each stored tensor of the optimizer, by its key."""
+    params = optim.params if optim is not None else {}
+    return {
+        key: (OPTIM, _STATE, fqn, str(name))
+        for fqn, param in params.items()
+        for name, kind, key in param.values
+        if kind not in (SCALAR, OPAQUE)
+    }
+
+
+# ------------------------------------------------------------------------------------------- metadata
+
+
+@dataclass
+class Listed:
+    """Torch's Metadata on its way. `folder`: the folder of the files, counted from that of `.metadata`."""
+
+    folder: str
+    _tensors: dict[str, Any] = field(default_factory=dict)
+    _paths: dict[str, Path] = field(default_factory=dict)
+    _places: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _torchs(self) -> Any:
+        """The modules with torch's classes, which take long to import."""
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        return metadata, filesystem
+
+    def add_chunk(self, path: Path, tensor: PlannedTensor, chunk: Chunk, file: str) -> None:
+        """List a chunk of a tensor."""
+        key, size = self._key(path), self._size(tensor.shape)
+        found = self._tensors.get(key)
+        if found is None:
+            found = self._tensors[key] = self._tensor(tensor.dtype, size)
+        metadata, _ = self._torchs
+        offsets = self._size(chunk.offsets)
+        found.chunks.append(metadata.ChunkStorageMetadata(offsets, self._size(chunk.sizes)))
+        self._put(key, offsets, len(found.chunks) - 1, file, chunk.start, chunk.nbytes)
+
+    def add_value(self, item: ValueItem, file: str) -> None:
+        """List a value of a file of values."""
+        metadata, _ = self._torchs
+        key = self._key(item.path)
+        if key in self._tensors:
+            raise CheckpointError(f"{key}: two values of the checkpoint have this key: give one of them another name")
+        if item.tensor is None:
+            self._tensors[key] = metadata.BytesStorageMetadata()
+            self._put(key, None, None, file, item.start, item.nbytes)
+            return
+        dtype, shape = item.tensor
+        size, offsets = self._size(shape), self._size((0,) * len(shape))
+        self._tensors[key] = self._tensor(dtype, size)
+        self._tensors[key].chunks.append(metadata.ChunkStorageMetadata(offsets, size))
+        self._put(key, offsets, 0, file, item.start, item.nbytes)
+
+    def _key(self, path: Path) -> str:
+        key = key_of(path)
+        self._paths[key] = path
+        return key
+
+    def _size(self, shape: Shape) -> Any:
+        import torch
+
+        return torch.Size(shape)
+
+    def _tensor(self, dtype: str, size: Any) -> Any:
+        metadata, _ = self._torchs
+        return metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype_named(dtype)), size, [])
+
+    def _put(self, key: str, offsets: Any, index: int | None, file: str, start: int, nbytes: int) -> None:
+        metadata, filesystem = self._torchs
+        place = filesystem._StorageInfo(f"{self.folder}{file}", start, nbytes)
+        self._places[metadata.MetadataIndex(key, offsets, index)] = place
+
+    def metadata(self, token: str) -> Metadata:
+        """Torch's Metadata of all that was added."""
+        metadata, _ = self._torchs
+        made: Metadata = metadata.Metadata(
+            self._tensors, self._paths, self._places, metadata.StorageMeta(save_id=token)
+        )
+        if "version" in {one.name for one in fields(metadata.Metadata)}:
+            made.version = "1.0.0"
+        return made

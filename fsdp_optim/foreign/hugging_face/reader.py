@@ -1,0 +1,203 @@
+"""Folders of Hugging Face, and plain safetensors files of any origin: weights, in one file or in several with an index."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from xxhash import xxh3_128
+
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.foreign.dcp.sharding_info import (
+    OpenFile,
+    check_is_whole,
+    check_scalars,
+    is_consolidated,
+    is_shard,
+    joined_chunks,
+    num_ranks_of,
+    ranks_beside,
+    shards_in,
+)
+from fsdp_optim.foreign.reader import ForeignFormat, ForeignReader
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.header import length_of_header, parse_header
+from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.formats.own.manifest import NAME
+from fsdp_optim.formats.own.reader import MOST_INDEX_NBYTES
+from fsdp_optim.storage.base import Opened, check_inside
+
+_SUFFIX, _INDEX = ".safetensors", ".safetensors.index.json"
+_WHOLE, _WHOLE_INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONFIG, _MOST_CONFIG_NBYTES = "config.json", 4 << 20
+_SPLIT = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.safetensors")
+_OF_OUR_SAVES = re.compile(r"optim(-\d{5}-of-\d{5})?\.safetensors|extra/.+|.+\.safetensors\.sums")
+
+
+class HuggingFace(ForeignFormat):
+    """Weights as `save_pretrained`, `save_file` and similar tools write them; without an optimizer."""
+
+    name = "safetensors"
+
+    def recognises(self, opened: Opened) -> bool:
+        if opened.selected:
+            return opened.selected.endswith((_SUFFIX, _INDEX))
+        try:
+            names = opened.names()
+        except CheckpointError:
+            return False
+        if NAME in names or any(_OF_OUR_SAVES.fullmatch(name) for name in names):
+            return False  # of a save of this library that did not end, or has lost its manifest
+        return any((name.endswith(_SUFFIX) and "/" not in name) or is_consolidated(name) for name in names)
+
+    def open(self, opened: Opened, *, verify: bool) -> ForeignReader:
+        return self.open_files(opened, opened.selected)
+
+    def open_files(self, opened: Opened, selected: str) -> ForeignReader:
+        """Open the file or the index `selected`; "": those of the folder."""
+        digest, notes = xxh3_128(), list[str]()
+        shards = shards_in(opened, opened.names()) if not selected else []
+        if not selected and not shards:
+            selected = self._chosen(opened, notes)
+        if shards:
+            opens = [_open_file(opened, name, digest) for name in shards]
+            model = {one.key: one for one in joined_chunks(opened, opens)}
+        elif selected.endswith(_INDEX):
+            text = opened.read_whole(selected, most_nbytes=MOST_INDEX_NBYTES)
+            digest.update(text)
+            listed = weight_map_of(opened.named(selected), text)
+            model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in sorted(set(listed.values()))])
+            check_index(opened.named(selected), listed, {key: stored.file for key, stored in model.items()})
+            ranks = ranks_beside(opened.names()) if selected == _WHOLE_INDEX else []
+            if ranks and any(not one.shape for one in model.values()):
+                sharded = joined_chunks(opened, [_open_file(opened, name, digest) for name in ranks])
+                check_scalars(opened, model, {one.key: one for one in sharded})
+        else:
+            files = [selected] if selected else self._files(opened)
+            model = _whole_tensors(opened, [_open_file(opened, name, digest) for name in files])
+        return ForeignReader(
+            opened,
+            self.name,
+            model,
+            world_size=num_ranks_of(shards),
+            metadata_digest=digest.hexdigest(),
+            files=shards,
+            notes=notes,
+        )
+
+    def _chosen(self, opened: Opened, notes: list[str]) -> str:
+        """The file or the index of a folder, in the order of transformers; "" for files without an index.
+
+        `notes`: gets a line for the user if there is another.
+        """
+        names = [name for name in opened.names() if "/" not in name]
+        chosen = _named_by_config(opened, names)
+        if chosen:
+            return chosen
+        found = [name for name in names if name.endswith(_INDEX)]
+        if _WHOLE in names:
+            if _WHOLE_INDEX in found and _is_whole(opened, _WHOLE_INDEX):
+                notes.append(
+                    f"{opened.where}: has {_WHOLE} and {_WHOLE_INDEX}, each with weights: {_WHOLE} is read, as by transformers; "
+                    f"load {opened.named(_WHOLE_INDEX)} to read the others"
+                )
+            return _WHOLE
+        if len(found) > 1 and _WHOLE_INDEX not in found:
+            raise CheckpointError(
+                f"{opened.where}: has several indices, {', '.join(found)}: give the path of one of them"
+            )
+        return _WHOLE_INDEX if _WHOLE_INDEX in found else found[0] if found else ""
+
+    def _files(self, opened: Opened) -> Sequence[str]:
+        """The files of a folder without an index."""
+        found = [name for name in opened.names() if name.endswith(_SUFFIX) and "/" not in name]
+        split = [matched for name in found if (matched := _SPLIT.fullmatch(name))]
+        stems = {(one[1], one[3]) for one in split}
+        if len(split) == len(found) and len(stems) == 1:
+            total = int(split[0][3])
+            missing = sorted(set(range(1, total + 1)) - {int(one[2]) for one in split})
+            if missing or len(split) != total:
+                raise CheckpointError(
+                    f"{opened.where}: {len(split)} of {total} files are there; number {missing[0] if missing else 0} is missing"
+                )
+            return found
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{opened.where}: has {len(found)} safetensors files and no index that names those which belong together: give "
+                f"the path of one of them: {shortened(found)}"
+            )
+        return found
+
+
+HUGGING_FACE = HuggingFace()
+
+
+def _open_file(opened: Opened, name: str, digest: xxh3_128) -> OpenFile:
+    """A file whose header has been read. Raises CheckpointError that names it if it is damaged."""
+    path, nbytes = opened.named(name), opened.size_of(name)
+    prefix = opened.read(name, 0, min(8, nbytes))
+    if prefix.startswith(b"PK") and is_shard(name):
+        raise CheckpointError(
+            f"{path}: begins with a value that is no tensor, which HuggingFaceStorageWriter puts where no reader finds it: save "
+            "tensors alone with it, and optimizers with FileSystemWriter"
+        )
+    text = opened.read(name, 8, length_of_header(path, prefix, nbytes))
+    digest.update(prefix + text)
+    return OpenFile(name, parse_header(path, text, nbytes - 8 - len(text)), 8 + len(text))
+
+
+def _whole_tensors(opened: Opened, files: Sequence[OpenFile]) -> dict[str, StoredTensor]:
+    """The tensors of several files, each complete in one of them. Raises CheckpointError if two files have the same tensor."""
+    model: dict[str, StoredTensor] = {}
+    for file in files:
+        check_is_whole(opened, file)
+        for entry in file.header.entries:
+            key, start = entry.key, file.start + entry.start
+            if key in model:
+                raise CheckpointError(f"{opened.named(file.name)}: {key} is in {model[key].file} too")
+            nbytes = opened.request_nbytes
+            model[key] = StoredTensor(key, entry.dtype, entry.shape, file.name, start, request_nbytes=nbytes)
+    return model
+
+
+def _named_by_config(opened: Opened, names: Sequence[str]) -> str:
+    """The file of weights that a config.json of transformers names; "" if it names none that is in the folder."""
+    if _CONFIG not in names or opened.size_of(_CONFIG) > _MOST_CONFIG_NBYTES:
+        return ""
+    with contextlib.suppress(CheckpointError):
+        config = parse_json(opened.named(_CONFIG), opened.read_whole(_CONFIG, most_nbytes=_MOST_CONFIG_NBYTES))
+        chosen = config.get("transformers_weights") if isinstance(config, dict) else None
+        return chosen if isinstance(chosen, str) and chosen in names and chosen.endswith((_SUFFIX, _INDEX)) else ""
+    return ""
+
+
+def _is_whole(opened: Opened, index: str) -> bool:
+    """Whether all files that an index names are there."""
+    with contextlib.suppress(CheckpointError):
+        text = opened.read_whole(index, most_nbytes=MOST_INDEX_NBYTES)
+        return set(weight_map_of(opened.named(index), text).values()) <= set(opened.names())
+    return False
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def weight_map_of(path: str, text: bytes) -> Mapping[str, str]:
+    """The file of each tensor, as an index file says. Raises CheckpointError for a damaged index."""
+    with distrusted(path):
+        listed = msgspec.convert(parse_json(path, text), _Index).weight_map
+        for file in listed.values():
+            check_inside(path, file)
+        return listed
+
+
+def check_index(path: str, listed: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the index and the files name the same tensors. `found`: the file of each tensor."""
+    for key in {**listed, **found}:
+        is_in = found.get(key, "in no file")
+        if listed.get(key) != is_in:
+            raise CheckpointError(f"{path}: says that {key} is in {listed.get(key)}, but it is {is_in}")

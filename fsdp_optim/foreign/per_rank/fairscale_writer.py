@@ -1,0 +1,317 @@
+"""Writing fairscale's shards as fairseq and metaseq do: `checkpoint_last-shard<rank>.pt`, for a stock job of so many ranks.
+
+# file of rank 1 | head | flat shard: end of weight 0, weight 1, beginning of weight 2 | zeros | its exp_avg: the same cuts | ...
+
+A shard of a flat parameter is one tensor of the file. Its elements are slices of several tensors of the source, of the
+model's half or of the optimizer's, and its padding is a frame. With `flatten_parameters=False` every parameter is cut by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError, StateError, counted_noun, shortened
+from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
+from fsdp_optim.foreign.per_rank.fairscale_shards import FAIRSCALE_SHARDS
+from fsdp_optim.foreign.per_rank.fairscale_units import Unit, Units, units_of
+from fsdp_optim.foreign.torch.folder import TorchFilesJudge, sequence_of
+from fsdp_optim.foreign.torch.writer import SmallTensors, check_safe, manifest_of
+from fsdp_optim.formats.base.description import TENSOR
+from fsdp_optim.formats.base.frames import joined
+from fsdp_optim.formats.base.protocols import (
+    COMMON,
+    MODULES,
+    CheckpointContents,
+    Format,
+    FormatReader,
+    FormatWriter,
+    Half,
+    PlannedFile,
+    PlannedTensor,
+    Prepared,
+    Stamp,
+    WrittenFiles,
+)
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.storage.base import Judge, Opened
+
+log = logging.getLogger("fsdp_optim")
+
+STEM = "checkpoint_last"
+_RESERVED = ("model", "shard_metadata", "fsdp_metadata", "last_optimizer_state")
+
+
+class FairscaleFilesJudge(TorchFilesJudge):
+    """The `Judge` of folders of fairscale's shards."""
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return lambda name: name == self.manifest or (name.startswith(f"{STEM}-shard") and name.endswith(".pt"))
+
+
+@dataclass(frozen=True)
+class WrittenFairscaleShards(Format):
+    """Files of fairscale's shards for `world_size` ranks.
+
+    `units`: None if the source says them. `flattens`: FSDP's `flatten_parameters`; None: as the source, or True.
+    """
+
+    world_size: int
+    units: Units | None = field(default=None, hash=False)
+    flattens: bool | None = None
+    name: str = "fairscale_shards"
+    judge: Judge[Any] = FairscaleFilesJudge()  # noqa: RUF009  # it has no state
+    needs_names: bool = True
+
+    def recognises(self, opened: Opened) -> bool:
+        return opened.has(self.judge.manifest) and opened.has(f"{STEM}-shard0.pt")
+
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+        return FAIRSCALE_SHARDS.open(opened, verify=verify)
+
+    def writer(self) -> FormatWriter:
+        return FairscaleShardsWriter(self.world_size, self.units, self.flattens)
+
+    def sequence_in(self, opened: Opened) -> int:
+        return sequence_of(opened)
+
+
+@dataclass
+class FairscaleShardsWriter(FormatWriter):
+    """The `FormatWriter` of fairscale's shards."""
+
+    world_size: int
+    given: Units | None = None
+    flattens: bool | None = None
+    needs_scalars: bool = True
+    _contents: CheckpointContents | None = None
+    _units: tuple[Unit, ...] = ()
+    _extras: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        flattens = self.flattens if self.flattens is not None else self.given is not None or contents.flattens
+        self._contents, self._units = contents, tuple(units_of(contents, self.given, flattens=flattens))
+        return Prepared(contents.content, "", {}, None, contents)
+
+    def copied(self, reader: FormatReader) -> Prepared | None:
+        return None
+
+    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
+        kept = {fqn: one for fqn, (_, one) in value.items()} if name == MODULES else value
+        check_safe(name, kept, allow_pickle=allow_pickle)
+        if name == COMMON and not isinstance(kept, dict):
+            kept = {"extra": kept}
+        taken = [key for key in kept if key in _RESERVED] if name == COMMON else []
+        if taken:
+            raise CheckpointError(f"the trainer's value {taken[0]!r} has the name of a part of fairscale's files")
+        self._extras[name] = kept
+        return True
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        raise CheckpointError("files of fairscale's shards are written by convert")
+
+    def files(
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        raise CheckpointError("files of fairscale's shards are written by convert")
+
+    def all_files(
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan one file for each rank, however large."""
+        if self._contents is None:
+            raise CheckpointError(
+                "files of fairscale's shards are written by convert, whose ranks all prepare what they write"
+            )
+        by_key = {(half, one.key): one for half, its in tensors.items() for one in its}
+        return [_RankFile(self, self._contents, by_key, rank).planned() for rank in range(self.world_size)]
+
+    def info_of(self, data: bytes) -> Any:
+        return len(data)
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        left_out = [name for name in sorted(self._extras) if _rank_in(name) >= self.world_size]
+        if left_out:
+            keys = sorted({str(key) for name in left_out for key in _as_dict(self._extras[name])})
+            log.warning(
+                "the files are for %s, so values of the trainer are not written: %s, of %s %s of the source",
+                counted_noun(self.world_size, "rank"),
+                shortened(keys),
+                "rank" if len(left_out) == 1 else "ranks",
+                shortened(map(_rank_in, left_out)),
+            )
+        yield manifest_of(prepared.content, prepared.document, self.world_size, files, written, stamp)
+
+
+def _rank_in(name: str) -> int:
+    """The rank whose values an extra has; -1 for those of all ranks."""
+    return int(name.removeprefix("rank-")) if name.startswith("rank-") else -1
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {"extra": value}
+
+
+@dataclass
+class _Record:
+    """A tensor of a file: its slices of tensors of the source, and the bytes of zeros after them."""
+
+    dtype: str
+    slices: list[tuple[PlannedTensor, int, int]]
+    num_zeros: int = 0
+
+
+@dataclass
+class _RankFile:
+    """The file of one rank, while it is planned."""
+
+    writer: FairscaleShardsWriter
+    contents: CheckpointContents
+    tensors: Mapping[tuple[Half, str], PlannedTensor]
+    rank: int
+    records: list[_Record] = field(default_factory=list)
+
+    def planned(self) -> PlannedFile:
+        units = self.writer._units
+        model: dict[str, Any] = {
+            unit.key: self._flat(unit, lambda fqn: ("model", fqn)) for unit in self._in_order(units) if unit.fqns
+        }
+        flat = {fqn for unit in units for fqn in unit.fqns}
+        model |= {fqn: self._whole("model", fqn) for fqn in self.contents.params if fqn not in flat}
+        model |= {alias: model[fqn] for alias, fqn in self.contents.aliases.items() if fqn in model}
+        model |= self.writer._extras.get(MODULES, {})
+        tree = {**self._extras(), "model": model, "shard_metadata": self._metadata(flat)}
+        if self.contents.optim is not None:
+            tree["last_optimizer_state"] = self._optim()
+        return self._file(f"{STEM}-shard{self.rank}.pt", tree)
+
+    def _in_order(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units in the order of the wrapped model's parameters: that of the ids, where parameters are cut by themselves."""
+        optim = self.contents.optim
+        if optim is None or all(unit.is_flat for unit in units):
+            return list(units)
+        listed = (fqn for group in optim.groups for fqn in group.params)
+        order = listed if len(optim.groups) == 1 else iter(self.contents.params)
+        place = {fqn: index for index, fqn in enumerate(order)}
+        return sorted(units, key=lambda unit: place.get(unit.fqns[0], len(place)) if unit.fqns else len(place))
+
+    def _extras(self) -> dict[str, Any]:
+        """The trainer's values: those that all ranks have in common, and those of this rank."""
+        own = self.writer._extras.get(f"rank-{self.rank:05}", {})
+        return {**self.writer._extras.get(COMMON, {}), **_as_dict(own)}
+
+    def _flat(self, unit: Unit, key_of: Callable[[str], tuple[Half, str]]) -> TensorStub:
+        """This rank's shard of a tensor for each element of a unit."""
+        start, stop, each = unit.shard(self.rank, self.writer.world_size)
+        dtypes = {self.tensors[key_of(fqn)].dtype: fqn for fqn in unit.fqns}
+        if len(dtypes) > 1:
+            (one, fqn), (other, another) = list(dtypes.items())[:2]
+            raise StateError(
+                f"{fqn} is {one} and {another} is {other}: fairscale flattens parameters of one dtype only"
+            )
+        slices = [(self.tensors[key_of(fqn)], first, last) for fqn, first, last in unit.slices(start, stop)]
+        (dtype,) = dtypes
+        return self._record(_Record(dtype, slices, each - (stop - start)), (each,))
+
+    def _whole(self, half: Half, key: str) -> TensorStub:
+        tensor = self.tensors[half, key]
+        return self._record(_Record(tensor.dtype, [(tensor, 0, prod(tensor.shape))]), tensor.shape)
+
+    def _record(self, record: _Record, shape: Shape) -> TensorStub:
+        self.records.append(record)
+        return TensorStub(record.dtype, tuple(shape), len(self.records) - 1)
+
+    def _metadata(self, flat: set[str]) -> dict[str, Any]:
+        """The content of fairscale's `local_metadata_dict`."""
+        units: dict[str, dict[str, Any]] = {}
+        for unit in self.writer._units:
+            start, stop, each = unit.shard(self.rank, self.writer.world_size)
+            flat_param = {
+                "names": [unit.inside(fqn) for fqn in unit.fqns],
+                "shapes": [torch.Size(shape) for shape in unit.shapes],
+                "numels": [prod(shape) for shape in unit.shapes],
+                "padding": each - (stop - start),
+            }
+            found = units.setdefault(
+                unit.path,
+                {
+                    "fsdp_path": unit.path,
+                    "params": {},
+                    "no_broadcast_optim_state": False,
+                    "shared_param_info": [tuple(map(unit.inside, pair)) for pair in unit.aliases],
+                },
+            )
+            found["params"] |= {unit.name: flat_param} if unit.fqns else {}
+        return {
+            "param_metadata": list(units.values()),
+            "buffer_names": [fqn for fqn in self.contents.params if fqn not in flat],
+        }
+
+    def _optim(self) -> dict[str, Any]:
+        """The state dict of this rank's optimizer, whose parameters are the flat parameters."""
+        optim = self.contents.optim
+        if optim is None:
+            return {}
+        ids: dict[str, int] = {}
+        groups = []
+        for number, group in enumerate(optim.groups):
+            listed, params = list[int](), set(group.params)
+            place = {fqn: index for index, fqn in enumerate(group.params)}
+            units = list(self.writer._units)  # an optimizer of the wrapped model lists its parameters in this order
+            if not all(unit.is_flat for unit in units):
+                units.sort(key=lambda unit: place.get(unit.fqns[0], 0) if unit.fqns else 0)
+            for unit in units:
+                if params.isdisjoint(unit.fqns):
+                    continue
+                apart = [fqn for fqn in unit.fqns if fqn not in params]
+                if apart:
+                    raise StateError(
+                        f"{apart[0]} is not in the param group {number} of {unit.fqns[0]}: fairscale keeps all parameters of "
+                        f"the unit {unit.path!r} in one group"
+                    )
+                listed.append(ids.setdefault(unit.key, len(ids)))
+            groups.append({**dict(group.hyperparameters), "params": listed})
+        state = {ids[unit.key]: self._state(unit) for unit in self.writer._units if unit.state is not None}
+        return {**optim.other_keys, "state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _state(self, unit: Unit) -> dict[str, Any]:
+        params = self.contents.optim.params if self.contents.optim is not None else {}
+        keys = {fqn: {name: value for name, _, value in params[fqn].values} for fqn in unit.fqns}
+
+        def shard(name: str) -> TensorStub:
+            return self._flat(unit, lambda fqn: ("optim", keys[fqn][name]))
+
+        values = unit.state.values if unit.state is not None else ()
+        return {name: shard(name) if kind == TENSOR else value for name, kind, value in values}
+
+    def _file(self, name: str, tree: Any) -> PlannedFile:
+        """The file with these records. Those of large elements come first, so that all elements are aligned."""
+        small, archive = SmallTensors(len(self.records)), ArchiveFrames()
+        pending, frames, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), 0
+        tensors, starts, slices = list[PlannedTensor](), list[int](), list[tuple[int, int]]()
+        sizes = [dtype_named(record.dtype).itemsize for record in self.records]
+        for number in sorted(range(len(self.records)), key=lambda number: -sizes[number]):
+            record, size = self.records[number], sizes[number]
+            num = sum(last - first for _, first, last in record.slices)
+            frames.append((at, pending + archive.tensor(number, (num + record.num_zeros) * size)))
+            for tensor, first, last in record.slices:
+                tensors.append(tensor)
+                starts.append(at)
+                slices.append((first, last))
+                at += (last - first) * size
+            pending = bytes(record.num_zeros * size)
+        for number, content in small.contents.items():
+            pending += archive.tensor(number, len(content)) + content
+        head, between = joined([*frames, (at, pending + archive.end())])
+        named = f"flat shards of rank {self.rank}"
+        return PlannedFile(
+            name, None, head, tuple(tensors), tuple(starts), at, 0, lambda *_: named, between, tuple(slices)
+        )

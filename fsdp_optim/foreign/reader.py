@@ -1,0 +1,371 @@
+"""Checkpoints of other libraries: the result of each of their formats, and the reader that all of them share.
+
+A format of another library recognises its files, and its `open` returns a `ForeignReader`: the weights by name, and the
+optimizer's full dict as that library has it, both with StoredTensors in the place of tensors. The loader resolves ids to FQNs,
+strips what wrappers add to names, and reads the elements that a rank needs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from fsdp_optim.errors import CheckpointError, ReplacedError
+from fsdp_optim.formats.base.bools import check_bytes
+from fsdp_optim.formats.base.codec import Withheld
+from fsdp_optim.formats.base.description import OptimDescription
+from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.base.protocols import (
+    COMMON,
+    MODULES,
+    UNKNOWN_WEIGHTS,
+    ExtraValues,
+    Format,
+    FormatWriter,
+    SavedWeights,
+    StoredTensor,
+    rank_extra_name,
+)
+from fsdp_optim.storage.base import Judge, Opened, Standing
+
+
+@dataclass(frozen=True)
+class Source:
+    """The bytes under a name that a StoredTensor gives: a part of a file, or memory.
+
+    Attributes:
+        file: the file.
+        start: the byte of the file at which the part begins, or a function that finds it out, called at the first read.
+        memory: the bytes themselves, of a tensor that cannot be read by ranges, or a function that makes them; then there is no
+            file.
+    """
+
+    file: str = ""
+    start: int | Callable[[], int] = 0
+    memory: memoryview | Callable[[], memoryview] | None = None
+
+    @cached_property
+    def first_byte(self) -> int:
+        """The byte of the file at which the part begins."""
+        return self.start() if callable(self.start) else self.start
+
+    def made(self) -> memoryview | None:
+        """The bytes of `memory`, which this call may make; None if a file has them."""
+        return self.memory() if callable(self.memory) else self.memory
+
+
+class Archive(NamedTuple):
+    """A part of a file that may be an archive of `torch.save`. `name`: the value in it, for errors."""
+
+    file: str
+    start: int
+    nbytes: int
+    name: str = ""
+
+
+class _LastMade(threading.local):
+    """The bytes of the source that a thread made last: a tensor is read in several parts. `name`: the name of that source."""
+
+    name = ""
+    data: memoryview | None = None
+
+
+class NoJudge(Judge[Any]):
+    """The judge of formats that are only read: nothing in a place is this library's own."""
+
+    manifest = ""
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Any]:
+        return Standing(has_manifest=False, reason="is a checkpoint of another library")
+
+    def token_in(self, opened: Opened) -> str | None:
+        return None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return lambda name: False
+
+
+NO_JUDGE = NoJudge()
+
+
+class ForeignFormat(Format):
+    """The parent of the formats of other libraries; a child gives `name`, `recognises` and `open`."""
+
+    is_foreign = True
+    judge: Judge[Any] = NO_JUDGE
+
+    def writer(self) -> FormatWriter:
+        raise CheckpointError(f"checkpoints of the format {self.name} can be read, but not written")
+
+    def sequence_in(self, opened: Opened) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class ForeignReader:
+    """An open checkpoint of another library.
+
+    Attributes:
+        opened: the files.
+        format_name: the name of the format, for errors.
+        model: the weights and buffers, by the names in the checkpoint.
+        full_dict: the optimizer's full dict in any dialect that `fsdp_optim.state.dicts.dialects` reads, with a StoredTensor in
+            the place of each tensor; None if no optimizer was saved.
+        num_optims: the number of optimizers that `full_dict` has joined.
+        sources: the objects that the StoredTensors name, where these are not simply files of the place.
+        aliases: other names of weights, each with the stored name.
+        extra_values: the values of the trainer, with `Withheld` in the place of those that are not decoded; None if there are
+            none.
+        module_values: by FQN, what modules add to a state dict: the version of the module's code, and the value; or Withheld.
+        rank_extras: the values of each rank, in the order of the ranks that saved; a ForeignValues where some are withheld.
+        pickled: a function that returns `extra_values` with all pickles loaded; None if no value is withheld.
+        units, flattens: as for `CheckpointContents`.
+        metadata_digest: a hash of the metadata, by which ranks see that they have opened the same checkpoint.
+        files: further files that are read, whose change during the load is noticed.
+        notes: what users should know about the choice of files, a line for each.
+        archives: a function that returns the archives of `torch.save` in the files; None: each file is one, or none.
+    """
+
+    opened: Opened
+    format_name: str
+    model: Mapping[str, StoredTensor]
+    full_dict: Mapping[str, Any] | None = None
+    sources: Mapping[str, Source] = field(default_factory=dict, repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extra_values: Mapping[str, Any] | None = None
+    module_values: Mapping[str, Any] = field(default_factory=dict)
+    num_optims: int = 1
+    rank_extras: Sequence[Any] = ()
+    pickled: Callable[[], Mapping[str, Any]] | None = None
+    world_size: int = 0
+    step: int | None = None
+    weights: SavedWeights = UNKNOWN_WEIGHTS
+    metadata_digest: str = ""
+    units: Mapping[str, Sequence[str]] | None = None
+    flattens: bool = True
+    files: Sequence[str] = field(default=(), repr=False)
+    notes: Sequence[str] = field(default=(), repr=False)
+    archives: Callable[[], Sequence[Archive]] | None = field(default=None, repr=False)
+    _versions: dict[str, tuple[object, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: _LastMade = field(default_factory=_LastMade, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Check that all tensors lie inside their files. Raises CheckpointError that names the file and the tensor."""
+        for key in (*self.model, *self.aliases, *self.aliases.values(), *self.optim):
+            if not _is_text(key):
+                raise CheckpointError(f"{self.where}: {key!r:.200} is no name of a tensor")
+        sizes: dict[str, int] = {}
+        for stored in (*self.model.values(), *self.optim.values()):
+            for name, start, nbytes in _places(stored) if stored.chunks is None or not stored.chunks.is_checked else ():
+                source = self._source(name)
+                if callable(source.memory):
+                    continue  # not known before the first read, which checks it
+                if source.memory is None and source.file not in sizes:
+                    sizes[source.file] = self.opened.size_of(source.file)
+                if callable(source.start):
+                    continue  # not known before the first read, which fails at the end of the file
+                where = self.opened.named(source.file) if source.memory is None else name
+                size = sizes[source.file] if source.memory is None else source.memory.nbytes
+                if start < 0 or source.start + start + nbytes > size:
+                    raise CheckpointError(
+                        f"{where}: {stored.key} ends at byte {source.start + start + nbytes}, but the file has {size} bytes: it "
+                        "was cut short or changed"
+                    )
+        for name in {**sizes, **dict.fromkeys(self.files)}:
+            self._versions[name] = self.opened.version_of(name) if self.opened.num_requests == 1 else ()
+
+    def _source(self, name: str) -> Source:
+        return self.sources[name] if name in self.sources else Source(name)
+
+    @cached_property
+    def optim(self) -> Mapping[str, StoredTensor]:
+        """The tensors of the optimizer's full dict, by their keys."""
+        found: dict[str, StoredTensor] = {}
+        for stored in tensors_in(self.full_dict):
+            if found.setdefault(stored.key, stored) is not stored and found[stored.key] != stored:
+                raise CheckpointError(f"{self.where}: two tensors of the optimizer have the name {stored.key}")
+        return found
+
+    @property
+    def extras(self) -> Collection[str]:
+        of_ranks = [rank_extra_name(position) for position in range(len(self.rank_extras))]
+        common = [COMMON] if self.extra_values is not None else []
+        return [*common, *([MODULES] if self.module_values else []), *of_ranks]
+
+    @property
+    def has_optim(self) -> bool:
+        return self.full_dict is not None
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {
+            "format": self.format_name,
+            "digest": self.metadata_digest,
+            "model": [[one.key, one.dtype, list(one.shape)] for one in self.model.values()],
+            "optim": [[one.key, one.dtype, list(one.shape)] for one in self.optim.values()],
+        }
+
+    @property
+    def has_checksums(self) -> bool:
+        return False
+
+    def about(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def where(self) -> str:
+        return self.opened.where
+
+    def named(self, name: str) -> str:
+        return self.opened.named(self._source(name).file or name)
+
+    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
+        raise CheckpointError(f"{self.where}: a checkpoint of the format {self.format_name} has no description")
+
+    def extra(self, name: str, *, verify: bool) -> ExtraValues:
+        if name == COMMON:
+            return ForeignValues(self.extra_values, self.pickled)
+        if name == MODULES:
+            return ForeignValues(self.module_values, None)
+        of_ranks = {rank_extra_name(position): position for position in range(len(self.rank_extras))}
+        found = self.rank_extras[of_ranks[name]]
+        return found if isinstance(found, ForeignValues) else ForeignValues(found, None)
+
+    def read(
+        self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        for name, ranges in extents.items():
+            source = self._source(name)
+            path = self.opened.named(source.file)
+            data = self._made(name, source)
+            if data is not None:
+                for extent in ranges:
+                    extent.memory[:] = data[extent.start : extent.stop]
+                    did_read(len(extent.memory))
+            else:
+                fill = partial(self.opened.read_into, source.file)
+                section = DataSection(path, fill, source.first_byte, _no_names, self.opened.num_requests)
+                for apart in _without_overlaps(ranges):
+                    read_extents(section, apart, None, did_read)
+            for extent in ranges if name in self._bools else ():
+                for start, stop, key in self._bools[name]:
+                    first, last = max(start, extent.start), min(stop, extent.stop)
+                    if first < last:
+                        check_bytes(path, key, extent.memory[first - extent.start : last - extent.start])
+
+    def _made(self, name: str, source: Source) -> memoryview | None:
+        """The bytes of a source without a file. A thread keeps one, so that many do not fill the memory."""
+        last = self._last
+        if source.memory is not None and last.name != name:
+            last.name, last.data = "", None  # freed before the next one is made
+            last.data = source.made()
+            last.name = name
+        return last.data if source.memory is not None else None
+
+    @cached_property
+    def _bools(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
+        """By file, the first and last byte of each bool tensor, and its key."""
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for stored in (*self.model.values(), *self.optim.values()):
+            for name, start, nbytes in _places(stored) if stored.dtype == "bool" else ():
+                found.setdefault(name, []).append((start, start + nbytes, stored.key))
+        return found
+
+    def all_files(self) -> list[str]:
+        """The files that have been read, or will be."""
+        return sorted({*self._versions, *self.files})
+
+    def tensors_in(self, file: str, start: int, stop: int, storage: str) -> list[str]:
+        """The tensors with elements in the bytes [start, stop) of a file, or in the storage of this name in it."""
+        found = []
+        for stored in (*self.model.values(), *self.optim.values()):
+            for name, at, nbytes in _places(stored):
+                source = self._source(name)
+                is_inside = name == f"{file}!{storage}" or name.startswith(f"{file}!{storage}[")
+                if not is_inside and source.memory is None and source.file == file:
+                    first = source.first_byte + at
+                    is_inside = first < stop and start < first + nbytes
+                if is_inside:
+                    found.append(stored.key)
+        return list(dict.fromkeys(found))
+
+    def verified(self) -> ForeignReader:
+        return self
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if a file was written again since the checkpoint was opened. Object stores notice it at a read."""
+        for name, version in self._versions.items():
+            if version != () and self.opened.version_of(name) != version:
+                raise ReplacedError(f"{self.opened.named(name)}: was written again during the load: load it once more")
+
+    def versions(self) -> Sequence[object]:
+        return [self.metadata_digest, *((name, self.opened.version_of(name)) for name in self._versions)]
+
+    def close(self) -> None:
+        self.opened.close()
+
+
+@dataclass(frozen=True)
+class ForeignValues(ExtraValues):
+    """Values of the trainer. `pickled`: a function that returns the values with all pickles loaded."""
+
+    values: Any
+    pickled: Callable[[], Any] | None
+
+    def decoded(self, *, allow_pickle: bool) -> Any:
+        values = self.decoded_each(allow_pickle=allow_pickle)
+        for value in values.values() if isinstance(values, Mapping) else [values]:
+            if isinstance(value, Withheld):
+                raise CheckpointError(value.why)
+        return values
+
+    def decoded_each(self, *, allow_pickle: bool) -> Any:
+        return self.pickled() if allow_pickle and self.pickled is not None else self.values
+
+
+def tensors_in(tree: Any) -> Iterator[StoredTensor]:
+    """All StoredTensors in dicts and lists."""
+    if isinstance(tree, StoredTensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors_in(value)
+
+
+def _without_overlaps(ranges: Sequence[Extent]) -> Iterator[Sequence[Extent]]:
+    """The same ranges in lists in which no byte is read twice. Tensors of one file may share memory."""
+    rest = sorted(ranges, key=lambda extent: extent.start)
+    while rest:
+        apart: list[Extent] = []
+        others: list[Extent] = []
+        for extent in rest:
+            (others if apart and extent.start < apart[-1].stop else apart).append(extent)
+        yield apart
+        rest = others
+
+
+def _is_text(key: object) -> bool:
+    """Whether a name can be written into files."""
+    try:
+        return isinstance(key, str) and key.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _no_names(start: int, stop: int) -> str:
+    """The tensors in a range, which only errors about checksums name; these files have none."""
+    return "a tensor"
+
+
+def _places(stored: StoredTensor) -> Iterator[tuple[str, int, int]]:
+    """The name, first byte and number of bytes of each chunk that has elements."""
+    for rank in stored.placement.ranks:
+        nbytes = stored.placement.numel_on(rank) * stored.itemsize
+        if nbytes:
+            yield *stored.place_on(rank), nbytes

@@ -1,0 +1,74 @@
+"""Folders of torch files that this library has written: their manifest, `torch_files.json`, and the names of their files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.formats.base.protocols import COMMON
+from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.formats.own.manifest import NAME as OUR_NAME
+from fsdp_optim.storage.base import Judge, Opened, Standing, is_sure_that_not
+
+NAME = "torch_files.json"
+ONE = "checkpoint.pt"
+"""The name of the one file of the format "torch_file"."""
+
+EXTRAS = {COMMON: "trainer.pt"}
+"""By the name of an extra, the file of the format "torch" that has it; those of ranks have the file of their name."""
+
+PER_RANK = "per_rank_extra"
+"""The key of the values of each rank in the one file, by rank."""
+
+_OF_RANK = re.compile(r"rank-(\d{5,})\.pt")
+_MOST_NBYTES = 1 << 20
+_OWN = ("model.pt", "optim.pt", "modules.pt", ONE, NAME, *EXTRAS.values())
+
+
+def rank_in(name: str) -> int | None:
+    """The rank whose values a file has; None for all other files."""
+    matched = _OF_RANK.fullmatch(name)
+    return int(matched[1]) if matched is not None else None
+
+
+class TorchFilesJudge(Judge[Brief]):
+    """The `Judge` of folders of torch files, whose manifest has the sizes of the files."""
+
+    manifest = NAME
+    others: tuple[str, ...] = (OUR_NAME, ".metadata")
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+        try:
+            brief = brief_of(opened)
+            for name, nbytes in brief.files.items():
+                if opened.nbytes_of(name) != nbytes:
+                    return Standing(reason=f"{opened.named(name)} does not have the {nbytes} bytes that were saved")
+        except (OSError, MemoryError) as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error))
+        return Standing(brief)
+
+    def token_in(self, opened: Opened) -> str | None:
+        with contextlib.suppress(OSError, MemoryError):
+            return brief_of(opened).token
+        return None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        return lambda name: name in _OWN or (name.startswith("rank-") and name.endswith(".pt"))
+
+
+def brief_of(opened: Opened) -> Brief:
+    """The brief in the manifest. Raises CheckpointError if it is damaged."""
+    where = opened.named(NAME)
+    values = parse_json(where, opened.read_whole(NAME, most_nbytes=_MOST_NBYTES))
+    with distrusted(where):
+        return Brief.from_json(where, values["brief"])
+
+
+def sequence_of(opened: Opened) -> int:
+    """The number of a folder of torch files among the checkpoints beside it; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        return brief_of(opened).sequence
+    return 0

@@ -1,0 +1,317 @@
+"""Writing plain torch files as torch.save writes them, with the state dicts of an unwrapped model and its optimizer.
+
+The elements of tensors lie in the files as in any other format, so that they are copied there in place; the rest of each archive
+is frames. Two files: model.pt and optim.pt, the trainer's values in trainer.pt, and those of each rank in rank-00000.pt. One
+file: checkpoint.pt has everything, {"model": ..., "optimizer": ..., and the trainer's values under their own keys}.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.foreign.archive.safe_values import KINDS, Kinds, in_file, safe
+from fsdp_optim.foreign.archive.torch_zip import ArchiveFrames, TensorStub
+from fsdp_optim.foreign.archive.tree import mapped
+from fsdp_optim.foreign.torch.folder import EXTRAS, NAME, ONE, PER_RANK, TorchFilesJudge, sequence_of
+from fsdp_optim.foreign.torch.reader import TORCH_FILE
+from fsdp_optim.formats.base.checksums import join_tables
+from fsdp_optim.formats.base.description import OPAQUE, SCALAR, OptimDescription
+from fsdp_optim.formats.base.frames import joined
+from fsdp_optim.formats.base.protocols import (
+    COMMON,
+    MODULES,
+    CheckpointContents,
+    Format,
+    FormatReader,
+    FormatWriter,
+    Half,
+    PlannedFile,
+    PlannedTensor,
+    Prepared,
+    Stamp,
+    WrittenFiles,
+)
+from fsdp_optim.formats.base.summary import Brief
+from fsdp_optim.memory import bytes_in_memory, dtype_name, dtype_named
+from fsdp_optim.storage.base import Judge, Opened
+
+_VERSION = 1
+_KEYS: Mapping[Half, str] = {"model": "model", "optim": "optimizer"}
+
+
+@dataclass(frozen=True)
+class WrittenTorchFiles(Format):
+    """Plain torch files.
+
+    `by_id`: the optimizer's dict calls parameters by id, else by name. `is_fairscales`: the dict is one that fairscale's own
+    `get_shard_from_optim_state_dict` takes, for a model whose root alone is wrapped. `in_one`: one file has everything.
+    """
+
+    by_id: bool = True
+    is_fairscales: bool = False
+    in_one: bool = False
+    judge: Judge[Any] = TorchFilesJudge()  # noqa: RUF009  # it has no state
+    needs_names: bool = True
+
+    @property
+    def name(self) -> str:
+        return "fairscale" if self.is_fairscales else "torch_file" if self.in_one else "torch"
+
+    def recognises(self, opened: Opened) -> bool:
+        return opened.has(NAME)
+
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+        return TORCH_FILE.open(opened, verify=verify)
+
+    def writer(self) -> FormatWriter:
+        return TorchWriter(self.by_id, self.is_fairscales, self.in_one)
+
+    def sequence_in(self, opened: Opened) -> int:
+        return sequence_of(opened)
+
+
+@dataclass
+class TorchWriter(FormatWriter):
+    """The `FormatWriter` of plain torch files."""
+
+    by_id: bool = True
+    is_fairscales: bool = False
+    in_one: bool = False
+    _contents: CheckpointContents | None = None
+    _modules: dict[str, Any] = field(default_factory=dict)
+    _values: dict[str, Any] = field(default_factory=dict)
+    _kinds: Kinds = field(default_factory=list)
+
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        for fqn, param in contents.optim.params.items() if contents.optim is not None else ():
+            for name, _, value in param.values:
+                if isinstance(value, tuple(records.values())):
+                    raise CheckpointError(
+                        f"{fqn}: {name!r} of its state has one part for each shard, which a full dict of torch cannot "
+                        "represent: save it in this library's own format"
+                    )
+        if self.is_fairscales and contents.optim is not None:
+            _check_fits_fairscale(contents.optim)
+        self._contents = contents
+        return Prepared(contents.content, "", {}, contents.optim, contents)
+
+    def copied(self, reader: FormatReader) -> Prepared | None:
+        return None
+
+    def files(
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan one file for the half, however large."""
+        stubs = {(half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(tensors)}
+        return [_archive(f"{half}.pt", half, tensors, self._half(half, stubs))]
+
+    def all_files(
+        self, tensors: Mapping[Half, Sequence[PlannedTensor]], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan one file for each half, or one for both, however large."""
+        if not self.in_one:
+            return super().all_files(tensors, shared, most_nbytes=most_nbytes, num_ranks=num_ranks)
+        both = [one for its in tensors.values() for one in its]
+        both.sort(key=lambda one: -dtype_named(one.dtype).itemsize)  # so that all elements are aligned
+        stubs = {(one.half, one.key): TensorStub(one.dtype, one.shape, number) for number, one in enumerate(both)}
+        kinds = {KINDS: self._kinds} if self._kinds else {}
+        tree = {**{_KEYS[half]: self._half(half, stubs) for half in tensors}, **self._values, **kinds}
+        return [_archive(ONE, None, both, tree)]
+
+    def _half(self, half: Half, stubs: Mapping[tuple[Half, str], TensorStub]) -> Any:
+        """The state dict of the model or of the optimizer, with stubs in the place of tensors."""
+        if self._contents is None:
+            raise CheckpointError("files of torch are written by convert, whose ranks all prepare what they write")
+        its = {key: stub for (of, key), stub in stubs.items() if of == half}
+        if half == "optim" and self._contents.optim is not None:
+            full = _full_dict(self._contents.optim, its, by_id=self.by_id)
+            return _fairscales(full) if self.is_fairscales else full
+        aliases = self._contents.aliases.items()
+        return {**its, **{other: its[fqn] for other, fqn in aliases if fqn in its}, **self._modules}
+
+    def keeps_extra(self, name: str, value: Any, *, allow_pickle: bool) -> bool:
+        """Values of modules are a part of the model's dict. Where one file has everything, so are the others of that file."""
+        if name != MODULES and not self.in_one:
+            return False
+        if name == MODULES:
+            kept = {fqn: one for fqn, (_, one) in value.items()}
+            check_safe(name, kept, allow_pickle=allow_pickle)
+            self._modules.update(kept)
+            return True
+        position = None if name == COMMON else int(name.rpartition("-")[2])
+        if position is None and not isinstance(value, dict):
+            value = {"extra": value}
+        kept, kinds = safe(value, () if position is None else (PER_RANK, position))
+        self._kinds += kinds
+        check_safe(name, kept, allow_pickle=allow_pickle)
+        if position is None:
+            taken = [key for key in kept if key in (*_KEYS.values(), PER_RANK, KINDS)]
+            if taken:
+                raise CheckpointError(
+                    f"the trainer's value {taken[0]!r} has the name of a part of the file {ONE}: write the format "
+                    '"torch", which has a file for each part'
+                )
+            self._values = {**kept, **self._values}
+        else:
+            self._values.setdefault(PER_RANK, {})[position] = kept
+        return True
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        kept = in_file(value)
+        check_safe(EXTRAS.get(name, name), kept, allow_pickle=allow_pickle)
+        return EXTRAS.get(name, f"{name}.pt"), _saved(kept)
+
+    def info_of(self, data: bytes) -> Any:
+        return len(data)
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        yield manifest_of(prepared.content, prepared.document, prepared.document.world_size, files, written, stamp)
+
+
+def _archive(name: str, half: Half | None, tensors: Sequence[PlannedTensor], tree: Any) -> PlannedFile:
+    """The plan of a file. `tree`: the object in it, with a stub in the place of each tensor, numbered as `tensors`."""
+    small, archive = SmallTensors(len(tensors)), ArchiveFrames()
+    pending, frames, starts, at = archive.first(small.without(tree)), list[tuple[int, bytes]](), list[int](), 0
+    for one in tensors:
+        nbytes = prod(one.shape) * dtype_named(one.dtype).itemsize
+        frames.append((at, pending + archive.tensor(len(starts), nbytes)))
+        starts.append(at)
+        pending, at = b"", at + nbytes
+    for number, content in small.contents.items():
+        pending += archive.tensor(number, len(content)) + content
+    head, between = joined([*frames, (at, pending + archive.end())])
+    return PlannedFile(name, half, head, tuple(tensors), tuple(starts), at, 0, lambda *_: name, between)
+
+
+def manifest_of(
+    content: str,
+    contents: CheckpointContents,
+    world_size: int,
+    files: Sequence[PlannedFile],
+    written: WrittenFiles,
+    stamp: Stamp,
+) -> tuple[str, bytes]:
+    """The manifest of a folder of torch files. Raises CheckpointError where a byte was not written."""
+    for file in files:
+        join_tables(file.name, written.rows[file.name], file.nbytes_of_data)
+    brief = Brief(
+        version=_VERSION,
+        sequence=stamp.sequence,
+        step=stamp.step,
+        keep_last=stamp.keep_last,
+        created_ns=time.time_ns(),
+        token=stamp.token,
+        content=content,
+        world_size=world_size,
+        files={**{file.name: file.nbytes for file in files}, **written.extras},
+        weights=contents.weights,
+        weights_dtype=contents.weights_dtype,
+    )
+    return NAME, json.dumps({"brief": brief.to_json()}, indent=1).encode() + b"\n"
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def check_safe(name: str, value: Any, *, allow_pickle: bool) -> None:
+    """Refuse a value that `torch.load(weights_only=True)` does not read."""
+    unsafe = None if allow_pickle else unsafe_name_in(value)
+    if unsafe:
+        raise CheckpointError(
+            f"{name}: has a {unsafe}, which torch.load(weights_only=True) does not read: give allow_pickle=True, or save plain "
+            "values"
+        )
+
+
+def unsafe_name_in(value: Any) -> str | None:
+    """The class of an item of a value that `torch.load(weights_only=True)` does not read; None if there is nothing."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(_saved(value)))
+    except pickle.UnpicklingError:
+        return "number or object that takes another operation of pickle"
+    return found[0] if found else None
+
+
+def _check_fits_fairscale(optim: OptimDescription) -> None:
+    """Refuse an optimizer that fairscale cannot have on one flat parameter."""
+    if len(optim.groups) != 1:
+        raise CheckpointError(
+            f"the optimizer has {len(optim.groups)} param groups, and fairscale's full dict has one: write the format "
+            '"torch", and load it by fsdp_optim.scatter_full_optim_state_dict'
+        )
+    without = [fqn for fqn in optim.groups[0].params if fqn not in optim.params or not optim.params[fqn].has_state]
+    if without and len(without) < len(optim.groups[0].params):
+        raise CheckpointError(
+            f"{without[0]}: has no state, and others have: fairscale's full dict has one state for the whole flat parameter"
+        )
+
+
+def _fairscales(full: dict[str, Any]) -> dict[str, Any]:
+    """A full dict by id as fairscale's reader takes it: that cuts every tensor which is not in a list, even a single number."""
+    state = {
+        key: {
+            name: [value] if isinstance(value, (torch.Tensor, TensorStub)) and not value.shape else value
+            for name, value in values.items()
+        }
+        for key, values in full["state"].items()
+    }
+    (group,) = full["param_groups"]
+    group = {name: value for name, value in group.items() if name != "param_names"}
+    ids = dict.fromkeys(group["params"], 0 if state else None)
+    return {**full, "state": state, "param_groups": [group], "param_id_map": ids, "uncollected_local_ids": []}
+
+
+@dataclass
+class SmallTensors:
+    """Tensors that are not in files of the source: hyperparameters, for example. `contents`: their bytes by number."""
+
+    number: int
+    contents: dict[int, bytes] = field(default_factory=dict)
+
+    def without(self, value: Any) -> Any:
+        """The value with a stub in the place of each tensor."""
+        return mapped(value, torch.Tensor, self._stub)
+
+    def _stub(self, value: torch.Tensor) -> TensorStub:
+        plain = value.detach().to("cpu").contiguous()
+        stub = TensorStub(dtype_name(plain.dtype), tuple(plain.shape), self.number)
+        self.contents[self.number] = bytes_in_memory(plain)
+        self.number += 1
+        return stub
+
+
+def _full_dict(optim: OptimDescription, stubs: Mapping[str, TensorStub], *, by_id: bool) -> dict[str, Any]:
+    """The full dict of an optimizer on the unwrapped model."""
+    fqns = [fqn for group in optim.groups for fqn in group.params]
+    key_of: dict[str, Any] = {fqn: number if by_id else fqn for number, fqn in enumerate(fqns)}
+    state = {
+        key_of[fqn]: {
+            name: value if kind in (SCALAR, OPAQUE) else stubs[value] for name, kind, value in optim.params[fqn].values
+        }
+        for fqn in fqns
+        if fqn in optim.params and optim.params[fqn].has_state
+    }
+    groups = [
+        {
+            **dict(group.hyperparameters),
+            "params": [key_of[fqn] for fqn in group.params],
+            **({"param_names": list(group.params)} if by_id else {}),
+        }
+        for group in optim.groups
+    ]
+    return {**optim.other_keys, "state": state, "param_groups": groups}

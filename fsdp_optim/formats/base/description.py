@@ -1,0 +1,120 @@
+"""The description of an optimizer in a checkpoint: all but the elements of tensors. It is written and read as JSON here.
+
+`to_plain` and `from_plain` are inverse, and so are `encoded` and `decoded`, which go on to JSON and to the tensors beside it: a
+hyperparameter may be a tensor, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from fsdp_optim.formats.base.codec import Decoder, Encoder
+from fsdp_optim.formats.base.distrust import distrusted
+
+TENSOR = "tensor"
+"""The kind of a stored tensor that has the shape of its parameter and is cut like it."""
+
+SCALAR_TENSOR = "scalar tensor"
+"""The kind of a stored tensor without dimensions."""
+
+PLACED = "placed"
+"""The kind of a stored tensor that was cut in another way than its parameter. The cut follows this word, if it is known."""
+
+SCALAR, OPAQUE = "scalar", "opaque"
+"""The kinds of values that the description itself contains: numbers and strings; all other values."""
+
+
+@dataclass(frozen=True)
+class ParamDescription:
+    """The state of one parameter.
+
+    `values`: for each value its name, its kind (one of the constants above), and the key of a stored tensor or the value itself.
+    """
+
+    shape: tuple[int, ...]
+    values: tuple[tuple[Any, str, Any], ...]
+    has_state: bool
+
+
+@dataclass(frozen=True)
+class GroupDescription:
+    """One param group: its hyperparameters and the names of its parameters."""
+
+    hyperparameters: tuple[tuple[str, Any], ...]
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OptimDescription:
+    """The description of an optimizer.
+
+    Attributes:
+        groups: the param groups, each with its parameters in the order in which the optimizer counts them.
+        other_keys: the entries of its state_dict() besides "state" and "param_groups".
+        params: the state of each parameter, by FQN.
+        optimizer_class: the name of its class, or a name for each group if they differ; None if unknown.
+    """
+
+    groups: tuple[GroupDescription, ...]
+    other_keys: dict[str, Any]
+    params: dict[str, ParamDescription]
+    optimizer_class: str | list[str] | None = None
+
+
+def to_plain(description: OptimDescription) -> dict[str, Any]:
+    """The description as dicts and lists of unencoded values."""
+    return {
+        "optimizer_class": description.optimizer_class,
+        "groups": [
+            {"hyperparameters": [list(pair) for pair in group.hyperparameters], "params": list(group.params)}
+            for group in description.groups
+        ],
+        "extra": description.other_keys,
+        "params": {
+            fqn: {
+                "shape": list(param.shape),
+                "values": [list(value) for value in param.values],
+                "has_state": param.has_state,
+            }
+            for fqn, param in description.params.items()
+        },
+    }
+
+
+class _Plain(msgspec.Struct, frozen=True):
+    """The schema of `to_plain`."""
+
+    groups: tuple[GroupDescription, ...]
+    extra: dict[str, Any]
+    params: dict[str, ParamDescription]
+    optimizer_class: str | list[str] | None = None
+
+
+def from_plain(where: str, plain: Any) -> OptimDescription:
+    """The inverse of `to_plain`. Raises CheckpointError if a value has the wrong type."""
+    with distrusted(where):
+        values = msgspec.convert(plain, _Plain)
+        description = OptimDescription(values.groups, values.extra, values.params, values.optimizer_class)
+        for param in description.params.values():
+            hash(tuple(name for name, _, _ in param.values))  # a name may be any hashable value, not only a str
+        return description
+
+
+def encoded(
+    where: str, description: OptimDescription, *, allow_pickle: bool, records: Mapping[str, type]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The description as JSON values, and its tensors. Raises CheckpointError that names a value which cannot be saved."""
+    encoder = Encoder(allow_pickle=allow_pickle, records=records)
+    return encoder.encode(where, to_plain(description)), encoder.tensors
+
+
+def decoded(
+    where: str, values: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
+) -> OptimDescription:
+    """The inverse of `encoded`. Raises CheckpointError for other JSON values, and for a pickle unless pickles are allowed."""
+    return from_plain(where, Decoder(where, tensors, allow_pickle=allow_pickle, records=records).decode(values))

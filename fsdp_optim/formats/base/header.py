@@ -1,0 +1,234 @@
+"""The header of a safetensors file. No content of a header that is read is trusted.
+
+The format is that of the safetensors project: 8 bytes (the header's length, little-endian), the header (JSON, padded with
+spaces), and the bytes of the tensors, row-major and without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fsdp_optim.errors import CheckpointError, shortened
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.json_text import check_density, parse_json
+
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 8  # bytes; the data section begins at a multiple of it
+_MOST_NBYTES = 100_000_000  # in a header; the limit of safetensors itself
+_MOST_DIMENSIONS = 64  # of a tensor; the limit of torch
+_METADATA = "__metadata__"
+_JSON = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
+
+# safetensors' name of a dtype -> (torch's name, bytes of an element)
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F4": ("float4_e2m1fn_x2", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+    "C64": ("complex64", 8),
+}
+_IN_PAIRS = (
+    "F4"  # safetensors counts the numbers along the last dimension, torch the bytes, which have two numbers each
+)
+_CODES = {name: code for code, (name, _) in DTYPES.items()}
+
+
+def code_of(key: str, dtype: str) -> str:
+    """The name in safetensors of a dtype of torch. Raises CheckpointError if safetensors lacks the dtype."""
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{key}: safetensors has no dtype for {dtype}; its dtypes are {', '.join(sorted(_CODES))}"
+        )
+    return _CODES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, with the bytes [start, stop) of the data section."""
+
+    key: str
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.code][0]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[self.code][1]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The tensors of one file, in the order of their bytes, and its metadata."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
+        """The header for tensors that are given as (key, torch's name of the dtype, shape) and lie end to end."""
+        entries, at = [], 0
+        for key, dtype, shape in tensors:
+            if key == _METADATA:
+                raise CheckpointError(
+                    f"{key}: a safetensors file keeps its metadata under this name: rename the parameter"
+                )
+            try:
+                key.encode()
+            except UnicodeEncodeError as error:
+                raise CheckpointError(
+                    f"{key!r}: cannot be a name in a safetensors file: {error.reason}: rename the parameter"
+                ) from error
+            code = code_of(key, dtype)
+            if code == _IN_PAIRS and not shape:
+                raise CheckpointError(
+                    f"{key}: is a tensor of {dtype} without dimensions, which safetensors cannot store"
+                )
+            stop = at + prod(shape) * DTYPES[code][1]
+            entries.append(Entry(key, code, shape, at, stop))
+            at = stop
+        return cls(tuple(entries), metadata)
+
+    @property
+    def data_nbytes(self) -> int:
+        return self.entries[-1].stop if self.entries else 0
+
+    def tensors_in(self, start: int, stop: int) -> str:
+        """The names of the tensors in a range of the data section."""
+        return shortened(entry.key for entry in self.entries if entry.start < stop and start < entry.stop)
+
+    def encoded(self) -> bytes:
+        """The bytes of the file before the data section."""
+        values: dict[str, Any] = {_METADATA: dict(self.metadata)} if self.metadata else {}
+        for entry in self.entries:
+            values[entry.key] = {
+                "dtype": entry.code,
+                "shape": list(_shown_shape(entry)),
+                "data_offsets": [entry.start, entry.stop],
+            }
+        text = _JSON.encode(values).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        return _LENGTH.pack(len(text)) + text
+
+    def files_within(self, most_nbytes: int, others: Mapping[str, str]) -> Iterator[int]:
+        """How many of the tensors, in their order, are in each file, so that a file has at most `most_nbytes` with its header,
+        or one tensor that is larger. `others`: the metadata of all files but the first one.
+        """
+        num, text, first = 0, _nbytes_of_metadata(self.metadata), 0
+        for entry in self.entries:
+            more = _nbytes_of_entry(entry, first)
+            header = _LENGTH.size - (-(text + more) // _ALIGNMENT) * _ALIGNMENT
+            if num and header + entry.stop - first > most_nbytes:
+                yield num
+                num, text, first = 0, _nbytes_of_metadata(others), entry.start
+                more = _nbytes_of_entry(entry, first)
+            num, text = num + 1, text + more
+        yield num
+
+
+def _shown_shape(entry: Entry) -> tuple[int, ...]:
+    return (*entry.shape[:-1], 2 * entry.shape[-1]) if entry.code == _IN_PAIRS else entry.shape
+
+
+def _nbytes_of_metadata(metadata: Mapping[str, str]) -> int:
+    """The bytes of the JSON of a header before its tensors: the brace, and the metadata with what follows them."""
+    return 1 + (len(_JSON.encode({_METADATA: dict(metadata)}).encode()) - 1 if metadata else 0)
+
+
+def _nbytes_of_entry(entry: Entry, first: int) -> int:
+    """The bytes of a tensor in the JSON of a header, and of what follows it, in a file whose data are those from `first` on."""
+    shape = ",".join(map(str, _shown_shape(entry)))
+    rest = f':{{"dtype":"{entry.code}","shape":[{shape}],"data_offsets":[{entry.start - first},{entry.stop - first}]}},'
+    return len(_JSON.encode(entry.key).encode()) + len(rest)
+
+
+def length_of_header(name: str, prefix: bytes, file_nbytes: int) -> int:
+    """The length of the JSON of a file's header in bytes, from the first 8 bytes of the file."""
+    if len(prefix) < _LENGTH.size:
+        raise CheckpointError(f"{name}: {file_nbytes} bytes are too few for a safetensors file: the file was cut short")
+    (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
+    if length > min(_MOST_NBYTES, file_nbytes - _LENGTH.size):
+        raise CheckpointError(f"{name}: says that its header has {length} bytes, but the file has {file_nbytes}")
+    return int(length)
+
+
+def parse_header(name: str, text: bytes, data_nbytes: int) -> Header:
+    """Decode a header. Raises CheckpointError unless its tensors fill the data section without gaps."""
+    check_density(f"{name}: its header", text)
+    values = parse_json(f"{name}: its header", text)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{name}: its header is a {type(values).__name__}, not an object")
+    with distrusted(f"{name}: the metadata in its header"):
+        metadata = msgspec.convert(values.pop(_METADATA, {}), dict[str, str])
+    entries = sorted((_entry(name, key, value) for key, value in values.items()), key=lambda e: (e.start, e.stop))
+    at = 0
+    for entry in entries:
+        if entry.start != at:
+            problem = "overlaps the tensor before" if entry.start < at else "leaves a gap before itself"
+            raise CheckpointError(f"{name}: {entry.key} begins at byte {entry.start}, not {at}: it {problem}")
+        at = entry.stop
+    if at != data_nbytes:
+        raise CheckpointError(
+            f"{name}: its tensors end at byte {at}, but its data at byte {data_nbytes}: the file was cut short or changed"
+        )
+    return Header(tuple(entries), metadata)
+
+
+_Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class _Tensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """The entry of one tensor in the JSON of a header."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], Meta(max_length=_MOST_DIMENSIONS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+def _entry(name: str, key: str, value: Any) -> Entry:
+    try:
+        tensor = msgspec.convert(value, _Tensor)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{name}: the entry of {key} does not describe a tensor: {error}: {str(value)[:200]}"
+        ) from error
+    code, shape, (start, stop) = tensor.dtype, tensor.shape, tensor.data_offsets
+    if code not in DTYPES:
+        raise CheckpointError(f"{name}: {key} has the dtype {code!r}, which this library does not know")
+    if code == _IN_PAIRS:
+        if not shape or shape[-1] % 2:
+            raise CheckpointError(f"{name}: {key} is {code} of shape {list(shape)}, but bytes have two numbers each")
+        shape = (*shape[:-1], shape[-1] // 2)
+    if stop - start != prod(shape) * DTYPES[code][1]:
+        raise CheckpointError(
+            f"{name}: {key} is {code} of shape {list(shape)}, {prod(shape) * DTYPES[code][1]} bytes, but has the bytes "
+            f"[{start}, {stop}), {stop - start}"
+        )
+    return Entry(key, code, shape, start, stop)

@@ -1,0 +1,123 @@
+"""The brief at the beginning of a manifest: the facts that order the checkpoints of a folder and group them into series.
+
+A reader can read the brief without the rest of the manifest, which is large for models with many parameters. No content is
+trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.checksums import hex_of
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.json_text import without_duplicates
+from fsdp_optim.storage.base import check_name
+
+MOST_NBYTES = 1 << 20
+"""The most bytes of a brief. If a brief does not end within them, the whole manifest is read."""
+
+# "brief" sorts before all other keys, so that the manifest begins with the brief.
+_BEGINS = re.compile(r'\{"checksum":"[0-9a-f]{16}","checkpoint":\{"brief":')
+
+
+class ManagerRecord(Struct, frozen=True):
+    """The record that a `CheckpointManager` adds to each of its checkpoints.
+
+    Attributes:
+        after: the step of the checkpoint that the run had loaded or saved before; -1 if there was none. Earlier checkpoints
+            with a higher step were left behind when the run went back to this step.
+        metric: the metric by which the best checkpoints are kept.
+    """
+
+    after: Annotated[int, Meta(ge=-1)]
+    metric: float | None
+
+
+class Brief(Struct, frozen=True, omit_defaults=True):
+    """The summary of a manifest.
+
+    Attributes:
+        version: the version of the format.
+        sequence: a number above that of every earlier checkpoint of the folder; 0 if an older version of the library saved.
+        step, keep_last: the arguments of `save`.
+        created_ns: the time on the clock of the machine that saved, in nanoseconds since the epoch.
+        token: a string that no other save has.
+        content: a string that is equal for two checkpoints of the same parameters that have the same of these: which weights,
+            and whether an optimizer.
+        files: the size of each file in bytes.
+        manager: the record of a `CheckpointManager`; None for all other saves.
+        weights: which weights were saved: "all", "trainable" or "none".
+        weights_dtype: torch's name of the dtype to which floating weights were cast; None: they were saved as they were.
+    """
+
+    version: int
+    sequence: Annotated[int, Meta(ge=0)]
+    step: int | None
+    keep_last: int | None
+    created_ns: int
+    token: str
+    content: str
+    world_size: int
+    files: dict[str, int]
+    manager: ManagerRecord | None = None
+    weights: str = "all"
+    weights_dtype: str | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this brief stands for a checkpoint that another library has written."""
+        return not self.world_size
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
+        """The key that sorts checkpoints of one folder by age, the oldest first."""
+        return self.sequence, -1 if self.step is None else self.step, self.created_ns, self.token
+
+    def to_json(self) -> dict[str, Any]:
+        """The brief as JSON values, with its checksum."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values | {"xxh3_64": hex_of(_canonical(values))}
+
+    @classmethod
+    def from_json(cls, where: str, values: Any) -> Brief:
+        """The inverse of `to_json`. Raises CheckpointError if the checksum or a type is wrong."""
+        with distrusted(where):
+            rest = {name: value for name, value in values.items() if name != "xxh3_64"}
+            if hex_of(_canonical(rest)) != values["xxh3_64"]:
+                raise CheckpointError(f"{where}: is not what was saved: the checksum of its brief differs")
+            brief = msgspec.convert(rest, cls)
+            for name in brief.files:
+                check_name(where, name)
+            return brief
+
+
+def content_of(
+    names: Collection[str], *, has_optim: bool, weights: str = "all", weights_dtype: str | None = None
+) -> str:
+    """A hash of the names of a model's parameters, of whether a checkpoint has an optimizer, and of its weights."""
+    of_weights = [value for value, default in ((weights, "all"), (weights_dtype, None)) if value != default]
+    return hex_of(_canonical([sorted(names), has_optim, *of_weights]))
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def brief_in(where: str, beginning: bytes) -> Brief | None:
+    """The brief in the first bytes of a manifest; None if these bytes hold no whole brief."""
+    text = beginning.decode("latin-1")  # a brief is ASCII, wherever the bytes were cut
+    begins = _BEGINS.match(text)
+    if begins is None:
+        return None
+    try:
+        values, _ = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, begins.end())
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    return Brief.from_json(where, values)

@@ -1,0 +1,7 @@
+"""This library's own format: safetensors files, checksums, and the manifest `fsdp_optim.json`, written last.
+
+probe.py       is there a complete checkpoint? Asked before anything is read, replaced or removed
+reader.py      the manifest, and the place of every tensor
+extras.py      values of the trainer, as JSON and tensors
+format.py      the Format, and its writer
+"""

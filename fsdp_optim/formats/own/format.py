@@ -1,0 +1,250 @@
+"""This library's own format, which docs/format.md describes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from msgspec.structs import replace
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.checksums import hex_of, join_tables, segment_nbytes, sums_of
+from fsdp_optim.formats.base.description import OptimDescription, decoded, encoded, to_plain
+from fsdp_optim.formats.base.header import Header
+from fsdp_optim.formats.base.json_text import check_density, parse_json
+from fsdp_optim.formats.base.protocols import (
+    CheckpointContents,
+    Format,
+    FormatReader,
+    FormatWriter,
+    Half,
+    PlannedFile,
+    PlannedTensor,
+    Prepared,
+    Stamp,
+    WrittenFiles,
+)
+from fsdp_optim.formats.own.extras import encode_extra, info_of
+from fsdp_optim.formats.own.manifest import (
+    MODEL,
+    MOST_NBYTES,
+    NAME,
+    FileInfo,
+    Manifest,
+    ModelInfo,
+    ParamInfo,
+    manifest_in,
+    version_for,
+)
+from fsdp_optim.formats.own.probe import JUDGE, CheckpointJudge, read_brief
+from fsdp_optim.formats.own.reader import DESCRIPTION_FILE, INDEX, Checkpoint, file_of_extra
+from fsdp_optim.memory import dtype_named
+from fsdp_optim.storage.base import Opened
+
+_WHERE = "the optimizer"
+_PLAIN = {"format": "pt"}  # the metadata of every safetensors file: its tensors are torch's
+
+
+@dataclass(frozen=True)
+class Ours(Format):
+    """The format of this library: safetensors files with one copy of each tensor, tables of checksums, and a manifest.
+
+    Attributes:
+        weights_name: how the files of the weights begin, where another library looks for them under a name of its own.
+        beside: small files of another library, by name, that are written with each checkpoint.
+    """
+
+    weights_name: str = MODEL
+    beside: tuple[tuple[str, bytes], ...] = ()
+
+    name: ClassVar[str] = "fsdp_optim"
+    judge: ClassVar[CheckpointJudge] = JUDGE
+
+    def recognises(self, opened: Opened) -> bool:
+        return opened.has(NAME)
+
+    def open(self, opened: Opened, *, verify: bool) -> FormatReader:
+        return Checkpoint.opened_in(opened, verify=verify)
+
+    def writer(self) -> FormatWriter:
+        return OurWriter(self.weights_name, self.beside)
+
+    def sequence_in(self, opened: Opened) -> int:
+        for read in (
+            read_brief,
+            lambda opened: manifest_in(opened).effective_brief,
+        ):  # for a damaged brief the rest may do
+            with contextlib.suppress(OSError):
+                brief = read(opened)
+                return brief.sequence if brief is not None else 0
+        return 0
+
+
+OURS = Ours()
+
+
+@dataclass(frozen=True)
+class OurWriter(FormatWriter):
+    """The `FormatWriter` of this library's own format. The attributes are those of `Ours`."""
+
+    weights_name: str = MODEL
+    beside: tuple[tuple[str, bytes], ...] = ()
+
+    def prepare(self, contents: CheckpointContents, *, allow_pickle: bool, records: Mapping[str, type]) -> Prepared:
+        files: dict[str, bytes] = {}
+        optim, read_back, shared = None, None, ""
+        if contents.optim is not None:
+            optim, tensors = encoded("optim", contents.optim, allow_pickle=allow_pickle, records=records)
+            read_back = _read_back(optim, tensors, allow_pickle=allow_pickle, records=records)
+            shared = _plain_groups(contents.optim)
+            if tensors:  # JSON in the manifest cannot contain tensors
+                value, optim = to_plain(contents.optim), None
+                files[DESCRIPTION_FILE] = encode_extra("optim", value, allow_pickle=allow_pickle, records=records)
+        params = {key: ParamInfo(shape) for key, shape in contents.params.items()}
+        of_weights = contents.weights, contents.weights_dtype, self.weights_name
+        model = ModelInfo(params, dict(contents.aliases), *of_weights)
+        manifest = Manifest(
+            files={},
+            world_size=contents.world_size,
+            model=model,
+            has_optim=contents.optim is not None,
+            optim=optim,
+            created_ns=0,
+            version=version_for(model),
+        )
+        return Prepared(contents.content, shared, files, read_back, manifest)
+
+    def copied(self, reader: FormatReader) -> Prepared | None:
+        if not isinstance(reader, Checkpoint):
+            return None
+        first = min((name for name in reader.files if name.startswith("optim")), default=None)
+        metadata = reader.files[first].header.metadata if first is not None else {}
+        files = {name: reader.small_file(name) for name in reader.manifest.files if name.startswith("extra/")}
+        model = replace(reader.manifest.model, weights_name=self.weights_name)
+        manifest = replace(reader.manifest, model=model, version=version_for(model), brief=None)
+        content = manifest.model.content(has_optim=manifest.has_optim)
+        return Prepared(content, metadata.get("param_groups", ""), files, None, manifest)
+
+    def files(
+        self, half: Half, tensors: Sequence[PlannedTensor], shared: str, *, most_nbytes: int, num_ranks: int
+    ) -> list[PlannedFile]:
+        """Plan files with the names that Hugging Face uses."""
+        stem = self.weights_name if half == "model" else half
+        metadata = _PLAIN | ({"param_groups": shared} if half == "optim" and shared else {})
+        header = Header.of(((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors), metadata)
+        left = iter(tensors)
+        per_file = [list(islice(left, num)) for num in header.files_within(most_nbytes, _PLAIN)]
+        per_file.sort(key=_has_no_weight)  # transformers reads the dtype of a model from the first file
+        planned = []
+        for number, in_file in enumerate(per_file, start=1):
+            name = (
+                f"{stem}.safetensors" if len(per_file) == 1 else f"{stem}-{number:05}-of-{len(per_file):05}.safetensors"
+            )
+            if len(per_file) > 1:
+                header = Header.of(
+                    ((tensor.key, tensor.dtype, tensor.shape) for tensor in in_file),
+                    metadata if number == 1 else _PLAIN,
+                )
+            planned.append(_planned(name, half, in_file, header, num_ranks))
+        return planned
+
+    def extra(self, name: str, value: Any, *, allow_pickle: bool) -> tuple[str, bytes]:
+        where = {"common": "extra", "model": "state_dict()"}.get(name, "per_rank_extra")
+        return file_of_extra(name), encode_extra(where, value, allow_pickle=allow_pickle)
+
+    def info_of(self, data: bytes) -> Any:
+        return msgspec.to_builtins(info_of(data))
+
+    def last(
+        self, prepared: Prepared, files: Sequence[PlannedFile], written: WrittenFiles, stamp: Stamp
+    ) -> Iterator[tuple[str, bytes]]:
+        infos = msgspec.convert(written.extras, dict[str, FileInfo])
+        for file in files:
+            table, sums = join_tables(file.name, written.rows[file.name], file.nbytes_of_data), None
+            if stamp.checksums:
+                data = table.encoded()
+                yield sums_of(file.name), data
+                sums = hex_of(data)
+            infos[file.name] = FileInfo(file.nbytes, hex_of(file.head), sums)
+        beside = list(self.beside)
+        for stem in (self.weights_name, "optim"):
+            split = [file for file in files if file.name.startswith(f"{stem}-")]
+            if split:
+                beside.append((f"{stem}{INDEX}", _index_of(split)))
+        for name, data in beside:
+            yield name, data
+            infos[name] = FileInfo(len(data), hex_of(data), None)
+        manifest = replace(prepared.document, files=infos, created_ns=time.time_ns(), token=stamp.token)
+        brief = manifest.made_brief(stamp.sequence, stamp.step, stamp.keep_last, stamp.manager)
+        yield NAME, replace(manifest, brief=brief).encoded()
+
+
+def _has_no_weight(tensors: Sequence[PlannedTensor]) -> bool:
+    """Whether a file has integers and flags alone."""
+    return not any(dtype_named(tensor.dtype).is_floating_point for tensor in tensors)
+
+
+def _planned(name: str, half: Half, tensors: Sequence[PlannedTensor], header: Header, num_ranks: int) -> PlannedFile:
+    entries = header.entries
+    return PlannedFile(
+        name=name,
+        half=half,
+        head=header.encoded(),
+        tensors=tuple(tensors),
+        starts=tuple(entry.start for entry in entries),
+        nbytes_of_data=header.data_nbytes,
+        segment_nbytes=segment_nbytes((entry.stop - entry.start for entry in entries), num_ranks),
+        tensors_in=header.tensors_in,
+    )
+
+
+def _read_back(
+    optim: Any, tensors: Sequence[torch.Tensor], *, allow_pickle: bool, records: Mapping[str, type]
+) -> OptimDescription:
+    """The description as a reader will decode it. Raises CheckpointError if no reader accepts it."""
+    text = json.dumps(optim, separators=(",", ":")).encode()
+    if not tensors:
+        check_density(_WHERE, text)
+        if len(text) > MOST_NBYTES // 2:
+            params = optim["params"]
+            largest = max(params, key=lambda fqn: len(json.dumps(params[fqn])))
+            raise CheckpointError(
+                f"{largest}: the description of its state takes most of {len(text)} bytes, and a reader accepts only "
+                f"{MOST_NBYTES // 2}: keep large values as tensors"
+            )
+    try:
+        return decoded(_WHERE, parse_json(_WHERE, text), tensors, allow_pickle=allow_pickle, records=records)
+    except CheckpointError as error:
+        raise CheckpointError(f"nothing was saved, because it could not be loaded: {error}") from error
+
+
+def _plain_groups(description: OptimDescription) -> str:
+    """The param groups as JSON for readers without this library. The exact values are in the manifest."""
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
+
+    def named(value: Any) -> Any:
+        """The value with keys that JSON allows."""
+        if isinstance(value, Mapping):
+            return {key if isinstance(key, (str, int, float)) else str(key): named(item) for key, item in value.items()}
+        return [named(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    groups = [{**named(dict(group.hyperparameters)), "params": list(group.params)} for group in description.groups]
+    return json.dumps(groups, default=plain)
+
+
+def _index_of(files: Sequence[PlannedFile]) -> bytes:
+    """The index of a split half, as Hugging Face writes it: the file of each tensor."""
+    index = {
+        "metadata": {"total_size": sum(file.nbytes_of_data for file in files)},
+        "weight_map": {tensor.key: file.name for file in files for tensor in file.tensors},
+    }
+    return json.dumps(index, indent=2).encode() + b"\n"

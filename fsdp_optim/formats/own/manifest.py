@@ -1,0 +1,196 @@
+"""The manifest, `fsdp_optim.json`, which lists the files. It is written last and makes a folder a checkpoint.
+
+The classes below are the schema of its JSON. msgspec writes and reads them by their types, and rejects other types.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.checksums import hex_of
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.json_text import check_density, parse_json
+from fsdp_optim.formats.base.summary import Brief, ManagerRecord, content_of
+from fsdp_optim.storage.base import Opened, Undecided, check_name
+
+NAME = "fsdp_optim.json"
+MOST_NBYTES = 1 << 28  # in a manifest; a parameter needs some hundred
+FORMAT, VERSION = "fsdp_optim", 3
+_VERSION_OF_ALL_WEIGHTS = 2
+MODEL = "model"
+"""How the names of files with weights begin, unless the manifest says otherwise."""
+
+RANK_EXTRA = "extra/rank-"
+"""The beginning of the name of a file with the extra of one rank; five digits follow."""
+
+
+class NewerVersion(Undecided):
+    """The cause of a CheckpointError about a checkpoint that only a newer version of the library can read."""
+
+
+class FileInfo(Struct, frozen=True):
+    """One safetensors file: its size in bytes, and the hashes of its header and of its table of checksums (None: no table)."""
+
+    nbytes: Annotated[int, Meta(ge=0)] = msgspec.field(name="size")
+    header: str = msgspec.field(name="header_xxh3_64")
+    sums: str | None = msgspec.field(name="sums_xxh3_64")
+
+
+class ParamInfo(Struct, frozen=True):
+    """One parameter or buffer of the model."""
+
+    shape: tuple[int, ...]
+
+
+class ModelInfo(Struct, frozen=True, omit_defaults=True):
+    """The model: its parameters and buffers by FQN. `aliases`: other names, each with the stored FQN.
+
+    `weights`: which of them the files have: "all", "trainable" or "none". `weights_dtype`: torch's name of the dtype to which
+    floating ones were cast; None: they were saved as they were. `weights_name`: how the names of their files begin.
+    """
+
+    params: dict[str, ParamInfo]
+    aliases: dict[str, str]
+    weights: Literal["all", "trainable", "none"] = "all"
+    weights_dtype: str | None = None
+    weights_name: str = MODEL
+
+    def content(self, *, has_optim: bool) -> str:
+        """The `content` of a brief."""
+        return content_of(self.params, has_optim=has_optim, weights=self.weights, weights_dtype=self.weights_dtype)
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """The content of a manifest.
+
+    Attributes:
+        optim: the description of the optimizer as JSON values; None if there is none, or if it has a file of its own.
+        brief: the summary at the beginning; None if an older version of the library saved.
+        checksum: the hash of a manifest that was read; empty for a new one.
+    """
+
+    files: dict[str, FileInfo]
+    world_size: Annotated[int, Meta(ge=1)]
+    model: ModelInfo
+    has_optim: bool
+    optim: Any
+    created_ns: int
+    token: str = ""
+    format: str = FORMAT
+    version: int = 0
+    brief: Brief | None = None
+    checksum: str = ""
+
+    @property
+    def effective_brief(self) -> Brief:
+        """The brief or, for a manifest without one, a brief that is made of the rest."""
+        return self.brief if self.brief is not None else self.made_brief(0)
+
+    def made_brief(
+        self,
+        sequence: int,
+        step: int | None = None,
+        keep_last: int | None = None,
+        manager: ManagerRecord | None = None,
+    ) -> Brief:
+        """A brief that agrees with the rest of the manifest."""
+        return Brief(
+            version=self.version,
+            sequence=sequence,
+            step=step,
+            keep_last=keep_last,
+            created_ns=self.created_ns,
+            token=self.token,
+            content=self.model.content(has_optim=self.has_optim),
+            world_size=self.world_size,
+            files={name: info.nbytes for name, info in self.files.items()},
+            manager=manager,
+            weights=self.model.weights,
+            weights_dtype=self.model.weights_dtype,
+        )
+
+    def encoded(self) -> bytes:
+        """The bytes of the file."""
+        values = msgspec.to_builtins(self)
+        del values["checksum"]
+        values["brief"] = self.effective_brief.to_json()
+        body = _canonical(values)
+        check_density(NAME, body)  # refuses a text that no reader accepts
+        return b'{"checksum":"%s","checkpoint":%s}\n' % (hex_of(body).encode(), body)
+
+
+def version_for(model: ModelInfo) -> int:
+    """The lowest version of the format that has all entries of a new manifest, so that older readers can read it."""
+    is_plain = (model.weights, model.weights_dtype, model.weights_name) == ("all", None, MODEL)
+    return _VERSION_OF_ALL_WEIGHTS if is_plain else VERSION
+
+
+class _Head(Struct, frozen=True):
+    """The fields that every version of the format has."""
+
+    format: str
+    version: int
+
+
+class _Document(Struct, frozen=True):
+    checksum: str
+    checkpoint: dict[str, Any]
+
+
+def _canonical(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def manifest_in(opened: Opened) -> Manifest:
+    """Read and verify the manifest. Raises CheckpointError if it is missing, damaged, or of a newer version."""
+    if not opened.has(NAME):
+        raise CheckpointError(
+            f"{opened.where}: has no {NAME}, so it is no checkpoint of this library, or its save did not finish"
+        )
+    path = opened.named(NAME)
+    text = opened.read_whole(NAME, most_nbytes=MOST_NBYTES)
+    check_density(path, text)
+    values = parse_json(path, text)
+    with distrusted(path):
+        document = msgspec.convert(values, _Document)
+        head = msgspec.convert(document.checkpoint, _Head)
+        if head.format != FORMAT:
+            raise CheckpointError(f"{path}: has the format {head.format!r}, not {FORMAT!r}")
+        if not 1 <= head.version <= VERSION:
+            raise CheckpointError(
+                f"{path}: has the schema version {head.version!r}; this fsdp_optim reads up to {VERSION}: install a newer one"
+            ) from NewerVersion()
+        checksum = document.checksum
+        if not _is_as_written(text, checksum) and hex_of(_canonical(document.checkpoint)) != checksum:
+            raise CheckpointError(
+                f"{path}: is not the manifest that was saved: its checksum differs; load another checkpoint"
+            )
+        brief = document.checkpoint.get("brief")
+        manifest = msgspec.convert({**document.checkpoint, "checksum": checksum}, Manifest)
+        for name in manifest.files:
+            check_name(path, name)
+            if name.startswith(RANK_EXTRA) and int(name.removeprefix(RANK_EXTRA)[:5]) >= manifest.world_size:
+                raise ValueError(f"{name} is of a rank beyond the {manifest.world_size} ranks that saved")
+        if brief is not None:
+            _check_brief(path, manifest, Brief.from_json(path, brief))
+        return manifest
+
+
+def _check_brief(path: str, manifest: Manifest, brief: Brief) -> None:
+    """Raise CheckpointError unless the brief agrees with the rest, because some readers read only the brief."""
+    if manifest.made_brief(brief.sequence, brief.step, brief.keep_last, brief.manager) != brief:
+        raise CheckpointError(f"{path}: its brief and the rest contradict each other; load another checkpoint")
+
+
+def _is_as_written(text: bytes, checksum: str) -> bool:
+    """Whether the text has the checksum as it stands, so that its values need not be encoded again for the comparison."""
+    prefix, suffix = b'{"checksum":"%s","checkpoint":' % checksum.encode(errors="replace"), b"}\n"
+    if not text.startswith(prefix) or not text.endswith(suffix):
+        return False
+    return hex_of(memoryview(text)[len(prefix) : -len(suffix)]) == checksum

@@ -1,0 +1,90 @@
+"""The judge of this library's own format: whether a place has a complete checkpoint. "Undecided" is a result of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+
+from fsdp_optim.formats.base.checksums import sums_of
+from fsdp_optim.formats.base.summary import MOST_NBYTES, Brief, brief_in
+from fsdp_optim.formats.own.manifest import NAME, VERSION, manifest_in
+from fsdp_optim.storage.base import Opened, Standing, is_sure_that_not
+
+_FIRST_NBYTES = 4096  # of a manifest, read first for its brief
+_TIMES = 16  # as many bytes are read next, if the brief is longer
+_OWN = re.compile(
+    r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors(\.sums|\.index\.json)?|extra/[a-z]+(-\d{5})?\.safetensors"
+)
+_TRACE = re.compile(
+    r"((adapter_)?model|optim)(-\d{5}-of-\d{5})?\.safetensors\.sums|optim(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|"
+    r"extra/[a-z]+(-\d{5})?\.safetensors"
+)
+
+
+class CheckpointJudge:
+    """The `Judge` of this library's own format."""
+
+    manifest = NAME
+    others: tuple[str, ...] = (".metadata", "torch_files.json")
+
+    def standing_in(self, opened: Opened, *, whole: bool) -> Standing[Brief]:
+        """Whether the place has all files of the manifest with their sizes."""
+        brief: Brief | None = None
+        try:
+            brief = (None if whole else read_brief(opened)) or manifest_in(opened).effective_brief
+            if brief.version > VERSION:
+                reason = f"{opened.named(NAME)} has the schema version {brief.version}"
+                return Standing(is_sure=False, reason=reason, partial=brief)
+            for name, nbytes in brief.files.items():
+                if opened.nbytes_of(name) != nbytes:
+                    reason = f"{opened.named(name)} does not have the {nbytes} bytes that were saved"
+                    return Standing(reason=reason, partial=brief)
+        except (OSError, MemoryError) as error:
+            return Standing(is_sure=is_sure_that_not(error), reason=str(error), partial=brief)
+        return Standing(brief)
+
+    def token_in(self, opened: Opened) -> str | None:
+        """The token of a checkpoint; None if it cannot be read."""
+        try:
+            return any_brief(opened).token
+        except (OSError, MemoryError):
+            return None
+
+    def is_trace(self, name: str) -> bool:
+        """Whether only a save gives this name to a file. Other libraries have files of the name `model.safetensors` too."""
+        return _TRACE.fullmatch(name) is not None
+
+    def is_own(self, opened: Opened | None) -> Callable[[str], bool]:
+        """A function that says whether a file of a given name was written by a save.
+
+        Where the manifest cannot be read, every name that a save could give counts as written by a save.
+        """
+        listed: set[str] | None = None
+        if opened is not None:
+            with contextlib.suppress(OSError):
+                listed = set(any_brief(opened).files)
+                listed |= {sums_of(name) for name in listed}
+
+        def is_own(name: str) -> bool:
+            return name == NAME or (name in listed if listed is not None else _OWN.fullmatch(name) is not None)
+
+        return is_own
+
+
+JUDGE = CheckpointJudge()
+
+
+def read_brief(opened: Opened) -> Brief | None:
+    """The brief of a manifest; None if it has none. Raises CheckpointError if the brief is damaged or unreadable."""
+    nbytes, size = _FIRST_NBYTES, opened.size_of(NAME)
+    while True:
+        brief = brief_in(opened.named(NAME), opened.read(NAME, 0, min(nbytes, size)))
+        if brief is not None or nbytes >= min(size, MOST_NBYTES):
+            return brief
+        nbytes *= _TIMES
+
+
+def any_brief(opened: Opened) -> Brief:
+    """The brief of a manifest or, for a manifest without one, a brief that is made of the rest."""
+    return read_brief(opened) or manifest_in(opened).effective_brief

@@ -1,0 +1,324 @@
+"""The reader of this library's own format: the manifest of a checkpoint, and the place of every tensor. No content is trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import msgspec
+
+from fsdp_optim.errors import CheckpointError
+from fsdp_optim.formats.base.bools import BOOL, check_bools
+from fsdp_optim.formats.base.checksums import Sums, hex_of, num_segments, sums_of, table_nbytes
+from fsdp_optim.formats.base.description import OptimDescription, decoded
+from fsdp_optim.formats.base.distrust import distrusted
+from fsdp_optim.formats.base.extents import DataSection, Extent, read_extents
+from fsdp_optim.formats.base.header import Entry, Header, length_of_header, parse_header
+from fsdp_optim.formats.base.json_text import parse_json
+from fsdp_optim.formats.base.protocols import SavedWeights, StoredTensor, replaced_error
+from fsdp_optim.formats.own.extras import Extra, read_extra
+from fsdp_optim.formats.own.manifest import NAME, FileInfo, Manifest, ModelInfo, manifest_in
+from fsdp_optim.storage.base import Opened, check_name
+
+MOST_INDEX_NBYTES = 1 << 28
+_MOST_TABLES = 4  # of checksums, in memory
+_SHORT_NBYTES, _SEGMENTS_IN_RUN = 128 << 10, 32
+_EXTRA, _SUFFIX = "extra/", ".safetensors"
+INDEX = ".safetensors.index.json"
+"""The end of the name of an index."""
+
+DESCRIPTION_FILE = "extra/optim.safetensors"
+"""The file of the optimizer's description, if the description contains tensors."""
+
+
+def file_of_extra(name: str) -> str:
+    """The file name of an extra."""
+    return f"{_EXTRA}{name}{_SUFFIX}"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One safetensors file: its tensors, and the byte at which its data begins.
+
+    Attributes:
+        sums: the checksum of the file's table of checksums; None: the file is not verified.
+        num_segments: the number of segments in that table.
+    """
+
+    name: str
+    header: Header
+    offset: int
+    sums: str | None = None
+    num_segments: int = 0
+
+    @cached_property
+    def bools(self) -> tuple[Entry, ...]:
+        """The bool tensors, in the order of their bytes."""
+        return tuple(entry for entry in self.header.entries if entry.code == BOOL)
+
+    @property
+    def short_nbytes(self) -> int:
+        """A range of fewer bytes costs too much to read by itself, because whole segments are read."""
+        if not self.num_segments:
+            return _SHORT_NBYTES
+        return max(_SHORT_NBYTES, _SEGMENTS_IN_RUN * self.header.data_nbytes // self.num_segments)
+
+    def table(self, opened: Opened) -> Sums | None:
+        """The table of checksums, read on demand, because the tables of all files together are large."""
+        if self.sums is None:
+            return None
+        name = sums_of(self.name)
+        data, path = opened.read_whole(name, table_nbytes(self.num_segments)), opened.named(name)
+        if hex_of(data) != self.sums:
+            raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+        return Sums.parse(path, data, self.header.data_nbytes)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The `FormatReader` of this library's own format. The caller closes it after use.
+
+    `opened`: the open files, which stay readable when another checkpoint replaces them.
+    """
+
+    format_name: ClassVar[str] = "fsdp_optim"
+
+    opened: Opened
+    manifest: Manifest
+    files: Mapping[str, StoredFile]
+    model: Mapping[str, StoredTensor]
+    optim: Mapping[str, StoredTensor]
+    verifies: bool = True
+    _manifest_version: tuple[object, ...] | None = None
+    _tables: dict[str, Sums | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def opened_in(cls, opened: Opened, *, verify: bool) -> Checkpoint:
+        """Read the manifest and all headers. Raises CheckpointError that names the damaged file."""
+        version = opened.version_of(NAME)
+        manifest = manifest_in(opened)
+        files: dict[str, StoredFile] = {}
+        weights_name = manifest.model.weights_name
+        halves: dict[str, dict[str, StoredTensor]] = {weights_name: {}, "optim": {}}
+        for name, info in manifest.files.items():
+            if name.startswith("extra/"):
+                continue
+            if name.endswith(".json"):
+                if verify and not name.endswith(INDEX):  # an index is compared below
+                    _check_small(opened, name, info)
+                continue
+            stem = name.split("-")[0].split(".")[0]
+            if stem not in halves:
+                raise CheckpointError(
+                    f"{opened.where}: the manifest names {name}, which is a file of neither the model nor the optimizer"
+                )
+            file = files[name] = _open_file(opened, name, info, verify=verify)
+            short, tensors = file.short_nbytes, halves[stem]
+            for entry in file.header.entries:
+                if entry.key in tensors:
+                    raise CheckpointError(f"{opened.named(name)}: {entry.key} is in another file too")
+                tensors[entry.key] = StoredTensor(
+                    entry.key, entry.dtype, entry.shape, name, entry.start, short, opened.request_nbytes
+                )
+        for stem, tensors in halves.items():
+            _check_index(opened, stem, manifest, tensors, verify=verify)
+        return cls(opened, manifest, files, halves[weights_name], halves["optim"], verify, version)
+
+    @property
+    def full_dict(self) -> None:
+        return None
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self.manifest.model.aliases
+
+    @property
+    def extras(self) -> Collection[str]:
+        names = (name for name in self.manifest.files if name.startswith(_EXTRA) and name != DESCRIPTION_FILE)
+        return {name.removeprefix(_EXTRA).removesuffix(_SUFFIX) for name in names}
+
+    @property
+    def has_optim(self) -> bool:
+        return self.manifest.has_optim
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size
+
+    @property
+    def step(self) -> int | None:
+        return self.manifest.effective_brief.step
+
+    @property
+    def weights(self) -> SavedWeights:
+        return SavedWeights(self.manifest.model.weights, self.manifest.model.weights_dtype)
+
+    def description(self, *, allow_pickle: bool, records: Mapping[str, type]) -> OptimDescription:
+        where, values = f"{self.where}: the optimizer", self.manifest.optim
+        if values is not None:
+            return decoded(where, values, (), allow_pickle=allow_pickle, records=records)
+        file = self._extra(DESCRIPTION_FILE, verify=self.verifies)
+        return decoded(file.path, file.values, file.tensors, allow_pickle=allow_pickle, records=records)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.opened.close()
+
+    @property
+    def where(self) -> str:
+        """The name of the place of the checkpoint."""
+        return self.opened.where
+
+    def named(self, name: str) -> str:
+        """The name of one file in words for users."""
+        return self.opened.named(name)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Values that differ between two checkpoints, and the numbers of segments, which decide how ranks read the tensors."""
+        nums = {name: file.num_segments for name, file in self.files.items()}
+        return {"token": self.manifest.token, "checksum": self.manifest.checksum, "segments": nums}
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if another manifest was written into this folder since the checkpoint was opened.
+
+        A folder that lost its path or its files stays readable, because they are open.
+        """
+        version = self.opened.version_of(NAME)
+        if version is not None and version != self._manifest_version:
+            raise replaced_error(self.where)
+
+    @property
+    def has_checksums(self) -> bool:
+        return all(file.sums is not None for file in self.files.values())
+
+    def about(self) -> Mapping[str, str]:
+        """Facts for users: the version of the format, the time of the save, and the treatment of the weights."""
+        saved = datetime.fromtimestamp(self.manifest.created_ns / 1e9, timezone.utc)
+        return {
+            "saved by": f"fsdp_optim, version {self.manifest.version} of its format",
+            **_about_weights(self.manifest.model),
+            "saved at": f"{saved:%Y-%m-%d %H:%M:%S} UTC, by the clock of the machine that saved",
+        }
+
+    def versions(self) -> Sequence[object]:
+        """Values that change when any of the files is written again."""
+        return [(name, self.opened.version_of(name)) for name in (NAME, *self.files)]
+
+    def extra(self, name: str, *, verify: bool) -> Extra:
+        return self._extra(file_of_extra(name), verify=verify)
+
+    def _extra(self, name: str, *, verify: bool) -> Extra:
+        if name not in self.manifest.files:
+            raise CheckpointError(f"{self.where}: the manifest does not name {name}")
+        with self._noticing_replacement():
+            return read_extra(self.opened, name, self.manifest.files[name], verify=verify)
+
+    def small_file(self, name: str) -> bytes:
+        """The verified bytes of the file of an extra or of the description."""
+        self._extra(name, verify=True)
+        with self._noticing_replacement():
+            return self.opened.read_whole(name, self.manifest.files[name].nbytes)
+
+    def read(
+        self, extents: Mapping[str, Sequence[Extent]], did_read: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Fill memory from ranges of the data sections of files, given by file name."""
+        with self._noticing_replacement():
+            for name, ranges in extents.items():
+                file = self.files[name]
+                sums = self._table(file)
+                fill = partial(self.opened.read_into, name)
+                section = DataSection(
+                    self.named(name), fill, file.offset, file.header.tensors_in, self.opened.num_requests
+                )
+                read_extents(section, ranges, sums, did_read)
+                check_bools(section.name, file.bools, ranges)
+
+    def verified(self) -> Checkpoint:
+        """The same checkpoint, read with verification. Closing this reader closes both."""
+        with self._noticing_replacement():
+            return self.opened_in(self.opened, verify=True)
+
+    @contextmanager
+    def _noticing_replacement(self) -> Iterator[None]:
+        """Raise ReplacedError in the place of a CheckpointError, if another save has replaced the checkpoint."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.opened.was_replaced():
+                raise replaced_error(self.where) from error
+            raise
+
+    def _table(self, file: StoredFile) -> Sums | None:
+        """The table of checksums of a file. A few tables are kept, because several threads may read different files."""
+        if file.name not in self._tables:
+            table = file.table(self.opened)
+            for name in list(self._tables)[: 1 - _MOST_TABLES]:
+                self._tables.pop(name, None)
+            self._tables[file.name] = table
+            return table
+        return self._tables.get(file.name) or file.table(self.opened)
+
+
+def _check_small(opened: Opened, name: str, info: FileInfo) -> None:
+    """Compare a small file of another library, which a save has written, with its checksum."""
+    data, path = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES), opened.named(name)
+    if (len(data), hex_of(data)) != (info.nbytes, info.header):
+        raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+
+
+def _about_weights(model: ModelInfo) -> dict[str, str]:
+    """The treatment of the weights by a save, in words for users; empty where all were written as they were."""
+    words = {"trainable": "the trainable parameters, and buffers", "none": "none were saved"}
+    which = {"weights": words[model.weights]} if model.weights in words else {}
+    return which if model.weights_dtype is None else {**which, "weights were cast to": model.weights_dtype}
+
+
+def _open_file(opened: Opened, name: str, info: FileInfo, *, verify: bool) -> StoredFile:
+    path, nbytes = opened.named(name), opened.size_of(name)
+    if nbytes != info.nbytes:
+        raise CheckpointError(f"{path}: has {nbytes} bytes, {info.nbytes} were saved: it was cut short or changed")
+    prefix = opened.read(name, 0, min(8, nbytes))
+    text = opened.read(name, 8, length_of_header(path, prefix, nbytes))
+    if verify and hex_of(prefix + text) != info.header:
+        raise CheckpointError(f"{path}: its header is not what was saved: its checksum differs")
+    offset = 8 + len(text)
+    header = parse_header(path, text, nbytes - offset)
+    if not verify or info.sums is None:
+        return StoredFile(name, header, offset)
+    number = num_segments(f"{path}.sums", opened.size_of(sums_of(name)), header.data_nbytes)
+    return StoredFile(name, header, offset, info.sums, number)
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The part of an index file, as Hugging Face writes it, that this library reads."""
+
+    weight_map: dict[str, str]
+
+
+def _check_index(
+    opened: Opened, stem: str, manifest: Manifest, tensors: Mapping[str, StoredTensor], *, verify: bool
+) -> None:
+    """Check that the index of a split half, which other tools read, agrees with the files."""
+    if not any(name.startswith(f"{stem}-") for name in manifest.files):
+        return
+    name = f"{stem}{INDEX}"
+    path = opened.named(name)
+    text = opened.read_whole(name, most_nbytes=MOST_INDEX_NBYTES)
+    info = manifest.files.get(name)
+    if verify and (info is None or (len(text), hex_of(text)) != (info.nbytes, info.header)):
+        raise CheckpointError(f"{path}: is not what was saved: its checksum differs")
+    with distrusted(path):
+        weight_map = msgspec.convert(parse_json(path, text), _Index).weight_map
+        for file in weight_map.values():
+            check_name(path, file)
+    for key in {**weight_map, **tensors}:
+        stored = tensors.get(key)
+        if stored is None or weight_map.get(key) != stored.file:
+            where = stored.file if stored is not None else "in no file"
+            raise CheckpointError(f"{path}: says that {key} is in {weight_map.get(key)}, but it is {where}")

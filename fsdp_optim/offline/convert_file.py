@@ -1,0 +1,47 @@
+"""A conversion into one file: `out.pt` is that file, and no folder, where the format has everything in one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_optim.buckets.schemes import scheme_of
+from fsdp_optim.checkpoint.common.results import Saved
+from fsdp_optim.checkpoint.common.stores import Place
+from fsdp_optim.foreign.torch.folder import ONE
+from fsdp_optim.foreign.torch.reader import SUFFIXES
+from fsdp_optim.foreign.torch.writer import WrittenTorchFiles
+from fsdp_optim.formats.base.protocols import Format
+from fsdp_optim.options import ConvertOptions
+from fsdp_optim.storage.posix.one_file import file_of, folder_for, is_folder, take_place
+from fsdp_optim.transport.agree import agree
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+
+
+def place_of(target: Place, format: Format, options: ConvertOptions) -> tuple[Place, ConvertOptions]:
+    """The place of the new files, and the options there, on the leader: for a file, those of the folder in which it is made.
+
+    A path is one of a file if it ends like one, and is no folder already. Buckets have folders only.
+    """
+    is_one = isinstance(format, WrittenTorchFiles) and format.in_one
+    if not is_one or not isinstance(target, (str, os.PathLike)) or (isinstance(target, str) and scheme_of(target)):
+        return target, options
+    if not os.fspath(target).endswith(SUFFIXES) or is_folder(target):
+        return target, options
+    folder = folder_for(target, ONE, overwrite=options.overwrite)
+    return folder, replace(options, overwrite=True)  # what a killed call has left there goes
+
+
+def named(callers: RankGroup, saved: Saved, *, durable: bool) -> Saved:
+    """The result with the file in its place, if the folder that was written is one of a file. Called by all ranks."""
+    file = file_of(saved.path) if isinstance(saved.path, Path) else None
+    if file is None or not isinstance(saved.path, Path):
+        return saved
+    failure = Failure()
+    with failure:
+        if callers.rank == callers.ranks[0]:
+            take_place(saved.path, ONE, durable=durable)
+    agree(callers, "named", failure.error)
+    return replace(saved, path=file)

@@ -1,0 +1,231 @@
+"""The units of a conversion: ranges of the bytes of new files, each read, written and, after a kill, verified by itself.
+
+# file of the target | head | weight 0 . . . . . . . . | weight 1 | weight 2 . . . |
+# units              |      |   0   |   1   |   2   |   3   |   4   |   5   |  6  |     bounded; no segment of checksums is cut
+# done by            |      |      rank 0       |        rank 1       |    rank 2 |     in several lanes (threads) of each rank
+
+Every rank plans the same units, so that the files do not depend on how many ranks and lanes there are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fsdp_optim.checkpoint.common.contents import SavedValue
+from fsdp_optim.checkpoint.common.files import File
+from fsdp_optim.checkpoint.common.local_extents import bytes_of
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd, FlatsEnd, StoredValue
+from fsdp_optim.formats.base.checksums import Rows, hash_of
+from fsdp_optim.formats.base.extents import DataSection, Extent, write_extents
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.layout import FlatRuns, Whole
+from fsdp_optim.memory import empty
+from fsdp_optim.move import Key, move
+from fsdp_optim.storage.base import Opened, StoreWriter
+from fsdp_optim.transport.base import RankGroup
+from fsdp_optim.transport.failure import Failure
+
+_GRID_NBYTES = (
+    1 << 20
+)  # bytes; segments of files whose format has no checksums, which a resumed conversion compares too
+_MARGIN = 16  # bytes: the largest element, which may begin before its unit
+_CPU = torch.device("cpu")
+DIGEST_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Bytes [start, stop) of the data section of a file, and its values [first, last), which have bytes there.
+
+    Attributes:
+        number: the index of the unit among all units of the conversion.
+        others: if the unit is a part of the file for the store, the bytes of the head and the frames in it, each with the byte of
+            the file at which they begin; None: frames are written with the data beside them, and the head is there.
+        part: the number of that part.
+    """
+
+    number: int
+    file: File
+    start: int
+    stop: int
+    first: int
+    last: int
+    others: tuple[tuple[int, memoryview], ...] | None = None
+    part: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    def values(self) -> Iterator[tuple[SavedValue, int, int, int]]:
+        """Each value with bytes here, the byte of the data for its element 0, the first element here, and one past the last.
+
+        Where the file has a slice of the value, its element 0 may lie before the data section.
+        """
+        for index in range(self.first, self.last):
+            value, begin, (first, stop) = (
+                self.file.values[index],
+                self.file.plan.starts[index],
+                self.file.elements(index),
+            )
+            size = value.dtype.itemsize
+            end = begin + (stop - first) * size
+            if begin < end:
+                skipped, until = max(self.start - begin, 0) // size, -((begin - min(self.stop, end)) // size)
+                yield value, begin - first * size, first + skipped, first + until
+
+
+def plan_units(files: Sequence[File], most_nbytes: int, part_nbytes: Mapping[str, int]) -> list[Unit]:
+    """Cut files into units of about `most_nbytes`. `part_nbytes`: by file, the size of the parts in which the store takes it."""
+    numbers = itertools.count()
+    return [
+        Unit(next(numbers), *ranges)
+        for file in files
+        for ranges in _ranges(file, most_nbytes, part_nbytes.get(file.name, 0))
+    ]
+
+
+def _ranges(
+    file: File, most_nbytes: int, part_nbytes: int
+) -> Iterator[tuple[File, int, int, int, int, tuple[tuple[int, memoryview], ...] | None, int]]:
+    plan = file.plan
+    if part_nbytes:
+        places = [*range(0, plan.nbytes, part_nbytes), plan.nbytes]
+        borders = [plan.frames.data_before(place) for place in places]
+    else:
+        places = []
+        borders = [
+            *range(0, plan.nbytes_of_data, max(most_nbytes // _grid_of(file), 1) * _grid_of(file)),
+            plan.nbytes_of_data,
+        ]
+    starts, values, first = plan.starts, file.values, 0
+    for index, (start, stop) in enumerate(itertools.pairwise(borders)):
+        while first < len(values) and starts[first] + _nbytes_at(file, first) <= start:
+            first += 1
+        last = first
+        while last < len(values) and starts[last] < stop:
+            last += 1
+        others = _others(file, places[index], places[index + 1]) if places else None
+        yield file, start, stop, first, last, others, index
+
+
+def _nbytes_at(file: File, index: int) -> int:
+    first, stop = file.elements(index)
+    return (stop - first) * file.values[index].dtype.itemsize
+
+
+def _others(file: File, start: int, stop: int) -> tuple[tuple[int, memoryview], ...]:
+    """The bytes of the head and of the frames that are in the bytes [start, stop) of the file."""
+    frames, found = file.plan.frames, []
+    first = max(bisect.bisect_right(frames.starts, start) - 1, 0)
+    last = bisect.bisect_left(frames.starts, stop)
+    for begin, content in (
+        (0, file.plan.head),
+        *zip(frames.starts[first:last], frames.contents[first:last], strict=True),
+    ):
+        piece = memoryview(content)[max(start - begin, 0) : max(stop - begin, 0)]
+        if piece:
+            found.append((max(begin, start), piece))
+    return tuple(found)
+
+
+def _grid_of(file: File) -> int:
+    return file.plan.segment_nbytes or _GRID_NBYTES
+
+
+class Copier:
+    """Copies units, one after the other, in one lane of a rank.
+
+    Args:
+        source: the open checkpoint.
+        stored: the stored tensor of each value.
+        most_nbytes: the length of the longest unit.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        source: CheckpointEnd,
+        stored: Mapping[Key, StoredTensor],
+        writer: StoreWriter,
+        most_nbytes: int,
+    ) -> None:
+        self._group, self._source, self._stored, self._writer = group, source, stored, writer
+        self._memory = bytes_of(empty((most_nbytes + 2 * _MARGIN,), torch.uint8, _CPU))
+        self._end = FlatsEnd()
+
+    def copy(self, unit: Unit) -> Rows:
+        """Read a unit, write it, and return its segments."""
+        base, values, extents = unit.start - _MARGIN, list[StoredValue](), list[Extent]()
+        for value, begin, first, last in unit.values():
+            size, num = value.dtype.itemsize, last - first
+            start = begin + first * size
+            self._add(extents, max(start, unit.start), min(start + num * size, unit.stop), base)
+            if value.constant is not None:
+                self._memory[start - base : start - base + size] = bytes_of(value.constant.view(1))
+                continue
+            stored = self._stored[value.key]
+            flat = torch.frombuffer(self._memory, dtype=value.dtype, count=num, offset=start - base)
+            is_whole = num == value.placement.numel
+            cut = Whole(stored.shape, (0,)) if is_whole else FlatRuns(stored.shape, (first,), (last,), (0,))
+            values.append(StoredValue.of(value.fqn, value.name, stored, cut, flat, is_state=value.is_state))
+        failure = Failure()
+        move(values, self._source, self._end, self._group, self._group.budget, failure)
+        if failure.error is not None:
+            raise failure.error
+        for place, content in unit.others or ():
+            self._writer.write(unit.file.name, [content], place)
+        return self._hashed(unit, extents, self._section(unit))
+
+    def staged(self, unit: Unit, files: Opened) -> Rows | None:
+        """The segments of a unit that has been written already; None if the frames beside it were not written."""
+        base, extents = unit.start - _MARGIN, list[Extent]()
+        for value, begin, first, last in unit.values():
+            size = value.dtype.itemsize
+            start, stop = max(begin + first * size, unit.start), min(begin + last * size, unit.stop)
+            self._add(extents, start, stop, base)
+        name, frames = unit.file.name, unit.file.plan.frames
+        for extent in extents:
+            for place, pieces in frames.without_frames([extent.memory], extent.start):
+                files.read_into(name, pieces, place)
+        for index in frames.touched(unit.start, unit.stop):
+            content, is_next = frames.contents[index], frames.at[index] == unit.stop < frames.data_nbytes
+            if not is_next and files.read(name, frames.starts[index], len(content)) != content:
+                return None
+        return self._hashed(unit, extents, DataSection(name, _nowhere, 0, unit.file.plan.tensors_in))
+
+    def _section(self, unit: Unit) -> DataSection:
+        """The data of a file, to which the writes of a unit go."""
+        plan, write = unit.file.plan, partial(self._writer.write, unit.file.name)
+        if unit.others is None:
+            return plan.section(write)
+
+        def write_data(pieces: Sequence[memoryview], start: int) -> None:
+            for place, parts in plan.frames.without_frames(pieces, start):
+                write(parts, place)
+
+        return DataSection(plan.name, write_data, 0, plan.tensors_in)
+
+    def _add(self, extents: list[Extent], start: int, stop: int, base: int) -> None:
+        """Add a range of the data section. A range that continues the last one is joined to it."""
+        if extents and extents[-1].stop == start:
+            start = extents.pop().start
+        extents.append(Extent(start, self._memory[start - base : stop - base]))
+
+    def _hashed(self, unit: Unit, extents: Sequence[Extent], section: DataSection) -> Rows:
+        return write_extents(section, extents, _grid_of(unit.file))
+
+
+def _nowhere(pieces: Sequence[memoryview], offset: int) -> None:
+    pass
+
+
+def digest_of(rows: Rows) -> bytes:
+    """Eight bytes that tell the segments of a unit from any others, never all zero."""
+    return (hash_of(rows.tobytes()) or 1).to_bytes(DIGEST_NBYTES, "little")

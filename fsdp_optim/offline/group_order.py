@@ -1,0 +1,82 @@
+"""Which parameters of a model the ids of several param groups count, where the optimizer's dict has no names.
+
+Ids count group after group, and a model only says the order of all its parameters together. Each group lists its parameters in
+the model's order, as optimizers are made, so the shapes of the state often leave one way to share them out: weights in one group,
+and biases and norms in the other. Where they leave several ways, or none, only the caller knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.formats.base.protocols import StoredTensor
+from fsdp_optim.layout import Shape
+
+_MOST_WAYS = 4096  # that are followed at once, before they are too many to be one
+
+_ASK = (
+    "give names=[...], the FQNs in the order of the ids, as [name_of[param] for group in optim.param_groups for param in "
+    "group['params']] lists them in the training"
+)
+
+Shared = tuple["Shared", int] | None
+"""The numbers of the groups that the first parameters are in, the last one first."""
+
+
+def by_group(where: str, full: Mapping[str, Any], order: Sequence[str], shapes: Mapping[str, Shape]) -> list[list[str]]:
+    """The parameters of each group. `order`: those of the model; `shapes`: of its weights.
+
+    Raises StateError where the shapes of the state do not leave exactly one way.
+    """
+    seen = [[_shapes_of(full["state"].get(key, {})) for key in group["params"]] for group in full["param_groups"]]
+    ways: dict[tuple[int, ...], Shared] = {(0,) * len(seen): None}
+    twice: set[tuple[int, ...]] = set()
+    for fqn in order:
+        ways, twice = _next(ways, twice, seen, shapes.get(fqn))
+        if not ways or len(ways) > _MOST_WAYS:
+            break
+    done = tuple(map(len, seen))
+    if done in twice or len(ways) > _MOST_WAYS:
+        raise StateError(
+            f"{where}: the optimizer has {len(seen)} param groups by ids without names, and the model's order and the shapes of "
+            f"the state leave several ways to share its parameters out among them: {_ASK}"
+        )
+    if done not in ways:
+        raise StateError(
+            f"{where}: the optimizer has {len(seen)} param groups by ids without names, and the shapes of their state fit no "
+            f"order of groups of this model: {_ASK}"
+        )
+    made: list[list[str]] = [[] for _ in seen]
+    shared, left = ways[done], list(order)
+    while shared is not None:
+        shared, group = shared
+        made[group].append(left.pop())
+    return [fqns[::-1] for fqns in made]
+
+
+def _next(
+    ways: Mapping[tuple[int, ...], Shared],
+    twice: set[tuple[int, ...]],
+    seen: Sequence[Sequence[frozenset[Shape]]],
+    shape: Shape | None,
+) -> tuple[dict[tuple[int, ...], Shared], set[tuple[int, ...]]]:
+    """The ways after one more parameter of this shape, by how many each group has then; `twice`: what several ways lead to."""
+    after: dict[tuple[int, ...], Shared] = {}
+    again: set[tuple[int, ...]] = set()
+    for counts, shared in ways.items():
+        for group, its in enumerate(seen):
+            at = counts[group]
+            if at == len(its) or (its[at] and shape is not None and shape not in its[at]):
+                continue
+            new = (*counts[:group], at + 1, *counts[group + 1 :])
+            if new in after or counts in twice:
+                again.add(new)
+            after[new] = (shared, group)
+    return after, again
+
+
+def _shapes_of(values: Mapping[str, Any]) -> frozenset[Shape]:
+    """The shapes of a parameter's state tensors that have dimensions. The parameter has one of these shapes."""
+    return frozenset(value.shape for value in values.values() if isinstance(value, StoredTensor) and value.shape)

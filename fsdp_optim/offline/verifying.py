@@ -1,0 +1,169 @@
+"""Verify: reads all bytes of a checkpoint of any format, in several threads and bounded memory, and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from fsdp_optim.checkpoint.common.contents import RECORDS, SavedValue, planned
+from fsdp_optim.checkpoint.common.files import File
+from fsdp_optim.checkpoint.common.formats import open_checkpoint
+from fsdp_optim.checkpoint.common.progress import Progress
+from fsdp_optim.checkpoint.common.stores import Place, StorageOptions, store_at
+from fsdp_optim.errors import CheckpointError, counted_noun, shortened
+from fsdp_optim.foreign.archive.record_sums import Sums, archives_of
+from fsdp_optim.foreign.reader import ForeignReader
+from fsdp_optim.formats.base.protocols import FormatReader, Half, PlannedFile, StoredTensor
+from fsdp_optim.layout import Whole
+from fsdp_optim.memory import Budget, dtype_named
+from fsdp_optim.move import Key
+from fsdp_optim.offline.copy_ranges import plan_units
+from fsdp_optim.offline.workers import Share, num_lanes_in, unit_nbytes_in
+from fsdp_optim.options import CONVERT_NBYTES, LEAST_CONVERT_NBYTES, check_at_least
+from fsdp_optim.storage.base import StoreWriter
+
+_NUM_THREADS = 4  # that compare torch's checksums; each checksum is of a complete tensor
+_MOST_NAMED = 20  # damaged places in an error
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result of `verify`, which has found nothing wrong.
+
+    Attributes:
+        path: where the checkpoint is.
+        format: the name of its format.
+        num_tensors, nbytes: the tensors that were read, and their bytes.
+        has_checksums: whether every byte of the tensors was compared with a checksum: this library's own, or the CRC32 that files
+            of `torch.save` have. False: the format has none, or the save wrote none. Then everything is there and can be read,
+            but changed bytes do not show.
+        num_extras: the number of other values that were read: those of the trainer, of ranks and of modules.
+    """
+
+    path: str
+    format: str
+    num_tensors: int
+    nbytes: int
+    has_checksums: bool
+    num_extras: int
+
+
+def verify(
+    place: Place,
+    *,
+    memory: int = CONVERT_NBYTES,
+    progress: bool | None = None,
+    storage_options: StorageOptions = None,
+) -> Verified:
+    """Read everything. Raises CheckpointError that names all places with damage."""
+    check_at_least("memory", memory, LEAST_CONVERT_NBYTES, " bytes (16 MiB)", CheckpointError)
+    with closing(open_checkpoint(store_at(place, options=storage_options), verify=True)) as checkpoint:
+        budget = Budget(memory, "the elements of a checkpoint that a process verifies")
+        unit_nbytes = unit_nbytes_in(budget)
+        files, stored = _files(checkpoint)
+        nbytes, problems = sum(file.plan.nbytes for file in files), list[str]()
+        archives = archives_of(checkpoint) if isinstance(checkpoint, ForeignReader) else []
+        of_archives = sum(archive.nbytes for archive in archives)
+        with Progress(progress, "verifying", of_archives + nbytes, shown=True) as shown:
+            problems += _read_small(checkpoint)
+            has_sums = checkpoint.has_checksums
+            if isinstance(checkpoint, ForeignReader):
+                sums = Sums(checkpoint, shown.up_to)
+                sums.compare(archives, _NUM_THREADS)
+                problems += sums.problems
+                has_sums = sums.is_whole
+            share = Share(
+                checkpoint,
+                stored,
+                files,
+                plan_units(files, unit_nbytes, {}),
+                join=Nowhere,
+                staged=None,
+                has_journal=False,
+                unit_nbytes=unit_nbytes,
+                shown=lambda num: shown.up_to(of_archives + num),
+                failed=lambda error: problems.append(str(error)),
+            )
+            share.run(Nowhere(), num_lanes_in(budget, unit_nbytes, stored))
+            checkpoint.check_unchanged()
+            _raise(checkpoint, problems)
+            shown.done()
+        return Verified(
+            checkpoint.where,
+            checkpoint.format_name,
+            len(stored),
+            nbytes,
+            has_sums,
+            len(checkpoint.extras),
+        )
+
+
+class Nowhere(StoreWriter):
+    """A place for new files that keeps nothing."""
+
+    def create(self, name: str, nbytes: int, head: bytes) -> None:
+        pass
+
+    def write(self, name: str, pieces: Sequence[memoryview], offset: int) -> None:
+        pass
+
+    def put(self, name: str, data: bytes) -> None:
+        pass
+
+    def finish(self) -> bytes:
+        return b""
+
+    def discard(self) -> None:
+        pass
+
+
+def _files(checkpoint: FormatReader) -> tuple[list[File], dict[Key, StoredTensor]]:
+    """One file for each half with all tensors, as for a save, in the order in which they are stored."""
+    files: list[File] = []
+    stored: dict[Key, StoredTensor] = {}
+    halves: tuple[tuple[Half, dict[str, StoredTensor]], ...] = (
+        ("model", dict(checkpoint.model)),
+        ("optim", dict(checkpoint.optim)),
+    )
+    for half, tensors in halves:
+        values, starts, at = list[SavedValue](), list[int](), 0
+        for key, one in sorted(tensors.items(), key=lambda pair: (pair[1].file, pair[1].start)):
+            value = SavedValue(key, "", dtype_named(one.dtype), Whole(one.shape, (0,)), half == "optim", key)
+            stored[value.key] = one
+            values.append(value)
+            starts.append(at)
+            at += value.nbytes
+        plan = PlannedFile(half, half, b"", tuple(map(planned, values)), tuple(starts), at, 0, _unnamed)
+        files.append(File(plan, tuple(values)))
+    return files, stored
+
+
+def _unnamed(start: int, stop: int) -> str:
+    """The content of a range of bytes, as the reader names it."""
+    return "its tensors"
+
+
+def _read_small(checkpoint: FormatReader) -> Iterator[str]:
+    """Read the description of the optimizer and the extras, without decoding pickles. Yields the errors."""
+    if checkpoint.has_optim and checkpoint.full_dict is None:
+        try:
+            checkpoint.description(allow_pickle=False, records=RECORDS)
+        except CheckpointError as error:
+            if "allow_pickle" not in str(error):
+                yield str(error)
+    for name in checkpoint.extras:
+        try:
+            checkpoint.extra(name, verify=True)
+        except CheckpointError as error:
+            yield str(error)
+
+
+def _raise(checkpoint: FormatReader, problems: Sequence[str]) -> None:
+    if len(problems) == 1:
+        raise CheckpointError(problems[0])
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.where}: {counted_noun(len(problems), 'damaged place')}: "
+            + shortened(sorted(problems), _MOST_NAMED, "; ")
+        )

@@ -1,0 +1,179 @@
+"""The lanes of a conversion: threads of one rank. Each thread copies units until the share of the rank is done.
+
+What is done is noted in a journal among the new files: eight bytes for each unit, written after the unit. After a kill, a unit
+with a note is read from the new files, and copied again only if its segments do not have this digest. A store that takes parts
+notes each part with the store's receipt and the segments in the part, because it gives no part back before the commit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy
+import torch
+
+from fsdp_optim.checkpoint.common.files import File
+from fsdp_optim.checkpoint.load.reading import CheckpointEnd
+from fsdp_optim.errors import CheckpointError, ReplacedError
+from fsdp_optim.formats.base.checksums import Rows, rows_from, rows_of
+from fsdp_optim.formats.base.protocols import FormatReader, StoredTensor
+from fsdp_optim.memory import Budget
+from fsdp_optim.move import Key
+from fsdp_optim.offline.copy_ranges import DIGEST_NBYTES, Copier, Unit, digest_of
+from fsdp_optim.storage.base import UNTIL_COMMIT, Opened, PartsWriter, StoreWriter
+from fsdp_optim.transport.world import alone
+
+JOURNAL = f"{UNTIL_COMMIT}journal"
+"""The name of the file of the journal."""
+
+_UNIT_NBYTES, _MOST_LANES = 8 << 20, 16
+_USES = 4  # of a lane's memory, at most a unit each: a unit, the bytes around it that are read or kept by the store
+
+
+def unit_nbytes_in(budget: Budget) -> int:
+    """The length of units, so that at least two lanes fit into a budget."""
+    lane = budget.share(2, "two lanes")
+    return min(_UNIT_NBYTES, lane.share(_USES, "a unit, and bytes around it that are read or kept by the store").nbytes)
+
+
+def num_lanes_in(budget: Budget, unit_nbytes: int, stored: Mapping[Key, StoredTensor]) -> int:
+    """The number of lanes that fit into a budget: at most one for each core, or more where requests of a store are waited for."""
+    is_remote = any(tensor.request_nbytes for tensor in stored.values())
+    wanted = _MOST_LANES if is_remote else torch.get_num_threads()
+    return max(min(wanted, _MOST_LANES, budget.num_fitting(_USES * unit_nbytes)), 1)
+
+
+@dataclass
+class Share:
+    """The units of one rank, and the progress of their copies.
+
+    Attributes:
+        stored: the stored tensor of each value.
+        files: all new files.
+        join: gives a lane its access to the new files.
+        staged: the new files as a killed conversion has left them; None if there are none.
+        has_journal: whether the units are noted, so that they can be found after a kill.
+        unit_nbytes: the length of the longest unit.
+        notes_parts: whether the units are parts that the store notes, so that they can be found after a kill.
+        noted: the parts that a killed conversion has put: the receipt and the segments of each.
+        shown: called with the number of bytes that are done.
+        failed: takes the error of a unit that cannot be read, and the others go on; None: the error ends all lanes.
+    """
+
+    reader: FormatReader
+    stored: Mapping[Key, StoredTensor]
+    files: Sequence[File]
+    units: Sequence[Unit]
+    join: Callable[[], StoreWriter]
+    staged: Opened | None
+    has_journal: bool
+    unit_nbytes: int
+    notes_parts: bool = False
+    noted: Mapping[tuple[str, int], tuple[str, bytes]] = field(default_factory=dict)
+    shown: Callable[[int], None] = lambda nbytes: None
+    failed: Callable[[CheckpointError], None] | None = None
+    nbytes_written: int = 0
+    nbytes_done: int = 0
+    receipt: bytes = b""
+    _rows: dict[str, list[Rows]] = field(default_factory=dict)
+    _left: list[deque[Unit]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def rows(self) -> dict[str, Rows]:
+        """The segments of this rank, by file."""
+        return {file.name: numpy.concatenate([rows_of(()), *self._rows.get(file.name, ())]) for file in self.files}
+
+    def run(self, first: StoreWriter, num_lanes: int) -> None:
+        """Copy all units. `first`: the access of the first lane to the new files. Raises the first error of a lane."""
+        writers = [first]
+        try:
+            writers += [self.join() for _ in range(min(num_lanes, len(self.units)) - 1)]
+            num, of_all = len(self.units), len(writers)
+            for lane in range(of_all):  # far from each other, because writes to one file wait for each other
+                self._left.append(deque(self.units[num * lane // of_all : num * (lane + 1) // of_all]))
+            if of_all == 1:
+                self._lane(first, 0)
+            else:
+                with ThreadPoolExecutor(of_all, thread_name_prefix="fsdp_optim: convert") as pool:
+                    lanes = [pool.submit(self._lane, writer, number) for number, writer in enumerate(writers)]
+                    try:
+                        for done in lanes:
+                            done.result()
+                    except BaseException:
+                        self._stopped.set()
+                        raise
+            receipts = [writer.finish() for writer in writers]
+            self.receipt = receipts[0]  # several lanes write to a folder, which gives no receipts
+        finally:
+            for writer in writers:
+                writer.discard()
+
+    def _next(self, lane: int) -> Unit | None:
+        """The next unit of a lane: one of its own, in order; else the last one of the lane that has the most left."""
+        with self._lock:
+            if self._left[lane]:
+                return self._left[lane].popleft()
+            longest = max(self._left, key=len)
+            return longest.pop() if longest else None
+
+    def _lane(self, writer: StoreWriter, number: int) -> None:
+        here = alone("convert")
+        source = CheckpointEnd(self.reader, 0, Budget(self.unit_nbytes), as_needed=True, plans=here.world.plans)
+        copier = Copier(here, source, self.stored, writer, self.unit_nbytes)
+        try:
+            while not self._stopped.is_set():
+                unit = self._next(number)
+                if unit is None:
+                    return
+                try:
+                    self._copy(copier, unit, writer)
+                except CheckpointError as error:
+                    if self.failed is None or isinstance(error, ReplacedError):
+                        raise
+                    self.failed(error)
+        except BaseException:
+            self._stopped.set()
+            raise
+
+    def _copy(self, copier: Copier, unit: Unit, writer: StoreWriter) -> None:
+        rows = self._adopted(unit, writer) if self.notes_parts else self._found(copier, unit)
+        is_new = rows is None
+        if rows is None:
+            rows = copier.copy(unit)
+            if self.has_journal:
+                writer.write(JOURNAL, [memoryview(digest_of(rows))], unit.number * DIGEST_NBYTES)
+            elif self.notes_parts:
+                cast(PartsWriter, writer).note_part(unit.file.name, unit.part, rows.tobytes())
+        self._done(unit, rows, is_new=is_new)
+
+    def _adopted(self, unit: Unit, writer: StoreWriter) -> Rows | None:
+        """The segments of a part that a killed conversion has put; None if it has to be put."""
+        receipt, data = self.noted.get((unit.file.name, unit.part), ("", b""))
+        if not receipt:
+            return None
+        cast(PartsWriter, writer).adopt_part(unit.file.name, unit.part, receipt)
+        return rows_from(data)
+
+    def _found(self, copier: Copier, unit: Unit) -> Rows | None:
+        """The segments of a unit that has been copied before a kill; None if it has to be copied."""
+        if self.staged is None:
+            return None
+        noted = self.staged.read(JOURNAL, unit.number * DIGEST_NBYTES, DIGEST_NBYTES)
+        if not any(noted):
+            return None
+        rows = copier.staged(unit, self.staged)
+        return rows if rows is not None and digest_of(rows) == noted else None
+
+    def _done(self, unit: Unit, rows: Rows, *, is_new: bool) -> None:
+        with self._lock:
+            self._rows.setdefault(unit.file.name, []).append(rows)
+            self.nbytes_written += unit.nbytes if is_new else 0
+            self.nbytes_done += unit.nbytes
+            self.shown(self.nbytes_done)

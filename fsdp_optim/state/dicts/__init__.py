@@ -1,0 +1,1 @@
+"""Full dicts: this library's and other libraries' dialects, the names and ids in them, and the order in which ids count."""

@@ -1,0 +1,95 @@
+"""The FQNs that the ids and names of a full dict stand for, for a given model and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fsdp_optim.state.dicts.order import Counted
+from fsdp_optim.state.dicts.wrapped_names import WrappedNames, cut
+from fsdp_optim.view import ModelView
+
+
+@dataclass(frozen=True)
+class Names:
+    """The FQNs that the ids and names of a full dict stand for, for a given model and optimizer.
+
+    Attributes:
+        groups: the FQNs of each of the optimizer's groups, in the order of their ids.
+        aliases: other FQN of a tied parameter -> its FQN.
+        units: the FQNs of each live parameter, which can be in one group only.
+        wrapper_parts: name components that wrappers insert, and that are not part of an FQN.
+        unit_order: FQNs as fairscale's own full dict counts them; None for a model without fairscale units.
+        model_order: all FQNs of the groups, in the unwrapped model's order.
+        unknown_order: why ids without names cannot count these parameters; empty where they can.
+        given: FQN in a dict that was written without `name_of` -> name from `name_of`.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    aliases: Mapping[str, str]
+    unit_order: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] = ()
+    wrapper_parts: frozenset[str] = frozenset()
+    model_order: tuple[str, ...] = ()
+    unknown_order: str = ""
+    given: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        counted: Sequence[Counted],
+        view: ModelView,
+        units: tuple[tuple[str, ...], ...],
+        model_order: tuple[str, ...],
+    ) -> Names:
+        return cls(
+            groups=tuple(group.fqns for group in counted),
+            aliases=view.aliases,
+            unit_order=view.unit_order,
+            units=units,
+            wrapper_parts=view.wrapper_parts,
+            model_order=model_order,
+            unknown_order=next((group.unknown for group in counted if group.unknown), ""),
+        )
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        return frozenset(fqn for group in self.groups for fqn in group)
+
+    def canonical(self, fqn: str) -> str:
+        """The model's FQN for a name in a full dict, which may contain wrapper parts; an unknown name unchanged."""
+        clean = cut(fqn, self.wrapper_parts)
+        given = self.given.get(fqn, self.given.get(clean))
+        if given is not None:
+            return self.aliases.get(given, given)
+        if fqn in self.known:
+            return fqn
+        for name in (fqn, fqn.removeprefix("module."), clean.removeprefix("module.")):
+            found = self._wrapped.find(name)
+            if found is not None:
+                return self.aliases.get(found, found)
+        alike = self._without_module.get(_without_module(clean), ())
+        return self.aliases.get(alike[0], alike[0]) if len(alike) == 1 else fqn
+
+    def are_one(self, name: str, other: str) -> bool:
+        """Whether two names in a file would be one after the cut, although neither names another place of a tied parameter."""
+        if name in self.known or name in self.aliases:
+            return False
+        return _without_module(cut(name, self.wrapper_parts)) == _without_module(cut(other, self.wrapper_parts))
+
+    @cached_property
+    def _wrapped(self) -> WrappedNames:
+        return WrappedNames({*self.known, *self.aliases}, self.wrapper_parts)
+
+    @cached_property
+    def _without_module(self) -> dict[str, list[str]]:
+        """FQN without `module` components -> FQNs; DistributedDataParallel inside another wrapper leaves such components."""
+        found: dict[str, list[str]] = {}
+        for name in sorted({*self.known, *self.aliases}):
+            found.setdefault(_without_module(name), []).append(name)
+        return found
+
+
+def _without_module(fqn: str) -> str:
+    return ".".join(part for part in fqn.split(".") if part != "module")

@@ -1,0 +1,1 @@
+"""The optimizer of this rank: its parameters and their state, and whether a full state fits it."""

@@ -1,0 +1,179 @@
+"""The check that a full state fits a model and its optimizer, complete before any shard is made."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp_optim.errors import StateError, counted_noun
+from fsdp_optim.layout import Shape
+from fsdp_optim.memory import is_plain
+from fsdp_optim.state.dicts.full import FullState
+from fsdp_optim.state.dicts.names import Names
+from fsdp_optim.state.values.kinds import Evidence, Kind, is_scalar
+from fsdp_optim.state.values.opaque import OpaqueShards
+from fsdp_optim.state.values.supported import is_sparse, sparse
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The differences between a full state and a live optimizer.
+
+    Attributes:
+        missing: FQNs that only the live optimizer has.
+        unexpected: FQNs that only the full state has.
+        unmatched_hyperparameters, unmatched_values: the names that only one side has, where the optimizers' classes differ.
+        kept: FQN -> names of live state values that stay beside the loaded values.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unmatched_hyperparameters: tuple[str, ...] = ()
+    unmatched_values: tuple[str, ...] = ()
+    kept: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def as_plain(self) -> dict[str, list[str]]:
+        """The differences as a dict of lists, without empty lists."""
+        return {name: list(names) for name, names in vars(self).items() if names and name != "kept"}
+
+
+LIVE_GROUPS = (
+    "build the optimizer with the saved groups, or give groups='live', which finds every parameter by its name and leaves the "
+    "optimizer's groups and hyperparameters as they are"
+)
+
+
+def check_fits(
+    full: FullState,
+    names: Names,
+    shapes: Mapping[str, Shape],
+    *,
+    live: frozenset[str] = frozenset(),
+    strict: bool = True,
+    others: Collection[str] = (),
+    regroup: bool = False,
+) -> Fit:
+    """Refuse a full state that is not of this model and optimizer, before any shard is made.
+
+    Args:
+        live: FQNs that have state in the live optimizer. Such a parameter is missing also if the full state lists it without
+            state while other parameters have state: it was frozen or unused when saved, and its live state must not be
+            dropped silently.
+        strict: also refuse missing and unexpected parameters.
+        others: parameters of the full state that only other ranks hold; they do not count as unexpected.
+        regroup: several optimizers share the groups of the full state, so the live groups may differ from the saved ones.
+
+    Raises StateError that names the parameter, both numbers and the way out.
+    """
+    saved = {fqn: index for index, (_, fqns) in enumerate(full.groups) for fqn in fqns}
+    unexpected = [fqn for fqn in saved if fqn not in names.known and fqn not in others]
+    # A flat parameter counts only if none of its originals has state; originals that disagree are another error.
+    units = [fqns for fqns in names.units if full.state and not any(fqn in full.state for fqn in fqns)]
+    without_state = live.intersection(fqn for fqns in units for fqn in fqns)
+    missing = [fqn for group in names.groups for fqn in group if fqn not in saved or fqn in without_state]
+    if unexpected and strict:
+        raise StateError(
+            _not_found(unexpected, sorted(names.known), "the full dict has", "the model's optimizer does not")
+        )
+    if missing and strict and missing[0] in saved:
+        raise StateError(
+            f"{missing[0]}: the full dict has no state for this parameter (it was frozen or unused when saved), the "
+            "optimizer has; load into an optimizer without state to begin anew, or give strict=False, which keeps the live state"
+        )
+    if missing and strict:
+        raise StateError(_not_found(missing, list(saved), "the model's optimizer has", "the full dict does not"))
+    for fqns in names.units:
+        group_of_unit([fqn for fqn in fqns if strict or fqn in saved], saved)
+    if not regroup:
+        _check_groups(full, names, saved)
+    check_shapes(full, shapes)
+    return Fit(tuple(missing), tuple(unexpected))
+
+
+def group_of_unit(fqns: Sequence[str], group_of: Mapping[str, int]) -> int | None:
+    """The saved group of a live parameter, which all its originals have in common.
+
+    Raises StateError for a flat parameter whose originals are in two groups.
+    """
+    groups = [group_of.get(fqn) for fqn in fqns]
+    for fqn, group in zip(fqns, groups, strict=True):
+        if group != groups[0]:
+            first, other = (f"group {g}" if g is not None else "no group" for g in (groups[0], group))
+            raise StateError(
+                f"{fqns[0]} is in {first} of the full dict and {fqn} is in {other}, and both lie in one flat parameter of this "
+                "model, which can be in one group only: wrap the two in different units, or without flattening, or call "
+                "get_shard_from_optim_state_dict(model, optim, full, groups='live')"
+            )
+    return groups[0] if groups else None
+
+
+def _check_groups(full: FullState, names: Names, saved: Mapping[str, int]) -> None:
+    if len(full.groups) != len(names.groups):
+        raise StateError(
+            f"the full dict has {counted_noun(len(full.groups), 'param group')}, the optimizer has "
+            f"{len(names.groups)}: {LIVE_GROUPS}"
+        )
+    for index, group in enumerate(names.groups):
+        for fqn in group:
+            if saved.get(fqn, index) != index:
+                raise StateError(
+                    f"{fqn}: in param group {saved[fqn]} of the full dict, in group {index} of the optimizer: {LIVE_GROUPS}"
+                )
+
+
+def check_shapes(full: FullState, shapes: Mapping[str, Shape]) -> None:
+    """Raise StateError for values that should have the shape of their parameter and do not."""
+    evidence = full.evidence(shapes)
+    for fqn, values in full.state.items():
+        for name, value in values.items() if fqn in shapes else ():
+            if is_sparse(value):
+                raise StateError(sparse(fqn, name, value))
+            recorded = full.recorded(fqn, name)
+            if recorded is None:
+                wrong = _is_cut_short(
+                    name, value, shapes[fqn], full.kind_of(fqn, name, value, shapes[fqn], evidence), evidence
+                )
+            else:
+                wrong = _is_not(recorded, value, shapes[fqn])
+            if wrong:
+                got = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                raise StateError(
+                    f"{fqn}: {name} has shape {got} in the full dict, the parameter has {list(shapes[fqn])}: the dict is of "
+                    "another model, was cut short, or its ids are in another order than the unwrapped model's parameters(): give "
+                    "the dict of this model, by name if the order of its ids is in doubt"
+                )
+
+
+def _is_not(recorded: Kind, value: object, shape: Shape) -> bool:
+    """Whether a value contradicts the kind that the dict records for it."""
+    match recorded:
+        case Kind.SHARDED:
+            return not isinstance(value, torch.Tensor) or tuple(value.shape) != shape
+        case Kind.SCALAR:
+            return not is_scalar(value)
+        case Kind.PLACED:
+            return not is_plain(value)
+        case Kind.OPAQUE:
+            return False
+
+
+def _is_cut_short(name: str, value: object, shape: Shape, kind: Kind, evidence: Evidence) -> bool:
+    """Whether a value should have the shape of its parameter: by the value's name, except for tensor subclasses."""
+    if kind is Kind.SCALAR:
+        return value is not None and bool(shape) and evidence.has_to_follow(name)
+    of_own_class = isinstance(value, (torch.Tensor, OpaqueShards)) and not is_plain(value)
+    return kind is Kind.OPAQUE and not of_own_class and evidence.has_to_follow(name)
+
+
+def _not_found(fqns: list[str], candidates: list[str], has: str, has_not: str) -> str:
+    close = difflib.get_close_matches(fqns[0], candidates, n=1)
+    hint = f" (it has {close[0]})" if close else ""
+    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
+    return (
+        f"{fqns[0]}{more}: {has} it, {has_not}{hint}; {counted_noun(len(candidates), 'parameter')} there. "
+        "Give the dict of this model, and an optimizer with the parameters of the saved optimizer (frozen layers may differ), or "
+        "give strict=False, which loads the parameters that both have and lists the rest"
+    )

@@ -1,0 +1,397 @@
+"""The optimizer on this rank: its live parameters with their local ids and state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fsdp_optim.errors import WrapperError, counted_noun
+from fsdp_optim.layout import Shape
+from fsdp_optim.state.dicts.full import NON_PARAM_STATE, RESERVED_KEYS
+from fsdp_optim.state.dicts.packed import LocalId, packed_ids
+from fsdp_optim.state.values.classes import OptimizerClass
+from fsdp_optim.state.values.kinds import Evidence, Kind, Sight, is_scalar
+from fsdp_optim.state.values.same import Incomparable, key_of, same
+from fsdp_optim.state.values.summary import Scalar, Scalars, Summary
+from fsdp_optim.state.values.supported import check_supported, check_values, copyable
+from fsdp_optim.view import Handle, ModelView, NamedHandle
+
+
+class OptimizerLike(Protocol):
+    """The interface of an optimizer that this library needs. torch.optim, fairseq, Accelerate and DeepSpeed have it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+Optimizers = OptimizerLike | Sequence[OptimizerLike]
+"""One optimizer, or several over one model: one per parameter, or one per part of the model."""
+
+
+class _Look(NamedTuple):
+    """The visible traits of a state value.
+
+    Attributes:
+        fits: whether the value is cut like its parameter.
+        is_marked: whether the value records its own cut.
+    """
+
+    is_tensor: bool
+    is_scalar: bool
+    fits: bool
+    is_marked: bool
+
+    @classmethod
+    def at(cls, value: object, handle: Handle) -> _Look:
+        if not isinstance(value, torch.Tensor):
+            return _SCALAR if is_scalar(value) else _OBJECT
+        return cls(True, value.dim() == 0, handle.is_held(value), handle.is_marked(value))
+
+
+_SCALAR, _OBJECT = _Look(False, True, False, False), _Look(False, False, False, False)
+
+
+class _Form(NamedTuple):
+    """The visible traits of all state values of a parameter. The parameters of equal layers have one form.
+
+    `shape`: the shape of the local part; `marks`: whether the wrapper's own values record how they are cut.
+    """
+
+    shape: Shape
+    marks: bool
+    looks: tuple[tuple[str, _Look], ...]
+
+    def sights(self) -> Iterator[Sight]:
+        """The observations that the values give about their names."""
+        for name, look in self.looks if self.shape else ():
+            if look.fits or not look.is_marked:  # a DTensor with a cut of its own is no evidence
+                yield Sight(name, self.shape, look.fits, look.is_scalar, look.is_tensor and not look.is_scalar)
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a state value is cut like the parameter and records that cut."""
+        return self.marks and any(look.is_marked and not look.is_scalar for _, look in self.looks)
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether the kinds of the values follow from the form alone, without a look at the values' own placements."""
+        return not any(look.is_marked and not look.fits for _, look in self.looks)
+
+
+@dataclass(frozen=True)
+class LocalParam:
+    """One live parameter of an optimizer: its id in the optimizer's own dict, its group, its state (None: absent).
+
+    `owner`: of several optimizers that are read as one, the index of the parameter's optimizer, and the parameter's id there.
+    """
+
+    local_id: LocalId
+    group_index: int
+    named: NamedHandle
+    state: Mapping[str, Any] | None
+    owner: tuple[int, LocalId] = (0, 0)
+
+    @property
+    def handle(self) -> Handle:
+        return self.named.handle
+
+    @cached_property
+    def form(self) -> _Form:
+        """The visible traits of the state values, computed once."""
+        handle = self.named.handle
+        looks = [(name, _Look.at(value, handle)) for name, value in (self.state or {}).items()]
+        return _Form(handle.local_shape, handle.marks, tuple(looks))
+
+    @property
+    def is_little(self) -> bool:
+        """Whether this rank holds at most one element of a parameter that is cut, so that shapes are weak evidence."""
+        return self.handle.local_numel < 2 and self.handle.is_cut
+
+    def summary(
+        self,
+        evidence: Evidence,
+        kinds: Mapping[str, Kind] | None = None,
+        scalar: Callable[[object], Scalar] = Scalar.of,
+    ) -> Summary | None:
+        """The summary of the state. `kinds`: the kinds of the values, if they are known already; `scalar` reads a scalar."""
+        if self.state is None:
+            return None
+        known = self.kinds(evidence) if kinds is None else kinds
+        return Summary.of(
+            self.state,
+            lambda name, value: known[name],
+            self.handle.placement_of,
+            unsure=(lambda name: evidence.follows(name) is None) if self.is_little else None,
+            scalar=scalar,
+        )
+
+    def kinds(self, evidence: Evidence) -> dict[str, Kind]:
+        """The kinds of this parameter's state values."""
+        state = self.state or {}
+        return {name: self._kind(name, state[name], look, evidence) for name, look in self.form.looks}
+
+    def _kind(self, name: str, value: object, look: _Look, evidence: Evidence) -> Kind:
+        """The kind of a value of this parameter's state.
+
+        A DTensor records its own cut. Any other tensor follows the parameter if it has the shape of the parameter's local part,
+        unless the evidence shows that this is a coincidence.
+        """
+        if look.is_tensor and look.is_scalar and not self.handle.local_shape:
+            return Kind.SCALAR if evidence.says_scalar(name) else Kind.SHARDED
+        if look.is_scalar:
+            return Kind.SCALAR
+        if not isinstance(value, torch.Tensor):
+            return Kind.OPAQUE
+        if look.is_marked:
+            if look.fits:
+                return Kind.SHARDED
+            return Kind.PLACED if self.handle.placement_of(value) is not None else Kind.OPAQUE
+        apart = evidence.follows(name) is False or (evidence.marked and self.handle.marks)
+        return Kind.SHARDED if look.fits and not apart else Kind.OPAQUE
+
+
+@dataclass(frozen=True)
+class LocalOptim:
+    """An optimizer on this rank, read without changing it.
+
+    Attributes:
+        params: the parameters in the order of their local ids; if the ids are names, in the order of the groups.
+        groups: each group's hyperparameters, without `params` and `param_names`.
+        group_ids, group_param_names: each group's local ids, and its `param_names` where the optimizer has them.
+        other_keys: the optimizer's own top-level keys (`loss_scale`), and under `NON_PARAM_STATE` the state that belongs to no
+            parameter.
+        optimizers: the optimizers that were read as one; empty for a single optimizer.
+        classes: the class of each group's optimizer; empty where the call has no optimizer.
+    """
+
+    params: tuple[LocalParam, ...]
+    groups: tuple[Mapping[str, Any], ...]
+    group_ids: tuple[tuple[LocalId, ...], ...]
+    group_param_names: tuple[Sequence[str] | None, ...]
+    other_keys: Mapping[str, Any]
+    optimizers: tuple[LocalOptim, ...] = ()
+    classes: tuple[OptimizerClass, ...] = ()
+
+    @property
+    def values_by_class(self) -> dict[str, frozenset[str]]:
+        """Optimizer class -> names of the state values of the parameters on this rank."""
+        names: dict[str, set[str]] = {}
+        for param in self.params:
+            if self.classes and param.state is not None:
+                names.setdefault(self.classes[param.group_index].name, set()).update(map(str, param.state))
+        return {name: frozenset(values) for name, values in names.items()}
+
+    @cached_property
+    def _forms(self) -> tuple[tuple[_Form, ...], tuple[int, ...]]:
+        """The distinct forms of the parameters, and the number of each parameter's form."""
+        numbers: dict[_Form, int] = {}
+        of_params = tuple([numbers.setdefault(param.form, len(numbers)) for param in self.params])
+        return tuple(numbers), of_params
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """The evidence about the values, from the parameters that have dimensions."""
+        forms, numbers = self._forms
+        sights: Counter[Sight] = Counter()
+        for number, times in Counter(numbers).items():
+            for sight in forms[number].sights():
+                sights[sight] += times
+        return Evidence.of(sights, marked=any(form.is_marked for form in forms))
+
+    @cached_property
+    def summaries(self) -> tuple[Summary | None, ...]:
+        """The summary of each parameter's state. Values with equal traits are judged once, and equal summaries are one object."""
+        known: dict[int, tuple[Mapping[str, Kind], bool]] = {}
+        shared: dict[object, Summary | None] = {}
+        alike: dict[tuple[int, ...], tuple[list[object], Summary | None]] = {}
+        scalars = Scalars(value for param in self.params for value in (param.state or {}).values())
+        forms, numbers = self._forms
+        found = []
+        for param, number in zip(self.params, numbers, strict=True):
+            kinds, is_plain = known.get(number, (None, False))
+            if kinds is None:
+                kinds = param.kinds(self.evidence)
+                is_plain = all(kind in (Kind.SHARDED, Kind.SCALAR) for kind in kinds.values())
+                if forms[number].tells_all:
+                    known[number] = kinds, is_plain
+            if not is_plain or param.state is None:
+                found.append(_shared(param.summary(self.evidence, kinds, scalars.of), shared))
+                continue
+            items = param.state.items()
+            read = [scalars.of(value) if kinds[name] is Kind.SCALAR else value.dtype for name, value in items]
+            key = number, param.is_little, *map(id, read)  # the form, and everything else that a summary contains
+            if key not in alike:
+                in_turn = partial(_next, (scalar for scalar in read if isinstance(scalar, Scalar)))
+                summary = param.summary(self.evidence, kinds, in_turn)
+                alike[key] = read, _shared(summary, shared)  # the reference keeps the ids unique
+            found.append(alike[key][1])
+        return tuple(found)
+
+
+def _next(scalars: Iterator[Scalar], _: object) -> Scalar:
+    """The Scalar of the next value, which has been read already."""
+    return next(scalars)
+
+
+def _shared(summary: Summary | None, shared: dict[object, Summary | None]) -> Summary | None:
+    """The first summary that is equal, whose NaNs are the same objects."""
+    its_scalars = [id(one.value) for _, one in summary.scalars] if summary is not None else ()
+    return shared.setdefault((summary, *its_scalars), summary)
+
+
+def read_optimizer(optim: Optimizers, view: ModelView) -> LocalOptim:
+    """Match the parameters of an optimizer, by identity, with the live parameters of a model.
+
+    Several optimizers over one model (for example one per parameter, stepped in the backward pass) are read as one
+    optimizer, in which groups of equal hyperparameters are one group.
+
+    Raises WrapperError when the optimizer has parameters that are not in the model.
+    """
+    if isinstance(optim, (list, tuple)):
+        if not optim:
+            raise WrapperError(
+                "optim is an empty list, which has no state: give the optimizers, or None for a call without optimizer"
+            )
+        return _as_one([_read(each, view) for each in optim])
+    return _read(optim, view)  # type: ignore[arg-type]
+
+
+def _as_one(optimizers: list[LocalOptim]) -> LocalOptim:
+    groups: dict[tuple[str, str], tuple[OptimizerClass, Mapping[str, Any], list[LocalParam]]] = {}
+    seen: set[str] = set()
+    for index, optimizer in enumerate(optimizers):
+        for group_index, hyper in enumerate(optimizer.groups):
+            of = optimizer.classes[group_index]
+            *_, members = groups.setdefault((of.name, _key_of_group(hyper, len(groups))), (of, hyper, []))
+            for param in optimizer.params:
+                if param.group_index == group_index:
+                    if param.named.fqns[0] in seen:
+                        raise WrapperError(
+                            f"{param.named.fqns[0]} is in two of the {len(optimizers)} optimizers: give each parameter to one"
+                        )
+                    seen.add(param.named.fqns[0])
+                    members.append(replace(param, owner=(index, param.local_id)))
+    params: list[LocalParam] = []
+    ids = []
+    for group_index, (*_, members) in enumerate(groups.values()):
+        first = len(params)
+        params += [replace(p, local_id=first + i, group_index=group_index) for i, p in enumerate(members)]
+        ids.append(tuple(range(first, len(params))))
+    other_keys: dict[str, Any] = {}
+    for optimizer in optimizers:
+        for key, value in optimizer.other_keys.items():
+            if key in other_keys and not same(other_keys[key], value):
+                raise WrapperError(
+                    f"{key} is {other_keys[key]!r} in one of the {len(optimizers)} optimizers and {value!r} in another: "
+                    "a full dict has one value for all of them; gather the optimizers one by one"
+                )
+            other_keys[key] = value
+    hypers, classes = tuple(hyper for _, hyper, _ in groups.values()), tuple(of for of, *_ in groups.values())
+    return LocalOptim(tuple(params), hypers, tuple(ids), (None,) * len(hypers), other_keys, tuple(optimizers), classes)
+
+
+def _key_of_group(hyper: Mapping[str, Any], number: int) -> str:
+    """A key that is equal for groups that can be merged; groups with an incomparable hyperparameter stay separate."""
+    try:
+        return key_of(hyper)
+    except Incomparable:
+        return f"group {number}"
+
+
+def _read(optim: OptimizerLike, view: ModelView) -> LocalOptim:
+    check_supported(optim)
+    saved = optim.state_dict()
+    missing = {"state", "param_groups"} - set(saved)
+    if missing:
+        raise WrapperError(f"state_dict() of {type(optim).__name__} has no {' and no '.join(sorted(missing))}")
+    live, packed = optim.param_groups, saved["param_groups"]
+    if len(live) != len(packed):
+        raise WrapperError(
+            f"{type(optim).__name__} has {counted_noun(len(live), 'param group')}, its state_dict() has {len(packed)}"
+        )
+    params: list[LocalParam] = []
+    for index, (live_group, packed_group) in enumerate(zip(live, packed, strict=True)):
+        if len(live_group["params"]) != len(packed_group["params"]):
+            raise WrapperError(
+                f"group {index} of {type(optim).__name__} has {counted_noun(len(live_group['params']), 'parameter')}, "
+                f"in its state_dict() {len(packed_group['params'])}"
+            )
+        handles = [_handle_of(param, index, place, view) for place, param in enumerate(live_group["params"])]
+        ids = packed_ids(optim, handles, packed_group["params"], index, view)
+        for place, (named, local_id) in enumerate(zip(handles, ids, strict=True)):
+            state = _state_of(saved["state"], local_id)
+            if state is not None:
+                its_name = named.fqns[0] if named.fqns else f"parameter {place} of group {index}"
+                check_values(its_name, state, inner=not named.handle.marks)
+            _check_master(named, state, optim)
+            params.append(LocalParam(local_id, index, named, state, (0, local_id)))
+    if all(isinstance(param.local_id, int) for param in params):
+        params.sort(key=lambda p: p.local_id)
+    non_param = _non_param_state(saved["state"], [p.local_id for p in params], view)
+    return LocalOptim(
+        params=tuple(params),
+        groups=tuple(_hyperparameters(index, group) for index, group in enumerate(packed)),
+        group_ids=tuple(tuple(group["params"]) for group in packed),
+        group_param_names=tuple(group.get("param_names") for group in packed),
+        other_keys={
+            **{key: copyable(f"{key} of state_dict()", its) for key, its in saved.items() if key not in RESERVED_KEYS},
+            **({NON_PARAM_STATE: copyable("the state of no parameter", non_param)} if non_param else {}),
+        },
+        classes=(OptimizerClass.of(optim),) * len(packed),
+    )
+
+
+def _hyperparameters(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
+    return {key: copyable(f"{key} of param group {index}", value) for key, value in kept}
+
+
+def _check_master(named: NamedHandle, state: Mapping[str, Any] | None, optim: OptimizerLike) -> None:
+    """Refuse a master that is neither in the model nor in the optimizer's own dict, because a load would not restore it."""
+    master = named.handle.master
+    if master is not None and master not in (state or {}):
+        raise WrapperError(
+            f"{named.fqns[0]}: {type(optim).__name__} holds a master of this parameter, and its state_dict() has no {master!r} "
+            "in the state of this parameter, so the master would be neither saved nor loaded: state_dict() has to contain the "
+            "master, also before the first step"
+        )
+
+
+def _handle_of(param: torch.Tensor, group_index: int, place: int, view: ModelView) -> NamedHandle:
+    named = view.handle_of(param)
+    if named is None:
+        raise WrapperError(
+            f"parameter {place} of group {group_index} (shape {list(param.shape)}) is not in the model: build the "
+            "optimizer from the wrapped model's parameters(), and pass that same model"
+        )
+    return named
+
+
+def _non_param_state(state: Mapping[Any, Any], ids: Sequence[LocalId], view: ModelView) -> dict[Any, Any]:
+    """The state that belongs to no parameter, such as MADGRAD's `k`, which torch keeps unchanged.
+
+    Raises WrapperError for a key that looks like the key of a parameter.
+    """
+    known = set(ids)
+    non_param = {key: value for key, value in state.items() if key not in known}
+    wrong = [
+        key for key in non_param if isinstance(key, int) or key in view.order or any(isinstance(i, str) for i in ids)
+    ]
+    if wrong:
+        raise WrapperError(
+            f"the optimizer's state has the ids {sorted(map(str, wrong))}, which are in none of its param groups: remove this "
+            "state, or add its parameters to a group"
+        )
+    return non_param
+
+
+def _state_of(state: Mapping[LocalId, Mapping[str, Any]], local_id: LocalId) -> Mapping[str, Any] | None:
+    values = state.get(local_id)
+    return values if values else None

@@ -1,0 +1,276 @@
+"""This rank's shard of a full state: the summary and memory of each live parameter, and the optimizer's own dict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_optim.errors import StateError
+from fsdp_optim.layout import Placement, Shape, Whole
+from fsdp_optim.memory import Slabs, copy_in_memory, empty, flatten, is_plain, own
+from fsdp_optim.plan import copies_into
+from fsdp_optim.state.dicts.full import NON_PARAM_STATE, FullState
+from fsdp_optim.state.dicts.packed import LocalId
+from fsdp_optim.state.live.fits import Fit
+from fsdp_optim.state.live.local import LocalOptim, LocalParam
+from fsdp_optim.state.values.kinds import Evidence
+from fsdp_optim.state.values.opaque import OpaqueShards, depends_on_cut, holds_all
+from fsdp_optim.state.values.summary import OpaqueType, Summary
+
+Summaries = Mapping[str, Summary]
+"""FQN -> summary of the state; without entries for parameters without state."""
+
+
+def summarize(full: FullState, shapes: Mapping[str, Shape]) -> dict[str, Summary]:
+    """The summary of the state of every parameter in a full state."""
+    evidence = full.evidence(shapes)
+
+    def summary(fqn: str, values: Mapping[str, Any]) -> Summary:
+        return Summary.of(
+            values,
+            lambda name, value: full.kind_of(fqn, name, value, shapes[fqn], evidence),
+            cut=lambda name: full.cut_of(fqn, name),
+        )
+
+    return {fqn: summary(fqn, values) for fqn, values in full.state.items() if fqn in shapes}
+
+
+def summary_for(param: LocalParam, summaries: Summaries, missing: frozenset[str], live: Evidence) -> Summary | None:
+    """The summary for one live parameter, which all its originals must have in common; StateError names two that differ.
+
+    Originals in `missing` keep their state in the live optimizer (`live`: the evidence about its values), whose summary has to
+    agree with that of the other originals.
+    """
+    kept = param.summary(live) if missing and not missing.isdisjoint(param.named.fqns) else None
+    by_original = [(fqn, kept if fqn in missing else summaries.get(fqn)) for fqn in param.named.fqns]
+    (first, summary), *others = by_original
+    for fqn, other in others:
+        _check_alike(first, summary, fqn, other)
+    return summary
+
+
+_FLAT = "they lie in one flat parameter of this model, which has one value for both"
+
+
+def _check_alike(first: str, a: Summary | None, other: str, b: Summary | None) -> None:
+    if a is None or b is None:
+        if a is not b:
+            has, lacks = (first, other) if b is None else (other, first)
+            raise StateError(
+                f"{has} has state and {lacks} has none, and {_FLAT}: wrap the two in different units, or without flattening"
+            )
+        return
+    # The opaque values of a flat parameter are in the state of the first original only.
+    of_first, of_other = (
+        {
+            name: description
+            for name, description in s.everything.items()
+            if not (isinstance(description, OpaqueType) and description.class_name == OpaqueShards.__name__)
+        }
+        for s in (a, b)
+    )
+    for name in {**of_first, **of_other}:
+        if of_first.get(name) != of_other.get(name):
+            raise StateError(
+                f"{name} is {of_first.get(name, 'absent')} for {first} and {of_other.get(name, 'absent')} for {other}, and "
+                f"{_FLAT}: wrap the two in different units, or without flattening"
+            )
+
+
+def allocate(
+    param: LocalParam, summary: Summary | None, rank: int, missing: frozenset[str], slabs: Slabs
+) -> dict[str, torch.Tensor]:
+    """Local 1-D tensors for the sharded values of one live parameter, on its device, with zeros in the padding.
+
+    If some originals are in `missing`, the tensors begin as copies of the live values.
+    """
+    tensors = {}
+    padding = _padding(param, rank) if summary is not None and summary.sharded else []
+    keeps = param.state is not None and not missing.isdisjoint(param.named.fqns)
+    for name, dtype in (summary.dtypes if summary is not None else {}).items():
+        flat = slabs.empty((param.handle.local_numel,), dtype, param.handle.device)
+        for start, stop in padding:
+            flat[start:stop].zero_()
+        live = param.handle.local(param.state[name]) if keeps and param.state is not None else None
+        if live is not None:
+            flat.copy_(live)
+        tensors[name] = flat
+    return tensors
+
+
+def _padding(param: LocalParam, rank: int) -> list[tuple[int, int]]:
+    """The ranges of the local tensor that belong to no original parameter."""
+    covered = []
+    for original in param.handle.originals:
+        shard = original.placement.shard_of(rank)
+        for block in original.placement.blocks(shard) if shard is not None else ():
+            covered.append((block.offset, block.end))
+    gaps, at = [], 0
+    for start, stop in sorted(covered):
+        if at < start:
+            gaps.append((at, start))
+        at = max(at, stop)
+    if at < param.handle.local_numel:
+        gaps.append((at, param.handle.local_numel))
+    return gaps
+
+
+def local_values(
+    param: LocalParam, summary: Summary, tensors: Mapping[str, torch.Tensor], opaque: Mapping[str, Any], rank: int
+) -> dict[str, Any]:
+    """The state of one live parameter in its optimizer's form. `opaque`: the result of `opaque_values`."""
+    scalars = dict(summary.scalars)
+
+    def in_live_form(name: str) -> torch.Tensor:
+        value = param.handle.from_local(tensors[name])
+        cut = _cut_as_live(param, name, value, rank) if holds_all(param.handle) else None
+        return value if cut is None else cut
+
+    return {
+        name: in_live_form(name) if name in tensors else opaque[name] if name in opaque else own(scalars[name].value)
+        for name in summary.names
+        if name in tensors or name in opaque or name in scalars
+    }
+
+
+def opaque_values(
+    param: LocalParam, summary: Summary | None, saved: Callable[[str, str], Any], rank: int, *, is_own: bool = False
+) -> dict[str, Any]:
+    """This rank's opaque values of one live parameter; `saved(fqn, name)` gives a value of the full dict.
+
+    The values are copied, unless `is_own`: `saved` gives values that nobody else uses.
+
+    Raises StateError for a value that does not fit this layout.
+    """
+    fqn = param.named.fqns[0]
+    values = {name: (saved(fqn, name), description.cut) for name, description in (summary.opaque if summary else ())}
+    placements = tuple(original.placement for original in param.handle.originals)
+    # A single number may depend on the cut as well, if another opaque value beside it does.
+    is_free = not any(
+        depends_on_cut(value) for value, cut in values.values() if not cut and not isinstance(value, OpaqueShards)
+    )
+    return {
+        name: _opaque(param, name, value, cut, rank, is_free, (lambda value: value) if is_own else own)
+        for name, (value, cut) in values.items()
+        if not isinstance(value, OpaqueShards) or value.has(placements, rank)
+    }
+
+
+def _opaque(
+    param: LocalParam, name: str, value: Any, cut: str, rank: int, is_free: bool, copied: Callable[[Any], Any]
+) -> Any:
+    """This rank's part of one opaque value.
+
+    `is_free`: every shard can have the value, because it does not depend on the cut. `copied`: copies a value if necessary.
+    """
+    fqn, handle = param.named.fqns[0], param.handle
+    placements = tuple(original.placement for original in handle.originals)
+    if isinstance(value, OpaqueShards):
+        return handle.rewrap(copied(value.of_rank(fqn, name, placements, rank, alone=holds_all(handle))))
+    in_live_form = _cut_as_live(param, name, value, rank) if is_plain(value) else None
+    if in_live_form is not None:
+        return in_live_form
+    if len(placements) == 1 and isinstance(placements[0], Whole):
+        return copied(value)
+    place = handle.place_like(tuple(value.shape), cut) if is_plain(value) else None
+    if place is None and (is_free or holds_all(handle)):
+        return copied(value)
+    if place is None:
+        raise StateError(
+            f"{fqn}: {name} is {OpaqueType.of(value)}, not cut like the parameter {list(placements[0].shape)}, so it cannot be "
+            "cut into the shards of this model; load it into a model where the parameter is whole on each rank"
+        )
+    return handle.from_placed(_cut_here(value, place, rank, handle.device), place)
+
+
+def _cut_as_live(param: LocalParam, name: str, value: torch.Tensor, rank: int) -> torch.Tensor | None:
+    """This rank's part of a complete value, cut as the live value of the same name; None where that has no cut of its own."""
+    live = (param.state or {}).get(name)
+    place = param.handle.own_place(live)
+    if place is None or place.shape != value.shape:
+        return None
+    return param.handle.like_live(_cut_here(value, place, rank, param.handle.device), live)
+
+
+def _cut_here(value: torch.Tensor, place: Placement, rank: int, device: torch.device) -> torch.Tensor:
+    """This rank's elements of a complete value, 1-D."""
+    flat = empty((place.numel_on(rank),), value.dtype, device)
+    if len(flat):
+        copy_in_memory(copies_into(Whole(place.shape, (rank,)), place, rank), flatten(value), flat)
+    return flat
+
+
+Shard = dict[str, Any]
+"""An optimizer's own dict on one rank; an ordinary dict, because some code compares types or restricts unpickling."""
+
+INCOMPATIBLE = "incompatible"
+"""The key of a shard for the differences that `strict=False` accepted, which `load_optim_state_dict` returns; else absent."""
+
+
+def shard_dicts(
+    local: LocalOptim,
+    groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]],
+    other_keys: Mapping[str, Any],
+    state: Mapping[LocalId, Mapping[str, Any]],
+    fit: Fit,
+) -> Shard | list[Shard]:
+    """The optimizer's own dict on this rank: its ids, the saved hyperparameters, this rank's part of the state.
+
+    `groups`: hyperparameters and FQNs of each saved group. The result is a list if several optimizers were read as one.
+    """
+    if not local.optimizers:
+        return _shard_dict(local, [hyper for hyper, _ in groups], other_keys, state, fit)
+    by_owner = {param.owner: state[param.local_id] for param in local.params if param.local_id in state}
+    return [
+        _shard_dict(
+            optimizer,
+            _groups_of(optimizer, groups),
+            {key: value for key, value in other_keys.items() if key in optimizer.other_keys},
+            {own_id: values for (owner, own_id), values in by_owner.items() if owner == index},
+            fit,
+        )
+        for index, optimizer in enumerate(local.optimizers)
+    ]
+
+
+def _groups_of(
+    optimizer: LocalOptim, groups: Sequence[tuple[Mapping[str, Any], tuple[str, ...]]]
+) -> list[Mapping[str, Any]]:
+    """The saved hyperparameters of each group of one of several optimizers, from the saved group of the parameters."""
+    saved = {fqn: hyper for hyper, fqns in groups for fqn in fqns}
+    found: list[Mapping[str, Any]] = []
+    for index, live in enumerate(optimizer.groups):
+        params = (param for param in optimizer.params if param.group_index == index)
+        fqns = [fqn for param in params for fqn in param.named.fqns if fqn in saved]
+        for fqn in fqns[1:]:
+            if saved[fqn] is not saved[fqns[0]]:
+                raise StateError(
+                    f"{fqns[0]} and {fqn} are in one param group of an optimizer, and in two groups of the saved state: build "
+                    "the optimizers with the saved groups, or give groups='live', which leaves the live groups as they are"
+                )
+        found.append(saved[fqns[0]] if fqns else live)
+    return found
+
+
+def _shard_dict(
+    local: LocalOptim,
+    groups: Sequence[Mapping[str, Any]],
+    other_keys: Mapping[str, Any],
+    state: Mapping[LocalId, Mapping[str, Any]],
+    fit: Fit,
+) -> Shard:
+    param_groups = []
+    for group, ids, names in zip(groups, local.group_ids, local.group_param_names, strict=True):
+        kept = {key: own(value) for key, value in group.items()}
+        param_groups.append(
+            {**kept, "params": list(ids), **({"param_names": list(names)} if names is not None else {})}
+        )
+    found = {INCOMPATIBLE: fit.as_plain()} if fit.as_plain() else {}
+    return {
+        **{key: own(value) for key, value in other_keys.items() if key != NON_PARAM_STATE},
+        "state": {**state, **own(other_keys.get(NON_PARAM_STATE, {}))},
+        "param_groups": param_groups,
+        **found,
+    }

@@ -1,0 +1,147 @@
+"""The merge of the reports of all ranks into one picture, equal on all ranks."""
+
+from __future__ import annotations
+
+from fsdp_optim.errors import RankError, StateError, counted_noun
+from fsdp_optim.layout import RankSet, Whole
+from fsdp_optim.state.dicts.order import merge_lists
+from fsdp_optim.state.merged.global_state import Picture
+from fsdp_optim.state.merged.merge_param import (
+    Seen,
+    all_listed,
+    merge_param,
+    of_single_report,
+    on_reporting_ranks,
+    ranks_have,
+    replicas_differ,
+)
+from fsdp_optim.state.merged.replicas import NAME_OF, format_ranks
+from fsdp_optim.state.merged.reports import LiveParam, ReportsByRanks, first_difference
+
+_MOST_SHOWN = 200  # characters of a value in an error
+
+
+def draw(reports: ReportsByRanks, *, take_lowest_rank: bool = False) -> Picture:
+    """Merge the reports of all ranks. The result, or the error, is equal on all ranks.
+
+    `take_lowest_rank`: of replicas that differ, only those of the lowest rank count; else differing replicas are an error.
+
+    Raises StateError when the reports do not describe one model with one state.
+    """
+    _check_calls(reports)
+    _check_groups(reports)
+    values: dict[str, frozenset[str]] = {}
+    for report, _ in reports:
+        for name, names_of_values in report.values:
+            values[name] = values.get(name, frozenset()).union(names_of_values)
+    seen: dict[str, list[Seen]] = {}
+    live: list[LiveParam] = []
+    for report, ranks in reports:
+        for param in report.params:
+            live.append(param)
+            for position, fqn in enumerate(param.fqns):
+                seen.setdefault(fqn, []).append(Seen(fqn, param, param.placements[position], ranks))
+    not_held = {fqn for report, _ in reports for fqn in frozenset(report.model_order).difference(report.order)}
+    for fqn, items in seen.items():
+        if all(item.live.loose or (fqn in not_held and _is_complete(item)) for item in items):
+            seen[fqn] = on_reporting_ranks(items)
+        if any(item.placement.is_open for item in items):
+            seen[fqn] = all_listed(fqn, items)
+    models = [tuple(fqn for fqn in report.model_order or report.order if fqn in seen) for report, _ in reports]
+    order, _ = merge_lists(models)
+    mismatched = tuple(fqn for fqn in order if fqn in seen and replicas_differ(seen[fqn])) if take_lowest_rank else ()
+    lowest = frozenset(mismatched)
+    first_ranks = RankSet(reports[0][1])
+    params = {
+        fqn: of_single_report(seen[fqn], first_ranks) or merge_param(seen[fqn], take_lowest_rank=fqn in lowest)
+        for fqn in order
+        if fqn in seen
+    }
+    _check_classes(reports)  # last, because the other errors say more
+    module_values, differing = _merge_module_values(reports, take_lowest_rank=take_lowest_rank)
+    return Picture(
+        params=params,
+        live=tuple(live),
+        num_groups=len(reports[0][0].groups),
+        mismatched=(*mismatched, *differing),
+        counts=tuple(report.counted for report, _ in reports),
+        models=tuple(dict.fromkeys(models)),
+        values=values,
+        stateless=frozenset(fqn for report, _ in reports for fqn in report.stateless),
+        module_values=module_values,
+        module_takers=tuple(dict.fromkeys(path for report, _ in reports for path in report.module_takers)),
+    )
+
+
+def _is_complete(item: Seen) -> bool:
+    """Whether the ranks that report a parameter have all of it, so that its state may be on some of its ranks only.
+
+    That is what ZeRO-1 by hand does: each rank gives its optimizer some of the parameters, and has their complete state.
+    """
+    return isinstance(item.placement, Whole)
+
+
+def _merge_module_values(
+    reports: ReportsByRanks, *, take_lowest_rank: bool
+) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """FQN -> ranks that have this entry of a module's state_dict(), sorted; and the FQNs of entries that differ."""
+    found: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for report, ranks in reports:
+        for fqn, fingerprint in report.module_values:
+            found.setdefault(fqn, []).append((fingerprint, ranks))
+    differing = []
+    for fqn, prints in found.items():
+        (first, first_ranks), *others = prints
+        for other, ranks in others:
+            if other != first and not take_lowest_rank:
+                raise StateError(
+                    f"{fqn}: this entry of state_dict() differs between {format_ranks(first_ranks)} and {format_ranks(ranks)}"
+                    f"{NAME_OF}; if it may differ between ranks, give on_replica_mismatch='lowest_rank', which takes the entry "
+                    "of the lowest rank"
+                )
+        if len({fingerprint for fingerprint, _ in prints}) > 1:
+            differing.append(fqn)
+    return {fqn: tuple(sorted(r for _, ranks in prints for r in ranks)) for fqn, prints in found.items()}, tuple(
+        differing
+    )
+
+
+def _check_calls(reports: ReportsByRanks) -> None:
+    if len({report.call for report, _ in reports}) > 1:
+        lines = "; ".join(f"{format_ranks(ranks)}: {report.call}" for report, ranks in reports)
+        raise RankError(f"the ranks do not make the same call: {lines}")
+
+
+def _check_groups(reports: ReportsByRanks) -> None:
+    (first, first_ranks), *others = reports
+    for report, ranks in others:
+        if len(report.groups) != len(first.groups):
+            raise StateError(
+                f"{ranks_have(first_ranks)} {counted_noun(len(first.groups), 'param group')}, {ranks_have(ranks)} "
+                f"{len(report.groups)}: build the optimizer "
+                "alike on all ranks"
+            )
+        names = [*(f"param group {index}" for index in range(len(first.groups))), "the optimizer's state_dict()"]
+        sections = zip(names, (*first.groups, first.other_keys), (*report.groups, report.other_keys), strict=True)
+        found = first_difference(sections)
+        if found is not None:
+            section, key, first_text, text = found
+            raise StateError(
+                f"{section}: {key} is {_short(first_text)} on {format_ranks(first_ranks)} and {_short(text)} on "
+                f"{format_ranks(ranks)}; set it alike on all ranks"
+            )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _check_classes(reports: ReportsByRanks) -> None:
+    (first, first_ranks), *others = reports
+    for report, ranks in others:
+        for index, (mine, other) in enumerate(zip(first.classes, report.classes, strict=True)):
+            if mine.name != other.name:
+                raise StateError(
+                    f"param group {index}: its optimizer is {mine.name} on {format_ranks(first_ranks)} and {other.name} on "
+                    f"{format_ranks(ranks)}; build the same optimizer on all ranks"
+                )

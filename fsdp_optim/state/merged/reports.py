@@ -1,0 +1,120 @@
+"""The report of each rank about its model and optimizer, for the other ranks.
+
+A report has a few hundred bytes per live parameter, and no elements. Ranks that see the same model give equal reports, so
+usually the ranks exchange digests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fsdp_optim.layout import Placement
+from fsdp_optim.state.dicts.order import Counted
+from fsdp_optim.state.merged.replicas import STATE
+from fsdp_optim.state.values.classes import OptimizerClass
+from fsdp_optim.state.values.summary import Summary
+
+
+@dataclass(frozen=True)
+class LiveParam:
+    """One live parameter in a rank's report.
+
+    Attributes:
+        summary: the summary of the state; None for a parameter without state.
+        fingerprint: a digest of this rank's elements of the state, if the wrapper does not keep replicas equal: it tells replicas
+            from different parameters of the same name.
+        loose: no wrapper knows which ranks hold the parameter, so its placement names all ranks of the call.
+        what: the compared content of the fingerprint, STATE or ELEMENTS.
+    """
+
+    fqns: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    group_index: int
+    num_padded: tuple[int, ...]
+    collected: bool
+    summary: Summary | None
+    fingerprint: str = ""
+    loose: bool = False
+    what: str = STATE
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The report of one rank about its model and optimizer.
+
+    Attributes:
+        call: the call with its options, as text.
+        order: the optimizer's original parameters, in the unwrapped model's order.
+        params: the live parameters.
+        groups: each group's hyperparameters, as pairs of texts.
+        counted: each group's original parameters, in the order of their ids.
+        model_order: all original parameters, in the unwrapped model's order, where the optimizer does not have all of them; else
+            empty.
+        other_keys: the other keys of the optimizer's own dict, as pairs of texts.
+        classes: the class of each group's optimizer.
+        values: optimizer class -> names of the state values, where the call needs them.
+        stateless: parameters without state of an optimizer that has some state, where the call needs them; without the
+            parameters that the wrapper skips on this rank.
+        module_values: FQN -> fingerprint (where the call needs it) of the entries of state_dict() that are neither parameters
+            nor buffers.
+        module_takers: paths of modules that may load such entries without having them.
+    """
+
+    call: str
+    order: tuple[str, ...] = ()
+    params: tuple[LiveParam, ...] = ()
+    groups: tuple[tuple[tuple[str, str], ...], ...] = ()
+    counted: tuple[Counted, ...] = ()
+    model_order: tuple[str, ...] = ()
+    other_keys: tuple[tuple[str, str], ...] = ()
+    classes: tuple[OptimizerClass, ...] = ()
+    values: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stateless: tuple[str, ...] = ()
+    module_values: tuple[tuple[str, str], ...] = ()
+    module_takers: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """A text that is equal for equal reports only. Placements and summaries that parameters share are written once."""
+        parts: dict[str, int] = {}
+        numbers: dict[int, int] = {}
+
+        def number(part: object) -> int:
+            """Of the text of a part, among those of all parts in the order in which they come."""
+            found = numbers.get(id(part))  # the report keeps its parts alive, and so their ids
+            if found is None:
+                found = numbers[id(part)] = parts.setdefault(repr(part), len(parts))
+            return found
+
+        lines = [
+            (
+                one.fqns,
+                [number(placement) for placement in one.placements],
+                one.group_index,
+                number(one.num_padded),
+                one.collected,
+                number(one.summary),
+                one.fingerprint,
+                one.loose,
+                one.what,
+            )
+            for one in self.params
+        ]
+        return f"{replace(self, params=())!r} {lines!r} {list(parts)!r}"
+
+
+ReportsByRanks = Sequence[tuple[RankReport, tuple[int, ...]]]
+"""Distinct reports, each with the ranks that gave it."""
+
+Pairs = tuple[tuple[str, str], ...]
+"""(key, text of the value) of each entry of a dict; equal texts for equal values only."""
+
+
+def first_difference(sections: Iterable[tuple[str, Pairs, Pairs]]) -> tuple[str, str, str, str] | None:
+    """(section, key, first text, other text) of the first key that differs, where `sections` are (name, first, other)."""
+    for section, first, other in sections:
+        a, b = dict(first), dict(other)
+        for key in {**a, **b}:
+            if a.get(key) != b.get(key):
+                return section, key, a.get(key, "absent"), b.get(key, "absent")
+    return None
